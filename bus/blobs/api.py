@@ -1,0 +1,44 @@
+"""Claim checks: bodies too large for a stream entry lie elsewhere and only a reference travels.
+
+A reference is "<store>:<id>:<bytes>", for example "file:3f2a...:2400000". The life of a blob is tied to its entry: it is
+written before the entry that names it and deleted after the acknowledgement of that entry. What a crash leaves behind in
+between is an orphan, found by comparing with the references that the streams still hold.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from bus.errors import BadMessage
+
+
+class BlobStore(Protocol):
+    """Where large bodies lie."""
+
+    async def put(self, body: bytes) -> str:
+        """Store and return the reference. The body is complete when this returns."""
+        ...
+
+    async def get(self, ref: str) -> bytes:
+        """The body; Transient when the store does not answer, BadMessage when the body is gone or cut."""
+        ...
+
+    async def delete(self, refs: list[str]) -> None:
+        """Forget bodies; unknown references are not an error."""
+        ...
+
+    async def list_ids(self) -> list[tuple[str, float]]:
+        """All references with their age in seconds, for the orphan scan."""
+        ...
+
+
+def parse_ref(ref: str, store: str) -> tuple[str, int]:
+    """Reference to (id, bytes); BadMessage when it is not one of `store`."""
+    kind, _, rest = ref.partition(":")
+    blob_id, _, size = rest.partition(":")
+    if kind != store or not blob_id.isalnum() or not size.isdigit():
+        raise BadMessage(f"blob reference {ref!r} is not one of the {store} store")
+    return blob_id, int(size)
+
+
+__all__ = ("BlobStore", "parse_ref")

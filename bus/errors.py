@@ -1,0 +1,78 @@
+"""Every failure the house can name. The class decides what happens next; the message says what, where, why, what to do.
+
+MilesAsyncError
+├── Transient            try again, here or elsewhere
+│   └── BusUnreachable   the server does not answer
+├── Poison               this item will never work: dead-letter it
+│   └── BadMessage       bytes on the bus that are not a message of ours
+├── InvariantBroken      stop: going on would corrupt the run
+├── BusRefused           the server is there but not fit (version, eviction policy, role)
+├── BusFull              the server refuses writes: out of memory, read-only, disk full
+├── KnobRejected         a live patch that fails its check; nothing changed
+├── CheckpointRefused    a checkpoint that is damaged or belongs to another run or model
+└── DeadlineExceeded     a named wait ran out (also a Transient)
+
+Unknown exceptions are treated as Poison.
+"""
+
+
+class MilesAsyncError(Exception):
+    """Root of the tree; the text is one line meant for the operator."""
+
+
+class Transient(MilesAsyncError):
+    """May work later or elsewhere."""
+
+
+class Poison(MilesAsyncError):
+    """Will never work for this item."""
+
+
+class InvariantBroken(MilesAsyncError):
+    """The process must stop before it serves another entry."""
+
+
+class BusUnreachable(Transient):
+    """The server does not answer within the deadline."""
+
+
+class BusRefused(MilesAsyncError):
+    """The server answers but must not be used."""
+
+
+class BusFull(Transient):
+    """The server refuses writes; reads and acknowledgements still go through."""
+
+
+class BadMessage(Poison):
+    """Bytes that do not decode to a message of the stream they lie on."""
+
+
+class DeadlineExceeded(Transient):
+    """A wait with a name ran out."""
+
+
+class KnobRejected(MilesAsyncError):
+    """A knob patch that fails its check."""
+
+    def __init__(self, *, knob: str, value: object, rule: str, remedy: str) -> None:
+        super().__init__(f"{knob}={value!r} refused: {rule}. {remedy} Live value unchanged.")
+
+
+class CheckpointRefused(MilesAsyncError):
+    """A checkpoint that must not be loaded."""
+
+
+__all__ = (
+    "BadMessage",
+    "BusFull",
+    "BusRefused",
+    "BusUnreachable",
+    "CheckpointRefused",
+    "DeadlineExceeded",
+    "InvariantBroken",
+    "KnobRejected",
+    "MilesAsyncError",
+    "Poison",
+    "Transient",
+)

@@ -1,0 +1,105 @@
+"""What all messages share: frozen, map-keyed, tagged, numbered.
+
+Rules that keep old bytes readable for ever: add fields at the end with a default; never rename, retype or remove one;
+unknown fields are ignored (rolling upgrades). `schema` is raised when a field is added, and golden bytes of every number
+lie in tests/wire.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What an operator reads beside the body with `redis-cli XRANGE`; empty fields are left out."""
+
+    id: str = ""
+    group: str = ""
+    version: int = -1
+    tokens: int = -1
+    knob: int = -1
+    note: str = ""
+
+    def fields(self) -> list[str | int]:
+        """Flat field list [name, value, ...]."""
+        flat: list[str | int] = []
+        if self.id:
+            flat += ["id", self.id]
+        if self.group:
+            flat += ["group", self.group]
+        if self.version >= 0:
+            flat += ["version", self.version]
+        if self.tokens >= 0:
+            flat += ["tokens", self.tokens]
+        if self.knob >= 0:
+            flat += ["knob", self.knob]
+        if self.note:
+            flat += ["note", self.note]
+        return flat
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of everything that travels."""
+
+    schema: int = SCHEMA
+
+    def header(self) -> Header:
+        """Readable fields of the stream entry."""
+        return Header()
+
+
+# Packed little-endian arrays stay views into the body they were decoded from: no copy between the socket and torch.
+Packed = memoryview
+EMPTY: Packed = memoryview(b"")
+
+if sys.byteorder != "little":
+    raise ImportError("miles_async packs arrays little-endian and runs on little-endian machines only")
+
+
+def pack_ints(values: Iterable[int]) -> Packed:
+    """Token ids as packed int32."""
+    return memoryview(array("i", values).tobytes())
+
+
+def pack_floats(values: Iterable[float]) -> Packed:
+    """Log-probabilities as packed float32."""
+    return memoryview(array("f", values).tobytes())
+
+
+def join(parts: Iterable[Packed]) -> Packed:
+    """Packed arrays of one type, one after the other."""
+    return memoryview(b"".join(parts))
+
+
+def unpack_ints(data: bytes | memoryview) -> list[int]:
+    """int32 bytes to a list of ints."""
+    out = array("i")
+    out.frombytes(data)
+    return out.tolist()
+
+
+def unpack_floats(data: bytes | memoryview) -> list[float]:
+    """float32 bytes to a list of floats."""
+    out = array("f")
+    out.frombytes(data)
+    return out.tolist()
+
+
+__all__ = (
+    "EMPTY",
+    "SCHEMA",
+    "Header",
+    "Message",
+    "Packed",
+    "join",
+    "pack_floats",
+    "pack_ints",
+    "unpack_floats",
+    "unpack_ints",
+)

@@ -1,0 +1,43 @@
+"""One encoder, one decoder per stream's union.
+
+Decoding never executes anything: msgspec builds only the types named in the union, and any other bytes raise BadMessage.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from bus.errors import BadMessage
+from bus.messages.base import Message
+
+MAX_BODY_BYTES = 1 << 30
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Message to msgpack bytes."""
+    return _encoder.encode(message)
+
+
+class Decoder(Generic[M]):
+    """Decoder of one stream's tagged union."""
+
+    def __init__(self, union: Any, stream: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+        self._stream = stream
+
+    def decode(self, body: bytes | memoryview) -> M:
+        """Bytes to a message; BadMessage names the stream and the reason."""
+        if len(body) > MAX_BODY_BYTES:
+            raise BadMessage(f"message of {len(body)} bytes on stream {self._stream} exceeds {MAX_BODY_BYTES}")
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadMessage(f"undecodable message on stream {self._stream}: {error}") from error
+
+
+__all__ = ("MAX_BODY_BYTES", "Decoder", "encode")

@@ -1,0 +1,93 @@
+"""Knobs, vitals, faults, dead letters and evaluation results."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from bus.messages.base import Header, Message
+
+ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
+
+
+class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
+    """A checked patch of live settings. `epoch` numbers it; `values` are the new values by field name."""
+
+    epoch: int
+    values: dict[str, Any]
+    author: str = ""
+    reason: str = ""
+    wall: float = 0.0
+
+    def header(self) -> Header:
+        return Header(id=f"epoch{self.epoch}", knob=self.epoch, note=",".join(f"{k}={v}" for k, v in self.values.items()))
+
+
+class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
+    """An actor is alive: what it does, what it waits for and since when (wall seconds)."""
+
+    actor: str
+    role: str
+    pid: int
+    host: str
+    state: ActorState
+    wall: float
+    version: int = -1
+    waits_for: str = ""
+    waits_since: float = 0.0
+    in_flight: int = 0
+    counters: dict[str, float] = {}
+    note: str = ""
+
+    def header(self) -> Header:
+        return Header(id=self.actor, version=self.version, note=self.state)
+
+
+class Event(Message, frozen=True, kw_only=True, tag="event.note"):
+    """Something an operator should be able to find later."""
+
+    actor: str
+    kind: str
+    text: str
+    wall: float
+    level: Literal["info", "warning", "error"] = "info"
+    data: dict[str, Any] = {}
+
+    def header(self) -> Header:
+        return Header(id=self.actor, note=self.kind)
+
+
+class DeadLetter(Message, frozen=True, kw_only=True, tag="dead.letter"):
+    """An entry that failed for good, as it was."""
+
+    stream: str
+    entry_id: str
+    actor: str
+    error: str
+    traceback: str = ""
+    deliveries: int = 0
+    fields: dict[str, str] = {}
+    body: bytes = b""
+    wall: float = 0.0
+    sample_id: str = ""
+    group_id: str = ""
+
+    def header(self) -> Header:
+        return Header(id=self.sample_id or self.entry_id, group=self.group_id, note=f"{self.stream}: {self.error[:80]}")
+
+
+class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
+    """Result of one evaluation. Accuracy etc. are means over samples."""
+
+    name: str
+    version: int
+    step: int
+    metrics: dict[str, float]
+    n_samples: int
+    wall: float = 0.0
+    duration_s: float = 0.0
+
+    def header(self) -> Header:
+        return Header(id=f"{self.name}@{self.step}", version=self.version)
+
+
+__all__ = ("ActorState", "DeadLetter", "EvalDone", "Event", "KnobPatch", "Vitals")

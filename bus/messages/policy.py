@@ -1,0 +1,134 @@
+"""What the trainer and the publisher tell everyone about the policy."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bus.messages.base import Header, Message
+from bus.messages.versions import PolicyVersion
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """Where a version's weights lie and how to verify them."""
+
+    transport: str = "disk"
+    path: str = ""  # directory with safetensors files
+    checksum: str = ""  # hex digest over names, shapes, dtypes and bytes of all tensors
+    n_tensors: int = 0
+    n_bytes: int = 0
+
+
+class PolicyAnnounced(Message, frozen=True, kw_only=True, tag="policy.announced"):
+    """A new version exists. trainer -> publisher, sampler, partial, evaluator."""
+
+    version: PolicyVersion
+    manifest: WeightManifest
+    prepare_s: float = 0.0
+
+    def header(self) -> Header:
+        return Header(id=f"v{self.version.id}", version=self.version.id, note=f"step={self.version.step}")
+
+
+class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
+    """One training step and its batch manifest: enough to train the same batch again.
+
+    `step` is the number of the step just done (1-based): the weights now hold `step` updates. `groups` are in training
+    order. `dropped` pairs group id and reason for groups the trainer gave up while cutting this batch.
+    """
+
+    step: int
+    version: PolicyVersion
+    trained_on: PolicyVersion
+    groups: tuple[str, ...]
+    prompts: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    packing: tuple[tuple[int, ...], ...] = ()  # sample positions of each micro-batch
+    seed: int = 0
+    knob_epoch: int = 0
+    metrics: dict[str, float] = {}
+    weights_hash: str = ""
+    wall: float = 0.0
+    dropped: tuple[tuple[str, str], ...] = ()
+
+    def header(self) -> Header:
+        return Header(
+            id=f"step{self.step}", version=self.version.id, knob=self.knob_epoch, note=f"groups={len(self.groups)}"
+        )
+
+
+class GroupsGivenUp(Message, frozen=True, kw_only=True, tag="policy.given_up"):
+    """Groups the trainer dropped outside a step. trainer -> sampler. `reissue`: start their prompts again."""
+
+    groups: tuple[tuple[str, str], ...]  # (group id, reason)
+    prompts: tuple[str, ...] = ()
+    reissue: bool = False
+
+    def header(self) -> Header:
+        return Header(id=f"{len(self.groups)} groups", note=self.groups[0][1] if self.groups else "")
+
+
+class Restored(Message, frozen=True, kw_only=True, tag="policy.restored"):
+    """The trainer (re)started from a checkpoint; steps after `step` are a lost future and their groups are open again."""
+
+    step: int
+    version: PolicyVersion
+    checkpoint: str = ""
+
+    def header(self) -> Header:
+        return Header(id=f"restored{self.step}", version=self.version.id)
+
+
+class Checkpointed(Message, frozen=True, kw_only=True, tag="policy.checkpointed"):
+    """A checkpoint is durable and its groups are acknowledged."""
+
+    step: int
+    path: str
+    save_s: float = 0.0
+
+    def header(self) -> Header:
+        return Header(id=f"checkpoint{self.step}", note=self.path)
+
+
+class Finished(Message, frozen=True, kw_only=True, tag="policy.finished"):
+    """The trainer did its last step; nothing new should start."""
+
+    step: int
+    version: PolicyVersion
+
+    def header(self) -> Header:
+        return Header(id="finished", version=self.version.id)
+
+
+class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
+    """Serve this version. publisher -> generation. `workers` empty = all."""
+
+    version: PolicyVersion
+    manifest: WeightManifest
+    mode: str = "retract"
+    workers: tuple[str, ...] = ()
+
+    def header(self) -> Header:
+        return Header(id=f"activate{self.version.id}", version=self.version.id, note=self.mode)
+
+
+class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):
+    """Who serves what. publisher -> sampler, evaluator. Written whenever it changes."""
+
+    version: PolicyVersion  # newest version active on at least one engine
+    serving: dict[str, int] = {}  # worker -> version id
+
+    def header(self) -> Header:
+        return Header(id=f"active{self.version.id}", version=self.version.id, note=f"engines={len(self.serving)}")
+
+
+__all__ = (
+    "Activate",
+    "Checkpointed",
+    "Finished",
+    "GroupsGivenUp",
+    "PolicyActive",
+    "PolicyAnnounced",
+    "Restored",
+    "StepDone",
+    "WeightManifest",
+)

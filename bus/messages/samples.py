@@ -1,0 +1,165 @@
+"""One sample on its way: task, rollout, score, prefix.
+
+sampler -SampleTask-> generation -RolloutDone|RolloutLost-> reward -Scored|RolloutLost-> filter, and the detour
+generation -Parked-> partial -PrefixResume|PrefixDropped-> generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from bus.messages.base import EMPTY, Header, Message, Packed
+from bus.messages.versions import VersionSpan
+
+LostReason = Literal["poison", "evicted", "cancelled", "malformed"]
+ParkReason = Literal["drain", "abort", "slice", "engine", "stop"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to draw tokens. `max_new_tokens` counts the whole response, a resumed prefix included."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
+    """One sample of one prompt group to generate. `sample_id` is "<group_id>/<index>", stable across retries."""
+
+    sample_id: str
+    group_id: str
+    index: int
+    n_samples: int
+    prompt_id: str
+    prompt_tokens: Packed  # int32 [prompt_len]
+    label: str = ""
+    prompt_text: str = ""
+    rm_type: str = ""
+    metadata: dict[str, Any] = {}
+    sampling: Sampling = Sampling()
+    attempt: int = 0
+    knob_epoch: int = 0
+    step: int = 0  # training step at which it was issued
+    eval_name: str = ""  # data set of an evaluation sample; empty for training
+
+    def header(self) -> Header:
+        return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
+
+
+class Response(msgspec.Struct, frozen=True):
+    """Generated tokens. Invariant: spans cover [0, n_tokens) in order; all arrays have n_tokens entries."""
+
+    tokens: Packed = EMPTY  # int32 [n_tokens]
+    logprobs: Packed = EMPTY  # float32 [n_tokens], under the temperature, each from its own version
+    loss_mask: Packed = EMPTY  # uint8 [n_tokens]; 1 = may be trained
+    spans: tuple[VersionSpan, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
+    """A sample that ended. generation -> reward."""
+
+    task: SampleTask
+    response: Response
+    finish: Literal["stop", "length"]
+    worker: str = ""
+    resumed_tokens: int = 0  # taken over from a prefix, not made by this worker
+    generate_s: float = 0.0
+
+    def header(self) -> Header:
+        version = self.response.spans[-1].version if self.response.spans else -1
+        return Header(
+            id=self.task.sample_id,
+            group=self.task.group_id,
+            version=version,
+            tokens=self.response.n_tokens,
+            knob=self.task.knob_epoch,
+        )
+
+
+class RolloutLost(Message, frozen=True, kw_only=True, tag="rollout.lost"):
+    """A sample that will never finish, and why. On the same streams, so that its group still closes."""
+
+    sample_id: str
+    group_id: str
+    n_samples: int
+    reason: LostReason
+    error: str = ""
+    prompt_id: str = ""
+    tokens_made: int = 0
+    eval_name: str = ""
+
+    def header(self) -> Header:
+        return Header(id=self.sample_id, group=self.group_id, tokens=self.tokens_made, note=self.reason)
+
+
+class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
+    """A rollout with its reward. reward -> filter."""
+
+    rollout: RolloutDone
+    reward: float
+    rewards: dict[str, float] = {}  # all parts when the reward is a dict
+    scorer: str = ""
+    score_s: float = 0.0
+
+    def header(self) -> Header:
+        head = self.rollout.header()
+        return msgspec.structs.replace(head, note=f"reward={self.reward:.4g}")
+
+
+class Parked(Message, frozen=True, kw_only=True, tag="sample.parked"):
+    """A sample that stopped before its end; its tokens so far. generation -> partial."""
+
+    task: SampleTask
+    response: Response
+    reason: ParkReason
+    worker: str = ""
+
+    def header(self) -> Header:
+        return Header(
+            id=self.task.sample_id, group=self.task.group_id, tokens=self.response.n_tokens, note=self.reason
+        )
+
+
+class PrefixResume(Message, frozen=True, kw_only=True, tag="prefix.resume"):
+    """Go on from this prefix (empty = start again). partial -> generation, ahead of fresh prompts."""
+
+    task: SampleTask
+    response: Response
+
+    def header(self) -> Header:
+        return Header(id=self.task.sample_id, group=self.task.group_id, tokens=self.response.n_tokens)
+
+
+class PrefixDropped(Message, frozen=True, kw_only=True, tag="prefix.dropped"):
+    """A prefix that the buffer policy gave up; generation reports the sample as lost."""
+
+    task: SampleTask
+    tokens_made: int
+    reason: LostReason = "evicted"
+
+    def header(self) -> Header:
+        return Header(id=self.task.sample_id, group=self.task.group_id, tokens=self.tokens_made, note=self.reason)
+
+
+__all__ = (
+    "LostReason",
+    "ParkReason",
+    "Parked",
+    "PrefixDropped",
+    "PrefixResume",
+    "Response",
+    "RolloutDone",
+    "RolloutLost",
+    "SampleTask",
+    "Sampling",
+    "Scored",
+)

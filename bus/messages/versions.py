@@ -1,0 +1,76 @@
+"""Policy versions, and which version made which token (pure).
+
+`PolicyVersion.id` is monotonic for the whole run and never reused, also after a trainer crash. `step` is the training
+step whose weights it holds; two ids may hold the same step when a step was done again after a crash. Staleness counts
+steps, so that samples of a lost future keep a meaningful age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+
+class PolicyVersion(msgspec.Struct, frozen=True, order=True):
+    """One set of published weights."""
+
+    id: int
+    step: int
+    parent: int = 0
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """`n` consecutive response tokens made by version `version`, which holds step `step`."""
+
+    version: int
+    step: int
+    n: int
+
+
+def extend_spans(spans: Sequence[VersionSpan], version: PolicyVersion, n: int) -> tuple[VersionSpan, ...]:
+    """Spans after `n` more tokens under `version`; neighbours of one version are one span."""
+    if n <= 0:
+        return tuple(spans)
+    if spans and spans[-1].version == version.id:
+        last = spans[-1]
+        return (*spans[:-1], VersionSpan(last.version, last.step, last.n + n))
+    return (*spans, VersionSpan(version.id, version.step, n))
+
+
+def spans_cover(spans: Sequence[VersionSpan], n_tokens: int) -> bool:
+    """Whether spans are positive and add up to exactly `n_tokens`."""
+    return all(s.n > 0 for s in spans) and sum(s.n for s in spans) == n_tokens
+
+
+def staleness(trained_step: int, made_step: int) -> int:
+    """Steps between the weights that made a token and the weights being trained, at least 0.
+
+    `trained_step` counts the updates already inside the weights that take the gradient. A token of a lost future
+    (made_step > trained_step, after a trainer went back to a checkpoint) is as many steps away on the other side.
+    """
+    return abs(trained_step - made_step)
+
+
+def oldest_staleness(trained_step: int, spans: Iterable[VersionSpan]) -> int:
+    """Largest staleness over the spans; 0 for no tokens."""
+    return max((staleness(trained_step, s.step) for s in spans), default=0)
+
+
+def fresh_mask(trained_step: int, spans: Iterable[VersionSpan], bound: int) -> list[int]:
+    """1 for each token within the bound, 0 for each older one; length = total tokens of the spans."""
+    mask: list[int] = []
+    for span in spans:
+        mask += [1 if staleness(trained_step, span.step) <= bound else 0] * span.n
+    return mask
+
+
+__all__ = (
+    "PolicyVersion",
+    "VersionSpan",
+    "extend_spans",
+    "fresh_mask",
+    "oldest_staleness",
+    "spans_cover",
+    "staleness",
+)

@@ -1,0 +1,203 @@
+"""Connections to the server: one for commands, shared and pipelined, and one for each blocking reader.
+
+A lost connection is retried with jitter until a deadline, then BusUnreachable. Only commands that are safe to repeat go
+through `run`: reads, and scripts that check before they write. redis-py's own retries stay off, because they would repeat
+appends blindly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from bus.clock import Clock
+from bus.errors import BusFull, BusRefused, BusUnreachable, InvariantBroken
+
+T = TypeVar("T")
+Command = tuple[Any, ...]
+BATCH = 128  # commands in one pipelined write
+
+
+class Script:
+    """A Lua script known by its digest."""
+
+    def __init__(self, name: str) -> None:
+        self.source = (Path(__file__).parent / name).read_text()
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+def make_client(url: str) -> Redis:
+    """A client with its own timeouts, retries and reply parsing switched off: deadlines are ours, replies are plain."""
+    client: Redis = Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=None,
+        socket_connect_timeout=5.0,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+    client.response_callbacks.clear()
+    return client
+
+
+async def call(client: Redis, *command: Any) -> Any:
+    """One command with its plain reply."""
+    return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def translate(error: RedisError, url: str) -> Exception:
+    """A server's refusal as an error of ours."""
+    text = str(error)
+    if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+        return BusRefused(f"Redis at {url} refuses us: {text}. Put user and password into --bus-url.")
+    if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
+        return BusFull(
+            f"Redis at {url} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
+        )
+    if isinstance(error, ReadOnlyError) or text.startswith(("READONLY", "MISCONF")):
+        return BusFull(
+            f"Redis at {url} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
+            "acknowledged is lost."
+        )
+    return InvariantBroken(f"Redis at {url} answered {text!r} to a command of ours")
+
+
+class Link:
+    """The shared command connection. Callers queue commands; one task writes them in pipelines in order."""
+
+    def __init__(self, url: str, clock: Clock, *, deadline_s: float, scripts: Sequence[Script]) -> None:
+        self.url = url
+        self.clock = clock
+        self.deadline_s = deadline_s
+        self.client = make_client(url)
+        self.server_restarts = 0
+        self._scripts = {script.sha: script for script in scripts}
+        self._run_id = ""
+        self._queue: list[tuple[Command, asyncio.Future[Any]]] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def run(self, *command: Any) -> Any:
+        """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._queue.append((command, future))
+        if self._writer is None:
+            # Owned by this object: it ends when the queue is empty, and close() waits for it.
+            self._writer = asyncio.create_task(self._write_all(), name="bus-writer")
+        return await asyncio.shield(future)
+
+    async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """EVALSHA, loading the script when the server does not know it (first use, or a restarted server)."""
+        try:
+            return await self.run("EVALSHA", script.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await self.run("EVAL", script.source, len(keys), *keys, *args)
+
+    async def _write_all(self) -> None:
+        try:
+            while self._queue:
+                batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
+                try:
+                    replies = await self.retry(lambda batch=batch: self._send([c for c, _ in batch]))  # type: ignore[misc]
+                except Exception as error:  # every waiter gets it; none is left hanging
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                    continue
+                for (_, future), reply in zip(batch, replies, strict=True):
+                    if future.done():
+                        continue
+                    if isinstance(reply, NoScriptError):
+                        future.set_exception(reply)
+                    elif isinstance(reply, RedisError):
+                        future.set_exception(translate(reply, self.url))
+                    else:
+                        future.set_result(reply)
+        finally:
+            self._writer = None
+
+    async def _send(self, commands: list[Command]) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [await call(self.client, *commands[0])]
+            except (BusyLoadingError, ConnectionError, TimeoutError):
+                raise
+            except RedisError as error:
+                return [error]
+        pipe = self.client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        replies = await pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, BusyLoadingError | ConnectionError):
+                raise reply
+        return replies
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
+        """Repeat `attempt` over lost connections until it answers or the deadline passes."""
+        until = self.clock.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        pause_s = 0.02
+        lost = False
+        while True:
+            try:
+                if lost:
+                    await self._note_restart()
+                return await attempt()
+            except (AuthenticationError, NoScriptError) as error:
+                raise error if isinstance(error, NoScriptError) else translate(error, self.url) from error
+            except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
+                lost = True
+                if self.clock.monotonic() >= until:
+                    raise BusUnreachable(
+                        f"Redis at {self.url} did not answer for {self.deadline_s:.0f} s ({error}). Start it or correct "
+                        "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
+                    ) from error
+                await self.clock.sleep(pause_s * (0.5 + random.random()))  # jitter only: decides nothing
+                pause_s = min(1.0, pause_s * 2)
+            except ResponseError as error:
+                raise translate(error, self.url) from error
+
+    async def _note_restart(self) -> None:
+        """Count a server that came back as another process: what it lost with its last second must be rebuilt."""
+        info = await call(self.client, "INFO", "server")
+        run_id = next((line[7:] for line in info.decode().splitlines() if line.startswith("run_id:")), "")
+        if self._run_id and run_id != self._run_id:
+            self.server_restarts += 1
+        self._run_id = run_id
+
+    async def open(self) -> None:
+        """Connect, remember which server this is, load the scripts."""
+
+        async def first() -> None:
+            await self._note_restart()
+            for script in self._scripts.values():
+                await call(self.client, "SCRIPT", "LOAD", script.source)
+
+        await self.retry(first)
+
+    async def close(self) -> None:
+        """Let queued commands finish, then close."""
+        if self._writer is not None:
+            await asyncio.gather(self._writer, return_exceptions=True)
+        await self.client.aclose()
+
+
+__all__ = ("Command", "Link", "Script", "call", "make_client", "translate")

@@ -1,0 +1,242 @@
+"""Reading: leased entries of data streams (Reader), positions in logs (Tail). Each has its own connection, because a
+blocking read occupies one. A read in flight is never cancelled: its entries would sit in the pending list unseen. Block
+times are short instead, and whoever wants to stop asks between two reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from bus.errors import InvariantBroken
+from bus.streams.entry import Entry
+from bus.streams.link import call, make_client, translate
+from bus.streams.redis import Bus, make_entry
+from bus.topology import Stream
+
+READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
+
+
+class Reader:
+    """One consumer of one or more streams that share a readers name, in order of priority.
+
+    `held` are the entries given out and not yet forgotten: they are never given out twice by this reader, also when the
+    pending list is read again after a lost connection.
+    """
+
+    def __init__(self, bus: Bus, streams: Sequence[Stream], readers: str, me: str) -> None:
+        self._bus = bus
+        self._streams = tuple(streams)
+        self._readers = readers
+        self.me = me
+        self._client: Redis = make_client(bus.config.url)
+        self._restarts_seen = bus.link.server_restarts
+        self._mean_bytes = 1024.0
+        self.held: dict[tuple[str, str], Entry] = {}
+        self._reread = True
+
+    async def open(self) -> None:
+        """Create the consumer groups if need be."""
+        for stream in self._streams:
+            await self._bus.ensure_readers(stream, self._readers)
+
+    async def close(self) -> None:
+        """Close the connection; held entries stay pending for their next owner."""
+        await self._client.aclose()
+
+    async def read(self, count: int, block_s: float) -> list[Entry]:
+        """Up to `count` entries: own pending ones first after a (re)start, then new ones in stream order of priority."""
+        if count <= 0:
+            return []
+        if self._reread or self._restarts_seen != self._bus.link.server_restarts:
+            self._restarts_seen = self._bus.link.server_restarts
+            entries = await self._own_pending(count)
+            self._reread = len(entries) >= count
+            if entries:
+                return entries
+        count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
+        for stream in self._streams:
+            if found := await self._take([stream], count, None):
+                return found
+        if block_s <= 0:
+            return []
+        return await self._take(self._streams, max(1, count // len(self._streams)), int(block_s * 1000))
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """These are finished (committed, moved or given away)."""
+        for entry in entries:
+            self.held.pop((entry.stream.name, entry.id), None)
+
+    def retry_later(self, entry: Entry) -> None:
+        """Give the entry out again at one of the next reads."""
+        self.forget([entry])
+        self._reread = True
+
+    async def renew(self, entries: Iterable[Entry] | None = None) -> set[str]:
+        """Renew leases of held entries; returns ids whose lease was lost meanwhile (they are forgotten)."""
+        by_stream: dict[str, list[Entry]] = {}
+        for entry in list(self.held.values()) if entries is None else entries:
+            by_stream.setdefault(entry.stream.name, []).append(entry)
+        lost: set[str] = set()
+        for name, group in by_stream.items():
+            key = self._bus.keys.stream(name)
+            mine = await self._own_ids(key, group)
+            keep = [e for e in group if e.id in mine]
+            if keep:
+                await self._bus.link.run(
+                    "XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID"
+                )  # resets idle, keeps the delivery count
+            gone = [e for e in group if e.id not in mine]
+            lost |= {e.id for e in gone}
+            self.forget(gone)
+        return lost
+
+    async def _own_ids(self, key: str, group: list[Entry]) -> set[str]:
+        """Ids of ours that are still pending under our name."""
+        ids = sorted((e.id for e in group), key=_id_key)
+        mine: set[str] = set()
+        start = ids[0]
+        while True:
+            rows = await self._bus.link.run("XPENDING", key, self._readers, start, ids[-1], 500, self.me)
+            mine |= {_str(row[0]) for row in rows}
+            if len(rows) < 500:
+                return mine
+            start = f"({_str(rows[-1][0])}"
+
+    async def claim(self, idle_s: float, count: int = 64) -> list[Entry]:
+        """Take over entries that no living owner has renewed for `idle_s`."""
+        claimed: list[Entry] = []
+        for stream in self._streams:
+            key = self._bus.keys.stream(stream.name)
+            reply = await self._bus.link.run(
+                "XAUTOCLAIM", key, self._readers, self.me, int(idle_s * 1000), "0-0", "COUNT", count
+            )
+            raw = [r for r in reply[1] if r is not None and r[1] is not None]
+            fresh = [r for r in raw if (stream.name, _str(r[0])) not in self.held]
+            claimed += await self._hold(stream, fresh, with_deliveries=True)
+        return claimed
+
+    async def _own_pending(self, count: int) -> list[Entry]:
+        found: list[Entry] = []
+        for stream in self._streams:
+            start = "0"
+            while len(found) < count:
+                raw = await self._xread([stream], [start], 100, None)
+                rows = raw.get(stream.name, [])
+                if not rows:
+                    break
+                start = _str(rows[-1][0])
+                fresh = [r for r in rows if (stream.name, _str(r[0])) not in self.held and r[1]]
+                found += await self._hold(stream, fresh[: count - len(found)], with_deliveries=True)
+        return found
+
+    async def _take(self, streams: Sequence[Stream], count: int, block_ms: int | None) -> list[Entry]:
+        raw = await self._xread(streams, [">"] * len(streams), count, block_ms)
+        found: list[Entry] = []
+        for stream in streams:
+            found += await self._hold(stream, raw.get(stream.name, []))
+        for entry in found:
+            self._mean_bytes += 0.1 * (entry.size + 256 - self._mean_bytes) if not entry.blob else 0.0
+        return found
+
+    async def _hold(self, stream: Stream, rows: list[Any], *, with_deliveries: bool = False) -> list[Entry]:
+        counts: dict[str, int] = {}
+        if with_deliveries and rows:
+            key = self._bus.keys.stream(stream.name)
+            first, last = _str(rows[0][0]), _str(rows[-1][0])
+            for row in await self._bus.link.run("XPENDING", key, self._readers, first, last, 1000, self.me):
+                counts[_str(row[0])] = int(row[3])
+        entries = [make_entry(stream, self._readers, row, counts.get(_str(row[0]), 1)) for row in rows]
+        for entry in entries:
+            self.held[(stream.name, entry.id)] = entry
+        return entries
+
+    async def _xread(
+        self, streams: Sequence[Stream], ids: Sequence[str], count: int, block_ms: int | None
+    ) -> dict[str, list[Any]]:
+        command: list[Any] = ["XREADGROUP", "GROUP", self._readers, self.me, "COUNT", count]
+        if block_ms is not None:
+            command += ["BLOCK", block_ms]
+        command += ["STREAMS", *(self._bus.keys.stream(s.name) for s in streams), *ids]
+        reply = await self._bus.link.retry(lambda: self._call(command))
+        return _by_stream(reply, streams)
+
+    async def _call(self, command: list[Any]) -> Any:
+        try:
+            return await call(self._client, *command)
+        except ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise translate(error, self._bus.config.url) from error
+            await self.open()  # a server that lost its last second may have lost the group too
+            return await call(self._client, *command)
+        except OSError:
+            self._reread = True  # entries may have been given to us in a reply that never came
+            raise
+
+
+class Tail:
+    """Positions in one or more logs, each read from `start` on ("0" = all, "$" = only what comes)."""
+
+    def __init__(self, bus: Bus, streams: Sequence[Stream], start: str = "0") -> None:
+        self._bus = bus
+        self._streams = tuple(streams)
+        self._start = start
+        self._client: Redis = make_client(bus.config.url)
+        self.positions: dict[str, str] = {}
+
+    async def open(self) -> None:
+        """Resolve "$" to the present end, so that nothing written from now on is missed."""
+        for stream in self._streams:
+            if self._start != "$":
+                self.positions[stream.name] = self._start
+                continue
+            newest = await self._bus.last(stream)
+            self.positions[stream.name] = newest[0].id if newest else "0"
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.aclose()
+
+    async def read(self, block_s: float, count: int = 256) -> list[Entry]:
+        """New entries of all streams, oldest first; empty after `block_s` without any."""
+        command: list[Any] = ["XREAD", "COUNT", count]
+        if block_s > 0:
+            command += ["BLOCK", int(block_s * 1000)]
+        keys = [self._bus.keys.stream(s.name) for s in self._streams]
+        command += ["STREAMS", *keys, *(self.positions[s.name] for s in self._streams)]
+        reply = await self._bus.link.retry(lambda: call(self._client, *command))
+        rows = _by_stream(reply, self._streams)
+        found: list[Entry] = []
+        for stream in self._streams:
+            for raw in rows.get(stream.name, []):
+                found.append(make_entry(stream, "", raw))
+                self.positions[stream.name] = found[-1].id
+        found.sort(key=lambda e: _id_key(e.id))
+        return found
+
+
+def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:
+    if not reply:
+        return {}
+    pairs = reply.items() if isinstance(reply, dict) else reply
+    rows: dict[str, list[Any]] = {}
+    for key, entries in pairs:
+        name = _str(key).rpartition("}:")[2]
+        if all(name != s.name for s in streams):
+            raise InvariantBroken(f"Redis answered for stream {name!r}, which was not asked for")
+        rows[name] = list(entries)
+    return rows
+
+
+def _id_key(entry_id: str) -> tuple[int, int]:
+    ms, _, seq = entry_id.partition("-")
+    return int(ms), int(seq or 0)
+
+
+def _str(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+__all__ = ("Reader", "Tail")

@@ -1,0 +1,311 @@
+"""The bus on Redis: append, commit, save, and the facts about streams. Readers are in reader.py.
+
+What always holds: inside the bus a message moves. Acknowledgement of the input, appending of the output, and the accounts
+change in one script on the server, and only if the input was still pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from bus.blobs.api import BlobStore
+from bus.blobs.files import FileBlobs
+from bus.blobs.redis import RedisBlobs
+from bus.clock import Clock, SystemClock
+from bus.errors import DeadlineExceeded, InvariantBroken
+from bus.messages.base import Message
+from bus.messages.codec import Decoder, encode
+from bus.streams.entry import Commit, CommitResult, Entry, Out
+from bus.streams.keys import Keys
+from bus.streams.link import Link, Script
+from bus.topology import BY_NAME, STREAMS, Stream
+
+COMMIT, TRIM, PREFIX = Script("commit.lua"), Script("trim.lua"), Script("prefix.lua")
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach one run's bus, and its limits."""
+
+    url: str
+    run: str
+    blob_dir: str = ""  # shared directory for large bodies; empty = bodies in Redis
+    lease_s: float = 6.0  # an entry idle longer may be claimed by a peer
+    max_deliveries: int = 5
+    inline_limit_bytes: int = 128 * 1024  # larger bodies become blobs when appended without a condition
+    hop_limit_bytes: int = 16 * 1024  # larger bodies do not pass through the commit script
+    stream_max_bytes: int = 2 << 30  # bound of unacknowledged bytes per data stream; 0 = none
+    deadline_s: float = 60.0  # how long to wait for a server that does not answer
+    room_deadline_s: float = 3600.0  # how long to wait for room on a full stream
+
+
+class Bus:
+    """One process's view of one run's streams. Use as `async with Bus(config) as bus`."""
+
+    def __init__(self, config: BusConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock: Clock = clock or SystemClock()
+        self.keys = Keys(config.run)
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, TRIM, PREFIX))
+        self.blobs: BlobStore = (
+            FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link.client, self.keys)
+        )
+        self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
+        self.waiting_for_room: str = ""
+
+    async def __aenter__(self) -> Self:
+        await self.link.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.link.close()
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    async def append(self, outs: Sequence[Out]) -> None:
+        """Append without condition, in order, in one pipeline. News and tools use it; hops use `commit`.
+
+        Not repeated over a lost connection: an outcome that is unknown must not be doubled.
+        """
+        pipe = self.link.client.pipeline(transaction=False)
+        added: dict[str, int] = {}
+        for out in outs:
+            body = encode(out.message)
+            fields, size, _ = await self._fields(out, body, self.config.inline_limit_bytes)
+            key = self.keys.stream(out.stream.name)
+            if out.stream.cap:
+                pipe.execute_command("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields)
+            else:
+                pipe.execute_command("XADD", key, "*", *fields)
+                added[key] = added.get(key, 0) + size
+        if self.config.stream_max_bytes:
+            for key, total in added.items():
+                await self._wait_for_room(key, total)
+        for key, total in added.items():
+            pipe.execute_command("HINCRBY", self.keys.in_flight_bytes, key, total)
+        await pipe.execute()
+
+    async def commit(self, commit: Commit) -> CommitResult:
+        """One atomic step, safe to repeat: it takes effect once, or not at all.
+
+        `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry.
+        """
+        released = [entry.blob for entry in commit.ack if entry.blob]
+        created: list[str] = []
+        keys: list[str] = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
+        index: dict[str, int] = {}
+
+        def key(name: str) -> int:
+            if name not in index:
+                keys.append(name)
+                index[name] = len(keys)
+            return index[name]
+
+        args: list[Any] = [0] if commit.guard is None else [1, *msgspec.structs.astuple(commit.guard)]
+        args.append(len(commit.ack))
+        for entry in commit.ack:
+            shared = int(len(entry.stream.readers) > 1)
+            args += [key(self.keys.stream(entry.stream.name)), entry.readers, entry.id, entry.size, shared]
+        args.append(len(commit.append))
+        for out in commit.append:
+            fields, size, ref = await self._fields(out, encode(out.message), self.config.hop_limit_bytes)
+            if ref:
+                created.append(ref)
+            blob_key = key(self.keys.blob(ref.split(":")[1])) if ref.startswith("redis:") else 0
+            bound = self.config.stream_max_bytes if commit.bounded and out.stream.is_data else 0
+            args += [key(self.keys.stream(out.stream.name)), size, bound, blob_key, out.stream.cap, len(fields)]
+            args += fields
+        args.append(len(commit.ledger))
+        for account, delta in commit.ledger.items():
+            args += [account, delta]
+        args.append(len(commit.open_groups))
+        for group_id, issued in commit.open_groups.items():
+            args += [group_id, issued]
+        args += [len(commit.close_groups), *commit.close_groups]
+        args.append(len(commit.delete_prefixes))
+        args += [key(self.keys.prefix(sample_id)) for sample_id in commit.delete_prefixes]
+        args.append(len(commit.state))
+        for field, value in commit.state.items():
+            args += [field, value]
+
+        result = await self._run_commit(keys, args)
+        if result.done:
+            await self.blobs.delete(released)
+        elif created:
+            await self.blobs.delete(created)
+        return result
+
+    async def _run_commit(self, keys: list[str], args: list[Any]) -> CommitResult:
+        until = self.clock.monotonic() + self.config.room_deadline_s
+        pause_s = 0.01
+        while True:
+            reply = [_text(part) for part in await self.link.run_script(COMMIT, keys, args)]
+            match reply[0]:
+                case "ok":
+                    self.waiting_for_room = ""
+                    return CommitResult(done=True, entry_ids=tuple(reply[1:]))
+                case "again":
+                    return CommitResult(done=True)
+                case "moved":
+                    return CommitResult(done=False, moved=tuple(reply[1:]))
+                case "full":
+                    self.waiting_for_room = reply[1]
+                    if self.clock.monotonic() > until:
+                        raise DeadlineExceeded(self._full_text(reply[1]))
+                    await self.clock.sleep(pause_s)
+                    pause_s = min(0.2, pause_s * 2)
+                case "stale":
+                    raise InvariantBroken(
+                        f"state moved under us in run {self.config.run}: found {reply[1]!r}. Another process holds this "
+                        "role; stop one of them."
+                    )
+                case _:
+                    raise InvariantBroken(f"commit refused: {' '.join(reply)}; the body of the message is missing")
+
+    async def _wait_for_room(self, key: str, size: int) -> None:
+        until = self.clock.monotonic() + self.config.room_deadline_s
+        pause_s = 0.01
+        while True:
+            used = int(await self.link.run("HGET", self.keys.in_flight_bytes, key) or 0)
+            if used <= 0 or used + size <= self.config.stream_max_bytes:
+                self.waiting_for_room = ""
+                return
+            self.waiting_for_room = key
+            if self.clock.monotonic() > until:
+                raise DeadlineExceeded(self._full_text(key))
+            await self.clock.sleep(pause_s)
+            pause_s = min(0.2, pause_s * 2)
+
+    def _full_text(self, key: str) -> str:
+        return (
+            f"stream {key} stayed over its bound of {self.config.stream_max_bytes} bytes for "
+            f"{self.config.room_deadline_s:.0f} s. Its reader is slow or gone (miles-async doctor), or raise "
+            "--stream-max-bytes; nothing was lost."
+        )
+
+    async def _fields(self, out: Out, body: bytes, limit: int) -> tuple[list[Any], int, str]:
+        """Entry fields, accounted bytes, blob reference when the body had to move aside."""
+        kind = str(out.message.__struct_config__.tag)
+        fields: list[Any] = ["type", kind, *out.message.header().fields()]
+        if len(body) <= limit:
+            return [*fields, "body", body], len(body), ""
+        ref = await self.blobs.put(body)
+        return [*fields, "blob", ref], len(body), ref
+
+    async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
+        """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
+        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id)]
+        return bool(await self.link.run_script(PREFIX, keys, [entry.readers, consumer, entry.id, chunk]))
+
+    async def load_prefix(self, sample_id: str) -> list[bytes]:
+        """Saved pieces in order; empty when nothing was saved."""
+        return list(await self.link.run("LRANGE", self.keys.prefix(sample_id), 0, -1))
+
+    async def trim(self, stream: Stream) -> int:
+        """Delete what all readers of a stream have acknowledged; returns the number of entries removed."""
+        return int(await self.link.run_script(TRIM, [self.keys.stream(stream.name)], []))
+
+    async def trim_log(self, stream: Stream, below_id: str) -> int:
+        """Delete entries of a log below an id."""
+        return int(await self.link.run("XTRIM", self.keys.stream(stream.name), "MINID", below_id))
+
+    # -- reading facts ------------------------------------------------------------------------------------------
+
+    async def message(self, entry: Entry) -> Any:
+        """The entry's message, its body fetched if it lies elsewhere; BadMessage when it is none of the stream's."""
+        body = entry.body or (await self.blobs.get(entry.blob) if entry.blob else b"")
+        return self._decoders[entry.stream.name].decode(body)
+
+    async def make_readers(self, streams: Iterable[Stream] = STREAMS) -> None:
+        """Create every consumer group at id 0 (existing ones stay as they are)."""
+        for stream in streams:
+            for readers in stream.readers:
+                await self.ensure_readers(stream, readers)
+
+    async def ensure_readers(self, stream: Stream, readers: str) -> None:
+        """Create one consumer group at id 0 unless it exists."""
+        try:
+            await self.link.run("XGROUP", "CREATE", self.keys.stream(stream.name), readers, "0", "MKSTREAM")
+        except InvariantBroken as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def length(self, stream: Stream) -> int:
+        """Entries on a stream."""
+        return int(await self.link.run("XLEN", self.keys.stream(stream.name)))
+
+    async def scan(self, stream: Stream, *, start: str = "-", count: int = 500) -> list[Entry]:
+        """Entries of a stream from an id, without taking them."""
+        reply = await self.link.run("XRANGE", self.keys.stream(stream.name), start, "+", "COUNT", count)
+        return [make_entry(stream, "", raw) for raw in reply]
+
+    async def scan_all(self, stream: Stream) -> list[Entry]:
+        """All entries of a stream, in pages."""
+        found: list[Entry] = []
+        start = "-"
+        while page := await self.scan(stream, start=start):
+            found += page
+            start = f"({page[-1].id}"
+        return found
+
+    async def last(self, stream: Stream, count: int = 1) -> list[Entry]:
+        """The newest entries of a stream, newest first."""
+        reply = await self.link.run("XREVRANGE", self.keys.stream(stream.name), "+", "-", "COUNT", count)
+        return [make_entry(stream, "", raw) for raw in reply]
+
+    async def state(self, field: str) -> str:
+        """One field of the run's small state; empty when unset."""
+        return _text(await self.link.run("HGET", self.keys.state, field) or b"")
+
+    async def next_number(self, field: str, at_least: int = 1) -> int:
+        """A number never given before in this run."""
+        number = int(await self.link.run("HINCRBY", self.keys.state, field, 1))
+        if number < at_least:
+            number = int(await self.link.run("HINCRBY", self.keys.state, field, at_least - number))
+        return number
+
+    async def hash_of(self, key: str) -> dict[str, bytes]:
+        """A whole hash with text keys."""
+        flat = await self.link.run("HGETALL", key)
+        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+        return {_text(name): value for name, value in pairs}
+
+    async def set_vitals(self, actor: str, message: Message) -> None:
+        """Replace an actor's last vitals."""
+        await self.link.run("HSET", self.keys.vitals, actor, encode(message))
+
+
+def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
+    """redis-py's (id, {field: value} | [field, value, ...]) to an Entry."""
+    entry_id, pairs = raw
+    if not isinstance(pairs, dict):
+        pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    body: bytes = pairs.pop(b"body", b"")
+    blob = _text(pairs.pop(b"blob", b""))
+    size = int(blob.rpartition(":")[2] or 0) if blob.count(":") == 2 and blob[-1:].isdigit() else len(body)
+    fields = {_text(k): _text(v) for k, v in pairs.items()}
+    return Entry(
+        id=_text(entry_id),
+        stream=stream,
+        readers=readers,
+        fields=fields,
+        body=body,
+        size=size,
+        blob=blob,
+        deliveries=deliveries,
+    )
+
+
+def _text(value: bytes | str | int) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def stream_named(name: str) -> Stream:
+    """A stream by its name; KeyError when there is none."""
+    return BY_NAME[name]
+
+
+__all__ = ("Bus", "BusConfig", "make_entry", "stream_named")

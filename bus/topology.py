@@ -1,0 +1,89 @@
+"""The map: every stream, what travels on it, the one room that writes it, who reads it. `print(describe())` shows it.
+
+Two kinds. A *data* stream has readers (one Redis consumer group each): an entry stays until it is acknowledged, and one
+commit acknowledges it and appends what follows. A *log* stream is read from a position by anyone, with no acknowledgement;
+what must survive in it is trimmed by its writer only below the oldest kept checkpoint, what is merely news is capped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bus.messages import control, groups, policy, samples
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """One stream. `cap` is an approximate length for news only; 0 = never capped."""
+
+    name: str
+    union: Any
+    writer: str
+    readers: tuple[str, ...] = ()
+    tailed_by: tuple[str, ...] = ()
+    cap: int = 0
+
+    @property
+    def is_data(self) -> bool:
+        return bool(self.readers)
+
+
+Rollout = samples.RolloutDone | samples.RolloutLost
+ScoredOrLost = samples.Scored | samples.RolloutLost
+Prefix = samples.PrefixResume | samples.PrefixDropped
+Policy = (
+    policy.PolicyAnnounced
+    | policy.StepDone
+    | policy.GroupsGivenUp
+    | policy.Restored
+    | policy.Checkpointed
+    | policy.Finished
+)
+Active = policy.Activate | policy.PolicyActive
+News = control.Vitals | control.Event
+
+PROMPTS = Stream("prompts", samples.SampleTask, "sampler", ("generation",))
+PARKED = Stream("parked", samples.Parked, "generation", ("partial",))
+PREFIXES = Stream("prefixes", Prefix, "partial", ("generation",))
+ROLLOUTS = Stream("rollouts", Rollout, "generation", ("reward",))
+SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
+GROUPS = Stream("groups", groups.GroupKept, "filter", ("trainer",))
+# Drops travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
+DROPS = Stream("drops", groups.GroupDropped, "filter", tailed_by=("sampler", "console"), cap=10_000)
+POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "console"))
+ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator"), cap=1_000)
+KNOBS = Stream("knobs", control.KnobPatch, "console", tailed_by=("all",))
+EVENTS = Stream("events", News, "all", tailed_by=("publisher", "console"), cap=20_000)
+DEAD = Stream("dead", control.DeadLetter, "all", tailed_by=("console",))
+EVAL_PROMPTS = Stream("eval.prompts", samples.SampleTask, "evaluator", ("generation",))
+EVAL_ROLLOUTS = Stream("eval.rollouts", Rollout, "generation", ("reward",))
+EVAL_SCORED = Stream("eval.scored", ScoredOrLost, "reward", ("evaluator",))
+EVAL_RESULTS = Stream("eval.results", control.EvalDone, "evaluator", tailed_by=("console",))
+
+STREAMS: tuple[Stream, ...] = (
+    PROMPTS,
+    PARKED,
+    PREFIXES,
+    ROLLOUTS,
+    SCORED,
+    GROUPS,
+    DROPS,
+    POLICY,
+    ACTIVE,
+    KNOBS,
+    EVENTS,
+    DEAD,
+    EVAL_PROMPTS,
+    EVAL_ROLLOUTS,
+    EVAL_SCORED,
+    EVAL_RESULTS,
+)
+BY_NAME: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
+
+
+def describe() -> str:
+    """The map as text, one line a stream."""
+    lines = [f"{'stream':14} {'writer':11} {'readers':12} tailed by"]
+    lines += [f"{s.name:14} {s.writer:11} {','.join(s.readers):12} {','.join(s.tailed_by)}" for s in STREAMS]
+    return "\n".join(lines)
