@@ -49,8 +49,8 @@ PREFIXES = Stream("prefixes", Prefix, "partial", ("generation",))
 ROLLOUTS = Stream("rollouts", Rollout, "generation", ("reward",))
 SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
 GROUPS = Stream("groups", groups.GroupKept, "filter", ("trainer",))
-# Drops travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
-DROPS = Stream("drops", groups.GroupDropped, "filter", tailed_by=("sampler", "console"), cap=10_000)
+# Verdicts travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
+VERDICTS = Stream("verdicts", groups.GroupVerdict, "filter", tailed_by=("sampler", "console"), cap=10_000)
 POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "console"))
 ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator"), cap=1_000)
 KNOBS = Stream("knobs", control.KnobPatch, "console", tailed_by=("all",))
@@ -68,7 +68,7 @@ STREAMS: tuple[Stream, ...] = (
     ROLLOUTS,
     SCORED,
     GROUPS,
-    DROPS,
+    VERDICTS,
     POLICY,
     ACTIVE,
     KNOBS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from bus.messages.base import Header, Message
 from bus.messages.samples import Scored
 
@@ -26,18 +28,35 @@ class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
         )
 
 
-class GroupDropped(Message, frozen=True, kw_only=True, tag="group.dropped"):
-    """A group that will not be trained, and why. filter -> sampler, which may start another prompt."""
+class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
+    """News of one judged group, without its data. filter -> sampler, console. `reason` is empty for a kept group."""
 
     group_id: str
     prompt_id: str
-    reason: str
-    n_samples: int
+    kept: bool
+    reason: str = ""
+    n_samples: int = 0
     tokens: int = 0
     mean_reward: float = 0.0
 
     def header(self) -> Header:
-        return Header(id=self.group_id, group=self.group_id, tokens=self.tokens, note=self.reason)
+        note = "kept" if self.kept else f"dropped: {self.reason}"
+        return Header(id=self.group_id, group=self.group_id, tokens=self.tokens, note=note)
 
 
-__all__ = ("GroupDropped", "GroupKept")
+class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group issued and not yet closed, with what is needed to issue it again. Lies in the run's open hash.
+
+    `source_index` is the row of the data set, `epoch` the pass over it, `step` the training step at issue.
+    """
+
+    group_id: str
+    prompt_id: str
+    n_samples: int
+    attempt: int = 0
+    step: int = 0
+    source_index: int = 0
+    epoch: int = 0
+
+
+__all__ = ("GroupKept", "GroupVerdict", "OpenGroup")
