@@ -1,0 +1,1 @@
+"""The evaluator room: measures the policy on held-out prompts."""

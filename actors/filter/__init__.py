@@ -1,0 +1,1 @@
+"""The filter room: judges complete groups."""

@@ -1,0 +1,1 @@
+"""The partial room: keeps interrupted samples."""

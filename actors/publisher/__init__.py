@@ -1,0 +1,1 @@
+"""The publisher room: decides who serves which version."""

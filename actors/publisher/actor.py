@@ -1,0 +1,151 @@
+"""Publisher room: decides who serves which version, and says who does.
+
+Reads  policy (log), reports of workers in events    Writes  active    Owns  nothing: rebuilt from policy, active and reports
+The trainer never waits for it, and a slow or dead engine never holds back the others: each worker activates on its own
+engine and reports; a version counts as active when the first report of it arrives.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from actors.publisher.plan import next_wave
+from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
+from bus import Out, Tail
+from bus.messages.control import Event, Vitals
+from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored
+from bus.messages.versions import PolicyVersion
+from bus.topology import ACTIVE, EVENTS, POLICY
+
+
+class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`wave_fraction`: share of engines that may be away activating at once. `keep_versions`: weight files kept."""
+
+    wave_fraction: float = 1.0
+    keep_versions: int = 3
+    worker_timeout_s: float = 10.0
+    weights_dir: str = ""
+    activation_deadline_s: float = 60.0
+
+
+class Publisher:
+    """The room."""
+
+    def __init__(self, context: Context, spec: PublisherSpec) -> None:
+        self._context = context
+        self._spec = spec
+        self._announced: dict[int, PolicyAnnounced] = {}
+        self._newest: PolicyAnnounced | None = None
+        self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
+        self._heard: dict[str, float] = {}  # worker -> wall time of its last word
+        self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
+        self._active: PolicyVersion | None = None
+        self._said: PolicyActive | None = None
+
+    async def run(self) -> None:
+        """Until draining: waits for announcements and reports (woken by the blocking read)."""
+        context = self._context
+        tail = Tail(context.bus, [POLICY, EVENTS])
+        try:
+            newest_event = await context.bus.last(EVENTS)
+            tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
+            for name, raw in (await context.bus.hash_of(context.bus.keys.vitals)).items():
+                self._hear(msgspec.msgpack.decode(raw, type=Vitals), name)
+            while not context.draining.is_set():
+                with context.waiting("announcements and reports"):
+                    entries = await tail.read(0.5)
+                for entry in entries:
+                    self._fold(await context.bus.message(entry))
+                await self._act()
+        finally:
+            await tail.close()
+
+    def _fold(self, message: object) -> None:
+        match message:
+            case PolicyAnnounced():
+                self._announced[message.version.id] = message
+                self._newest = message
+            case Restored():
+                self._active = None
+            case Vitals():
+                self._hear(message, message.actor)
+            case Event(kind="activated"):
+                self._report(message)
+
+    def _hear(self, vitals: Vitals, name: str) -> None:
+        if vitals.role != "generation":
+            return
+        if vitals.state in ("stopped", "failed", "draining"):
+            self._serving.pop(name, None)
+            self._ordered.pop(name, None)
+            return
+        self._serving[name] = vitals.version
+        self._heard[name] = max(self._heard.get(name, 0.0), vitals.wall)
+
+    def _report(self, event: Event) -> None:
+        self._serving[event.actor] = int(event.data.get("version", -1))
+        self._heard[event.actor] = event.wall
+        self._ordered.pop(event.actor, None)
+
+    async def _act(self) -> None:
+        context, spec, newest = self._context, self._spec, self._newest
+        if newest is None:
+            return
+        now = context.clock.wall()
+        for name in [n for n, heard in self._heard.items() if now - heard > spec.worker_timeout_s]:
+            self._serving.pop(name, None)
+            self._ordered.pop(name, None)
+            del self._heard[name]
+        for name, (_, ordered_at) in list(self._ordered.items()):
+            if now - ordered_at > spec.activation_deadline_s:
+                del self._ordered[name]
+                await context.event("activation late", f"{name} did not report within the deadline", level="warning")
+        target = newest.version.id
+        in_progress = [n for n, (version, _) in self._ordered.items() if version == target and n in self._serving]
+        wave = next_wave(
+            serving=self._serving, target=target, fraction=spec.wave_fraction, in_progress=in_progress
+        )
+        if wave:
+            fault_point(context.name, "before_order")
+            mode = str(context.knobs.pause_generation_mode)
+            order = Activate(version=newest.version, manifest=newest.manifest, mode=mode, workers=tuple(wave))
+            await context.bus.append([Out(ACTIVE, order)])
+            fault_point(context.name, "after_order")
+            self._ordered |= {name: (target, now) for name in wave}
+        await self._say()
+        self._sweep()
+
+    async def _say(self) -> None:
+        """Tell who serves what, when it changed. A version that never was announced here is one of a lost future."""
+        versions = [self._announced[v].version for v in self._serving.values() if v in self._announced]
+        if not versions:
+            return
+        best = max(versions)
+        if self._active is None or best.id > self._active.id:
+            self._active = best
+        said = PolicyActive(version=self._active, serving=dict(sorted(self._serving.items())))
+        if said != self._said:
+            self._said = said
+            await self._context.bus.append([Out(ACTIVE, said)])
+            self._context.version = self._active.id
+
+    def _sweep(self) -> None:
+        """Delete weight files that nobody serves and nobody will be ordered to."""
+        if not self._spec.weights_dir:
+            return
+        keep = set(sorted(self._announced)[-self._spec.keep_versions :]) | set(self._serving.values())
+        keep |= {version for version, _ in self._ordered.values()}
+        root = Path(self._spec.weights_dir).resolve()
+        for version in [v for v in self._announced if v not in keep]:
+            path = Path(self._announced.pop(version).manifest.path)
+            if path.resolve().parent == root:  # only what the trainer wrote here, never a checkpoint of the user
+                shutil.rmtree(path, ignore_errors=True)
+
+
+async def run(context: Context, spec: PublisherSpec) -> None:
+    """The publisher's process."""
+    await Publisher(context, spec).run()

@@ -1,0 +1,107 @@
+"""What an actor is given once, at its start: bus, knobs, clock, seeds, vitals, and the wish to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+
+from bus import Bus, BusConfig, Out
+from bus.knobs.live import KnobValues, LiveKnobs
+from bus.messages.control import ActorState, Event, Vitals
+from bus.topology import EVENTS
+
+
+class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Start-up settings that every actor has; `room` holds the room's own, checked against its struct."""
+
+    name: str
+    role: str
+    bus: BusConfig
+    run_seed: int = 0
+    heartbeat_s: float = 1.0
+    drain_timeout_s: float = 20.0
+    run_dir: str = ""
+    room: dict[str, Any] = {}
+
+
+class Context:
+    """One actor's surroundings. `draining` is set by SIGTERM or by the room itself when its work is over."""
+
+    def __init__(self, spec: ActorSpec, bus: Bus, knobs: LiveKnobs) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.bus = bus
+        self.clock = bus.clock
+        self.live_knobs = knobs
+        self.draining = asyncio.Event()
+        self.log = logging.getLogger(spec.name)
+        self.state: ActorState = "starting"
+        self.version = -1
+        self.in_flight = 0
+        self.counters: dict[str, float] = {}
+        self.note = ""
+        self._waits: list[tuple[str, float]] = []
+
+    @property
+    def knobs(self) -> KnobValues:
+        """One frozen snapshot; take it once per decision."""
+        return self.live_knobs.snapshot()
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        """Move a counter that vitals show. No decision reads it."""
+        self.counters[name] = self.counters.get(name, 0.0) + by
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what this actor waits for while the body runs; the doctor reads it."""
+        item = (what, self.clock.wall())
+        self._waits.append(item)
+        try:
+            yield
+        finally:
+            self._waits.remove(item)
+
+    def vitals(self) -> Vitals:
+        """The present state as a message."""
+        waits_for, since = self._waits[0] if self._waits else ("", 0.0)
+        if self.bus.waiting_for_room:
+            waits_for = f"room on stream {self.bus.waiting_for_room}"
+        state: ActorState = "waiting" if waits_for and self.state == "running" else self.state
+        return Vitals(
+            actor=self.name,
+            role=self.spec.role,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state=state,
+            wall=self.clock.wall(),
+            version=self.version,
+            waits_for=waits_for,
+            waits_since=since,
+            in_flight=self.in_flight,
+            counters=dict(self.counters),
+            note=self.note,
+        )
+
+    async def event(
+        self, kind: str, text: str, *, level: Literal["info", "warning", "error"] = "info", **data: Any
+    ) -> None:
+        """Tell the operator something worth finding later."""
+        self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
+        event = Event(actor=self.name, kind=kind, text=text, wall=self.clock.wall(), level=level, data=data)
+        await self.bus.append([Out(EVENTS, event)])
+
+    async def beat(self) -> None:
+        """Send vitals: the last ones to the hash that `status` reads, each one to the events log."""
+        vitals = self.vitals()
+        await self.bus.set_vitals(self.name, vitals)
+        await self.bus.append([Out(EVENTS, vitals)])
+
+
+__all__ = ("ActorSpec", "Context")

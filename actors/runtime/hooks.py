@@ -1,0 +1,34 @@
+"""User code by dotted path, `package.module.function` or `file.py:function`, taken from settings only, never from messages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from actors.runtime.run import Refused
+
+
+def load_hook(path: str, kind: Any = None) -> Any:
+    """The function named by `path`; Refused names what is missing."""
+    try:
+        if ".py:" in path:
+            file, _, name = path.rpartition(":")
+            spec = importlib.util.spec_from_file_location(f"hook_{Path(file).stem}", file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{file} is not a Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module_name, _, name = path.rpartition(".")
+            module = importlib.import_module(module_name)
+        hook = getattr(module, name)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise Refused(f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function.") from error
+    if not callable(hook):
+        raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
+    return hook
+
+
+__all__ = ("load_hook",)

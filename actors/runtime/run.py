@@ -1,0 +1,150 @@
+"""One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
+
+Shutdown, in order: 1 SIGTERM or SIGINT sets `draining` (a second one within the drain ends at once) · 2 the room finishes
+or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
+
+Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 70 crashed · 75 the bus went away (restart).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import uvloop
+
+from actors.runtime.context import ActorSpec, Context
+from bus import Bus
+from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
+from bus.knobs.live import LiveKnobs
+
+R = TypeVar("R")
+EXIT_DONE, EXIT_REFUSED, EXIT_CRASHED, EXIT_BUS_GONE = 0, 2, 70, 75
+
+
+class Refused(MilesAsyncError):
+    """This actor cannot start with what it was given; a restart would not help."""
+
+
+def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
+    """`python -m actors.<room> SPEC.json`: read the spec, run the room, exit with the code above."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
+        room = msgspec.convert(spec.room, room_type)
+    except (IndexError, OSError, msgspec.MsgspecError) as error:
+        print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    sys.exit(uvloop.run(_run(spec, room, body)))
+
+
+async def _run(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+    log = logging.getLogger(spec.name)
+    try:
+        async with Bus(spec.bus) as bus:
+            knobs = LiveKnobs(bus)
+            await knobs.open()
+            context = Context(spec, bus, knobs)
+            return await _supervise(context, room, body)
+    except* Refused as group:
+        log.error("%s", _first(group))
+        return EXIT_REFUSED
+    except* (BusUnreachable, BusRefused) as group:
+        log.error("%s", _first(group))
+        return EXIT_BUS_GONE
+    except* MilesAsyncError as group:
+        log.error("%s: %s", type(_first(group)).__name__, _first(group))
+        return EXIT_CRASHED
+    except* Exception:
+        log.exception("%s crashed", spec.name)
+        return EXIT_CRASHED
+
+
+async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            raise SystemExit(EXIT_CRASHED)
+        context.state = "draining"
+        context.draining.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    async def work() -> None:
+        try:
+            context.state = "running"
+            await body(context, room)
+        finally:
+            over.set()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(work(), name=context.name)
+            tasks.create_task(_heartbeat(context, over), name="heartbeat")
+            tasks.create_task(context.live_knobs.follow(over), name="knobs")
+            tasks.create_task(_drain_watch(context, over), name="drain")
+    except* Exception as group:
+        context.state = "failed"
+        context.note = str(_first(group))[:500]
+        await _last_words(context)
+        raise
+    context.state = "stopped"
+    await _last_words(context)
+    return EXIT_DONE
+
+
+async def _heartbeat(context: Context, over: asyncio.Event) -> None:
+    """Waits for the next beat or the end; woken by either."""
+    while not over.is_set():
+        await context.beat()
+        try:
+            await asyncio.wait_for(over.wait(), context.spec.heartbeat_s)
+        except TimeoutError:
+            continue
+
+
+async def _drain_watch(context: Context, over: asyncio.Event) -> None:
+    """Waits for the wish to drain, then for the room; a room that does not finish in time is ended."""
+    waits = [asyncio.ensure_future(context.draining.wait()), asyncio.ensure_future(over.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not over.is_set():
+            try:
+                await asyncio.wait_for(asyncio.shield(waits[1]), context.spec.drain_timeout_s)
+            except TimeoutError:
+                raise MilesAsyncError(
+                    f"{context.name} did not drain within {context.spec.drain_timeout_s:g} s; its entries stay pending "
+                    "and go to its successor. Raise --drain-timeout-s if it needs longer."
+                ) from None
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _last_words(context: Context) -> None:
+    try:
+        async with asyncio.timeout(2.0):
+            await context.beat()
+    except (TimeoutError, MilesAsyncError, OSError) as error:
+        context.log.warning("last vitals not sent: %s", error)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+__all__ = ("EXIT_BUS_GONE", "EXIT_CRASHED", "EXIT_DONE", "EXIT_REFUSED", "Refused", "main")

@@ -1,0 +1,1 @@
+"""The sampler room: decides which prompt starts when."""
