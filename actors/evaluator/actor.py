@@ -1,0 +1,193 @@
+"""Evaluator: measures active versions on held-out prompts, beside training and never in its way.
+
+Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
+Owns   what it issued last (state field `eval`); collected scores are its pending entries until the set is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from actors.evaluator.schedule import Issued, due, summarize
+from actors.runtime.consume import Consumer
+from actors.runtime.context import Context
+from actors.runtime.prompts import DataSpec, Prompt, load_prompts
+from actors.runtime.seeds import seed_for
+from bus import Commit, Entry, Guard, Out, Tail
+from bus.messages.base import pack_ints
+from bus.messages.control import EvalDone
+from bus.messages.policy import Finished, PolicyActive
+from bus.messages.samples import RolloutLost, Sampling, SampleTask, Scored
+from bus.messages.versions import PolicyVersion
+from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
+
+TASKS_PER_COMMIT = 200
+
+
+class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings."""
+
+    name: str
+    data: DataSpec
+    n_samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_response_len: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    rm_type: str = ""
+    before_train: bool = True
+    final: bool = True
+
+
+class Evaluator:
+    """The room."""
+
+    def __init__(self, context: Context, spec: EvaluatorSpec) -> None:
+        self._context = context
+        self._spec = spec
+        self._prompts: list[Prompt] = load_prompts(spec.data)[0]
+        self._total = len(self._prompts) * spec.n_samples_per_prompt
+        self._active: PolicyVersion | None = None
+        self._final_step = -1
+        self._done_step = -1
+        self._issued = Issued()
+        self._began: dict[str, float] = {}
+        self._members: dict[str, dict[str, tuple[Entry, Scored | RolloutLost]]] = {}
+        self._consumer = Consumer(
+            context, [EVAL_SCORED], "evaluator", self.handle, on_dead=_on_dead, batch=256, rebuild=self._members.clear
+        )
+
+    async def run(self) -> None:
+        """Until draining or until the last version is measured."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._schedule())
+            tasks.create_task(self._consumer.run())
+
+    async def _schedule(self) -> None:
+        """Waits for versions to become active (woken by the blocking read); issues what is due."""
+        context, bus = self._context, self._context.bus
+        self._issued = Issued.parse(await bus.state("eval"))
+        for entry in await bus.scan_all(EVAL_RESULTS):
+            self._done_step = max(self._done_step, (await bus.message(entry)).step)
+        tail = Tail(bus, [ACTIVE, POLICY])
+        await tail.open()
+        try:
+            while not context.draining.is_set():
+                with context.waiting("a version to measure, or scores"):
+                    news = await tail.read(0.5)
+                for entry in news:
+                    message = await bus.message(entry)
+                    if isinstance(message, PolicyActive):
+                        self._active = message.version
+                    elif isinstance(message, Finished):
+                        self._final_step = message.step
+                await self._act()
+                if self._final_step >= 0 and self._done_step >= self._final_step:
+                    context.draining.set()
+        finally:
+            await tail.close()
+
+    async def _act(self) -> None:
+        issued, active = self._issued, self._active
+        if issued.step >= 0 and issued.offset < self._total:
+            await self._issue(issued)
+            return
+        if active is None or self._done_step < issued.step:
+            return  # the former one is still running: this interval is skipped, the final one comes later
+        final = self._spec.final and self._final_step >= 0 and active.step >= self._final_step
+        interval = int(self._context.knobs.eval_interval)
+        if due(
+            active_step=active.step,
+            last_step=issued.step,
+            interval=interval,
+            before_train=self._spec.before_train,
+            final=final,
+        ):
+            await self._issue(Issued(active.step, active.id, 0))
+
+    async def _issue(self, start: Issued) -> None:
+        """Put the samples of one evaluation on the bus, in guarded pieces."""
+        while start.offset < self._total:
+            stop = min(self._total, start.offset + TASKS_PER_COMMIT)
+            then = msgspec.structs.replace(start, offset=stop)
+            before = self._issued.text() if self._issued.step >= 0 else ""
+            outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
+            await self._context.bus.commit(Commit(append=outs, guard=Guard("eval", before, then.text())))
+            self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
+            self._issued = start = then
+
+    def _task(self, issued: Issued, number: int) -> SampleTask:
+        spec = self._spec
+        prompt = self._prompts[number // spec.n_samples_per_prompt]
+        sample_id = f"e{issued.step}/{number}"
+        return SampleTask(
+            sample_id=sample_id,
+            group_id=f"e{issued.step}",
+            index=number,
+            n_samples=self._total,
+            prompt_id=f"p{prompt.index}",
+            prompt_tokens=pack_ints(prompt.token_ids),
+            prompt_text=prompt.text,
+            label=prompt.label,
+            rm_type=str(prompt.metadata.get("rm_type", spec.rm_type)),
+            metadata=prompt.metadata,
+            sampling=Sampling(
+                temperature=spec.temperature,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                max_new_tokens=spec.max_response_len,
+                stop_token_ids=spec.stop_token_ids,
+                seed=seed_for(self._context.spec.run_seed, spec.name, sample_id) & 0x7FFFFFFF,
+            ),
+            step=issued.step,
+            eval_name=spec.name,
+        )
+
+    async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
+        """Collect; with the last one, answer and acknowledge all in one commit."""
+        sample_id = entry.fields["id"]
+        group_id = entry.fields["group"]
+        members = self._members.setdefault(group_id, {})
+        if sample_id in members and members[sample_id][0].id != entry.id:
+            return Commit(ack=(entry,))
+        members[sample_id] = (entry, member)
+        if len(members) < self._total:
+            return None
+        del self._members[group_id]
+        step = int(group_id.removeprefix("e"))
+        began = self._began.pop(group_id, self._context.clock.monotonic())
+        done = EvalDone(
+            name=self._spec.name,
+            version=self._issued.version,
+            step=step,
+            metrics=summarize(self._spec.name, [m for _, m in members.values()]),
+            n_samples=self._total,
+            wall=self._context.clock.wall(),
+            duration_s=self._context.clock.monotonic() - began,
+        )
+        commit = Commit(ack=[e for e, _ in members.values()], append=(Out(EVAL_RESULTS, done),))
+        if await self._consumer.commit(commit):
+            self._done_step = max(self._done_step, step)
+        return None
+
+
+def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
+    """An evaluation score that cannot be read counts as lost."""
+    lost = RolloutLost(
+        sample_id=entry.fields.get("id", ""),
+        group_id=entry.fields.get("group", ""),
+        n_samples=0,
+        reason="malformed",
+        error=error,
+        eval_name="?",
+    )
+    return Commit(append=(Out(EVAL_SCORED, lost),) if lost.sample_id else ())
+
+
+async def run(context: Context, spec: EvaluatorSpec) -> None:
+    """The evaluator's process."""
+    await Evaluator(context, spec).run()

@@ -1,0 +1,1 @@
+"""The generation room: runs samples on engines."""

@@ -1,0 +1,6 @@
+"""`python -m actors.generation SPEC.json` runs the generation as a process."""
+
+from actors.generation.actor import GenerationSpec, run
+from actors.runtime.run import main
+
+main(GenerationSpec, run)

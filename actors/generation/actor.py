@@ -1,0 +1,341 @@
+"""Generation room: one elastic worker with one engine.
+
+Reads  prefixes, eval.prompts, prompts (readers "generation"), active (log)    Writes  rollouts, eval.rollouts, parked
+Owns   its leases = its pending entries; prefixes of long samples saved on the bus every `partial_save_tokens` tokens
+A sample leaves in one commit: done, lost, or parked with what it has. Killed at any await, its entry is claimed by a peer
+after the lease, which goes on from the last saved prefix. Without a current version it takes no lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from actors.generation.engine import Engine, EngineUnavailable, GenerateRequest, RequestRefused
+from actors.generation.link import EngineLink, WeightsUnusable
+from actors.generation.process import EngineProcess
+from actors.generation.sample import Running, start
+from actors.runtime.consume import bury, keep_leases
+from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
+from bus import Commit, Entry, Out, Reader, Tail
+from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.messages.policy import Activate
+from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
+from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings of a worker. `engine`: embedded (a server of its own) or external (at `engine_url`)."""
+
+    model_path: str = ""
+    engine: str = "embedded"
+    engine_url: str = ""
+    threads: int = 1
+    max_running: int = 256
+    request_deadline_s: float = 3600.0
+    token_deadline_s: float = 60.0
+    control_deadline_s: float = 60.0
+    boot_deadline_s: float = 180.0
+    verify_checksum: bool = True
+    mask_offpolicy: bool = False
+    context_length: int = 0
+
+
+class Worker:
+    """The room."""
+
+    def __init__(self, context: Context, spec: GenerationSpec) -> None:
+        self._context = context
+        self._spec = spec
+        self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
+        process = None
+        if spec.engine == "embedded":
+            process = EngineProcess(
+                model_path=spec.model_path,
+                folder=Path(context.spec.run_dir or ".") / "engines" / context.name,
+                threads=spec.threads,
+                max_running=spec.max_running,
+                boot_deadline_s=spec.boot_deadline_s,
+            )
+        self._link = EngineLink(
+            context,
+            self._connect,
+            process=process,
+            url=spec.engine_url,
+            control_deadline_s=spec.control_deadline_s,
+            verify_checksum=spec.verify_checksum,
+        )
+        self._running: dict[str, Running] = {}
+        self._order: Activate | None = None
+        self._slot = asyncio.Event()
+        self._changed = asyncio.Event()  # a slot came free, an order arrived, the engine changed
+
+    def _connect(self, url: str) -> Engine:
+        from actors.generation.sglang_client import SGLangClient
+
+        return SGLangClient(
+            url,
+            request_deadline_s=self._spec.request_deadline_s,
+            token_deadline_s=self._spec.token_deadline_s,
+            control_deadline_s=self._spec.control_deadline_s,
+        )
+
+    async def run(self) -> None:
+        """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
+        4 engine and connections close."""
+        await self._reader.open()
+        tail = Tail(self._context.bus, [ACTIVE], start="$")
+        await tail.open()
+        stop = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keep_leases(self._context, self._reader, stop, self._free))
+                tasks.create_task(self._follow_orders(tail, stop))
+                tasks.create_task(self._keep_engine(stop))
+                try:
+                    async with asyncio.TaskGroup() as samples:
+                        await self._lease(samples)
+                        await self._abort_all()
+                finally:
+                    stop.set()
+                    self._changed.set()
+        finally:
+            await self._link.close()
+            await self._reader.close()
+            await tail.close()
+
+    # -- engine -------------------------------------------------------------------------------------------------
+
+    async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
+        """The newest order that names this worker; woken by the blocking read."""
+        while not stop.is_set():
+            for entry in await tail.read(0.5):
+                message = await self._context.bus.message(entry)
+                if isinstance(message, Activate) and (not message.workers or self._context.name in message.workers):
+                    self._order = message
+                    self._changed.set()
+
+    async def _keep_engine(self, stop: asyncio.Event) -> None:
+        """Boots the engine, activates what is ordered, boots it again when it failed; woken by `_changed`."""
+        while not stop.is_set():
+            link = self._link
+            if link.engine is None or link.broken.is_set():
+                with self._context.waiting("the engine to boot"):
+                    await link.boot()
+                self._changed.set()
+            order, self._order = self._order, None
+            if order is not None and link.engine is not None:
+                try:
+                    with self._context.waiting(f"activation of version {order.version.id}"):
+                        await link.activate(order)
+                except WeightsUnusable as error:
+                    await self._context.event("weights refused", str(error), level="error")
+                except (EngineUnavailable, RequestRefused) as error:
+                    await link.fail(error)
+                continue
+            self._changed.clear()
+            if self._order is None and not link.broken.is_set() and not stop.is_set():
+                try:
+                    await asyncio.wait_for(self._changed.wait(), 1.0)
+                except TimeoutError:
+                    continue
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def _free(self) -> int:
+        """Samples that may be taken now: none without a current version."""
+        if self._link.serving is None or self._order is not None or self._link.broken.is_set():
+            return 0
+        return max(0, int(self._context.knobs.sglang_server_concurrency) - self._context.in_flight)
+
+    async def _lease(self, samples: asyncio.TaskGroup) -> None:
+        """Until draining: waits for a free slot and a current version (woken by `_slot`), then for entries."""
+        context = self._context
+        while not context.draining.is_set():
+            free = self._free()
+            if free <= 0:
+                self._slot = asyncio.Event()
+                with context.waiting("a current version" if self._link.serving is None else "a free slot"):
+                    try:
+                        await asyncio.wait_for(self._slot.wait(), 0.1)
+                    except TimeoutError:
+                        pass
+                continue
+            block_s = 0.05 if context.in_flight else 0.5  # short while others run: the next order must not wait
+            with context.waiting("an entry of prefixes, eval.prompts or prompts"):
+                entries = await self._reader.read(min(free, 64), block_s)
+            for entry in entries:
+                context.in_flight += 1
+                samples.create_task(self._handle(entry), name=entry.fields.get("id", entry.id))
+
+    async def _abort_all(self) -> None:
+        """Ask the engine to end what runs; each sample parks itself with the tokens it has."""
+        engine = self._link.engine
+        for sample_id in list(self._running):
+            if engine is not None:
+                try:
+                    await engine.abort(sample_id)
+                except (EngineUnavailable, RequestRefused) as error:
+                    await self._link.fail(error)
+
+    async def _handle(self, entry: Entry) -> None:
+        """One entry to its commit. Failures of the engine park the sample; poison is buried with its group's marker."""
+        message: Any = None
+        try:
+            if entry.deliveries > self._context.bus.config.max_deliveries:
+                raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
+            message = await self._context.bus.message(entry)
+            if isinstance(message, PrefixDropped):
+                await self._commit(entry, _lost(message.task, message.reason, tokens_made=message.tokens_made), 0)
+            else:
+                await self._run_sample(entry, message)
+        except (BusUnreachable, BusFull, InvariantBroken):
+            raise
+        except Exception as error:
+            await bury(self._context, self._reader, entry, message, error, _on_dead)
+        finally:
+            self._context.in_flight -= 1
+            self._slot.set()
+
+    async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
+        context = self._context
+        task = message.task if isinstance(message, PrefixResume) else message
+        pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
+        running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
+        resumed = running.base.n_tokens
+        began = context.clock.monotonic()
+        self._running[task.sample_id] = running
+        reason: ParkReason | Literal["lease"] | None = None
+        try:
+            if not running.ended():
+                reason = await self._generate(entry, running)
+        finally:
+            del self._running[task.sample_id]
+        if reason == "lease":
+            self._reader.forget([entry])
+            return
+        response = running.response()
+        out: RolloutDone | Parked
+        if reason is None:
+            out = RolloutDone(
+                task=task,
+                response=response,
+                finish="stop" if running.finish == "stop" else "length",
+                worker=context.name,
+                resumed_tokens=resumed,
+                generate_s=context.clock.monotonic() - began,
+            )
+        else:
+            out = Parked(task=task, response=response, reason=reason, worker=context.name)
+            context.count(f"parked/{reason}")
+        context.count("tokens", running.made_here)
+        await self._commit(entry, out, response.n_tokens - running.counted)
+
+    async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
+        """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
+        context = self._context
+        engine = self._link.engine
+        knobs = context.knobs
+        sampling = running.task.sampling
+        slice_left = int(knobs.max_tokens_per_slice) or running.remaining
+        if engine is None:
+            return "engine"
+        request = GenerateRequest(
+            rid=running.task.sample_id,
+            input_ids=running.input_ids(),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=min(running.remaining, slice_left),
+            stop_token_ids=sampling.stop_token_ids,
+            sampling_seed=sampling.seed,
+        )
+        save_every = int(knobs.partial_save_tokens)
+        try:
+            async for chunk in engine.generate(request):
+                running.take(chunk, self._link.versions)
+                if running.finish is None and save_every and running.unsaved() >= save_every:
+                    fault_point(context.name, "before_save")
+                    held = await context.bus.save_prefix(
+                        entry, context.name, running.task.sample_id, running.next_chunk()
+                    )
+                    fault_point(context.name, "after_save")
+                    if not held:
+                        context.count("leases_lost")
+                        await engine.abort(running.task.sample_id)
+                        return "lease"
+        except EngineUnavailable as error:
+            await self._link.fail(error)
+            self._changed.set()
+            return "engine"
+        except RequestRefused as error:
+            raise Poison(f"the engine refuses the request: {error}") from error
+        if running.finish == "abort":
+            return "drain" if context.draining.is_set() else "abort"
+        if running.finish == "length" and running.remaining > 0:
+            return "slice"
+        if running.finish is None:
+            return "engine"
+        return None
+
+    async def _commit(self, entry: Entry, out: RolloutDone | RolloutLost | Parked, new_tokens: int) -> None:
+        context = self._context
+        is_eval = bool(out.eval_name if isinstance(out, RolloutLost) else out.task.eval_name)
+        sample_id = out.sample_id if isinstance(out, RolloutLost) else out.task.sample_id
+        stream = PARKED if isinstance(out, Parked) else EVAL_ROLLOUTS if is_eval else ROLLOUTS
+        fault_point(context.name, "before_commit")
+        result = await context.bus.commit(
+            Commit(
+                ack=(entry,),
+                append=(Out(stream, out),),
+                ledger={"tokens/generated": new_tokens} if new_tokens and not is_eval else {},
+                delete_prefixes=(sample_id,),
+                bounded=not isinstance(out, Parked),
+            )
+        )
+        fault_point(context.name, "after_commit")
+        self._reader.forget([entry])
+        context.count("samples" if result.done else "moved")
+
+
+def _lost(task: SampleTask, reason: Any, *, tokens_made: int = 0, error: str = "") -> RolloutLost:
+    return RolloutLost(
+        sample_id=task.sample_id,
+        group_id=task.group_id,
+        n_samples=task.n_samples,
+        reason=reason,
+        error=error,
+        prompt_id=task.prompt_id,
+        tokens_made=tokens_made,
+        eval_name=task.eval_name,
+    )
+
+
+def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
+    """A sample that no engine can run, or an entry that cannot be read: its group must still close."""
+    tokens = int(entry.fields.get("tokens", 0) or 0)
+    if message is not None:
+        task = message if isinstance(message, SampleTask) else message.task
+        lost = _lost(task, "poison", tokens_made=tokens, error=error)
+    else:
+        lost = RolloutLost(
+            sample_id=entry.fields.get("id", ""),
+            group_id=entry.fields.get("group", ""),
+            n_samples=0,
+            reason="malformed",
+            error=error,
+            tokens_made=tokens,
+        )
+    if not lost.sample_id or not lost.group_id:
+        return Commit()
+    stream = EVAL_ROLLOUTS if lost.eval_name or entry.stream is EVAL_PROMPTS else ROLLOUTS
+    return Commit(append=(Out(stream, lost),), delete_prefixes=(lost.sample_id,))
+
+
+async def run(context: Context, spec: GenerationSpec) -> None:
+    """A worker's process."""
+    await Worker(context, spec).run()

@@ -1,0 +1,129 @@
+"""What the trainer asks of a training library, and the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.samples import TrainSample
+from bus.messages.policy import WeightManifest
+
+
+class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings of a backend. Rates that are live knobs come with each step."""
+
+    hf_checkpoint: str
+    ref_load: str = ""  # directory of the frozen reference; empty = hf_checkpoint
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: int = 1
+    seed: int = 0
+    objective: ObjectiveConfig = ObjectiveConfig()
+    max_tokens_per_gpu: int = 4096
+    use_dynamic_batch_size: bool = True
+    micro_batch_size: int = 1
+    num_steps_per_rollout: int = 1
+    optimizer: str = "adam"
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_warmup_iters: int = 0
+    num_rollout: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    activation_checkpointing: bool = False
+    ref_update_interval: int = 0
+
+
+@dataclass(slots=True)
+class BatchSample:
+    """One sample of a step: its tokens, and what the objective knows of it (`train`)."""
+
+    prompt_tokens: np.ndarray  # int32 [prompt_len]
+    response_tokens: np.ndarray  # int32 [response_len]
+    temperature: float
+    train: TrainSample
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One training step. `step` is the number of updates inside the weights before it; `knobs` are live values that
+    override start-up settings for this step (lr, eps_clip, eps_clip_high, kl_loss_coef, entropy_coef, tis_clip,
+    clip_grad, max_weight_staleness)."""
+
+    samples: list[BatchSample]
+    step: int
+    seed: int
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """`packing`: positions of samples in each micro-batch, in order. `flags`: reason -> sample ids, counted events.
+    `trained_tokens` / `masked_tokens`: response tokens with and without gradient, per sample position."""
+
+    metrics: dict[str, float]
+    packing: tuple[tuple[int, ...], ...]
+    trained_tokens: list[int]
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    skipped: bool = False  # non-finite gradient: weights unchanged, the data kept
+
+
+class Snapshot(Protocol):
+    """A copy of all training state in host memory; the step goes on while it is written."""
+
+    def write(self, directory: Path) -> None:
+        """Write every file, fsync each."""
+        ...
+
+
+class WeightCopy(Protocol):
+    """A copy of the weights alone, under their Hugging Face names."""
+
+    def write(self, directory: Path) -> WeightManifest:
+        """Write model.safetensors (and config.json) into a new directory; the manifest carries its blake2b-128."""
+        ...
+
+
+class TrainBackend(Protocol):
+    """Called from one thread, never from the event loop."""
+
+    def setup(self, config: BackendConfig) -> None:
+        """Load model, reference if the objective needs one, optimizer."""
+        ...
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """All optimizer steps of one rollout batch."""
+        ...
+
+    def copy_weights(self) -> WeightCopy: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what a snapshot wrote; CheckpointRefused when files are missing, cut or of another model."""
+        ...
+
+    def weights_hash(self) -> str:
+        """blake2b-128 over the weights, for replay."""
+        ...
+
+
+__all__ = (
+    "BackendConfig",
+    "BatchSample",
+    "Snapshot",
+    "StepBatch",
+    "StepResult",
+    "TrainBackend",
+    "WeightCopy",
+)
