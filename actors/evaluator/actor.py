@@ -20,18 +20,24 @@ from bus import Commit, Entry, Guard, Out, Tail
 from bus.messages.base import pack_ints
 from bus.messages.control import EvalDone
 from bus.messages.policy import Finished, PolicyActive
-from bus.messages.samples import RolloutLost, Sampling, SampleTask, Scored
+from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
 
 
-class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings."""
+class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out data set."""
 
     name: str
     data: DataSpec
+
+
+class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings."""
+
+    sets: tuple[EvalSet, ...]
     n_samples_per_prompt: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
@@ -49,7 +55,7 @@ class Evaluator:
     def __init__(self, context: Context, spec: EvaluatorSpec) -> None:
         self._context = context
         self._spec = spec
-        self._prompts: list[Prompt] = load_prompts(spec.data)[0]
+        self._prompts: list[tuple[str, Prompt]] = [(s.name, p) for s in spec.sets for p in load_prompts(s.data)[0]]
         self._total = len(self._prompts) * spec.n_samples_per_prompt
         self._active: PolicyVersion | None = None
         self._final_step = -1
@@ -122,7 +128,7 @@ class Evaluator:
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
         spec = self._spec
-        prompt = self._prompts[number // spec.n_samples_per_prompt]
+        name, prompt = self._prompts[number // spec.n_samples_per_prompt]
         sample_id = f"e{issued.step}/{number}"
         return SampleTask(
             sample_id=sample_id,
@@ -141,10 +147,10 @@ class Evaluator:
                 top_k=spec.top_k,
                 max_new_tokens=spec.max_response_len,
                 stop_token_ids=spec.stop_token_ids,
-                seed=seed_for(self._context.spec.run_seed, spec.name, sample_id) & 0x7FFFFFFF,
+                seed=seed_for(self._context.spec.run_seed, name, sample_id) & 0x7FFFFFFF,
             ),
             step=issued.step,
-            eval_name=spec.name,
+            eval_name=name,
         )
 
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
@@ -160,19 +166,29 @@ class Evaluator:
         del self._members[group_id]
         step = int(group_id.removeprefix("e"))
         began = self._began.pop(group_id, self._context.clock.monotonic())
-        done = EvalDone(
-            name=self._spec.name,
-            version=self._issued.version,
-            step=step,
-            metrics=summarize(self._spec.name, [m for _, m in members.values()]),
-            n_samples=self._total,
-            wall=self._context.clock.wall(),
-            duration_s=self._context.clock.monotonic() - began,
-        )
-        commit = Commit(ack=[e for e, _ in members.values()], append=(Out(EVAL_RESULTS, done),))
+        outs = [
+            Out(
+                EVAL_RESULTS,
+                EvalDone(
+                    name=data.name,
+                    version=self._issued.version,
+                    step=step,
+                    metrics=summarize(data.name, [m for _, m in members.values() if _set_of(m) == data.name]),
+                    n_samples=sum(1 for _, m in members.values() if _set_of(m) == data.name),
+                    wall=self._context.clock.wall(),
+                    duration_s=self._context.clock.monotonic() - began,
+                ),
+            )
+            for data in self._spec.sets
+        ]
+        commit = Commit(ack=[e for e, _ in members.values()], append=outs)
         if await self._consumer.commit(commit):
             self._done_step = max(self._done_step, step)
         return None
+
+
+def _set_of(member: Scored | RolloutLost) -> str:
+    return member.eval_name if isinstance(member, RolloutLost) else member.rollout.task.eval_name
 
 
 def _on_dead(entry: Entry, message: Any, error: str) -> Commit:

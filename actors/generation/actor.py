@@ -195,7 +195,7 @@ class Worker:
                 await self._run_sample(entry, message)
         except (BusUnreachable, BusFull, InvariantBroken):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await bury(self._context, self._reader, entry, message, error, _on_dead)
         finally:
             self._context.in_flight -= 1

@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
-from actors.generation.engine import Engine, EngineUnavailable
+from actors.generation.engine import Engine, EngineUnavailable, PauseMode
 from actors.generation.process import EngineProcess
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
@@ -81,7 +82,7 @@ class EngineLink:
         self.serving = None
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
-                await engine.pause(order.mode)
+                await engine.pause(cast(PauseMode, order.mode))
                 paused = self._context.clock.monotonic()
                 fault_point(self._context.name, "activating")
                 await engine.update_weights_from_disk(order.manifest.path, label)

@@ -75,6 +75,10 @@ class Publisher:
                 self._hear(message, message.actor)
             case Event(kind="activated"):
                 self._report(message)
+            case Event(kind="joined"):
+                self._serving[message.actor] = -1
+                self._heard[message.actor] = message.wall
+                self._ordered.pop(message.actor, None)
 
     def _hear(self, vitals: Vitals, name: str) -> None:
         if vitals.role != "generation":
@@ -113,9 +117,9 @@ class Publisher:
             fault_point(context.name, "before_order")
             mode = str(context.knobs.pause_generation_mode)
             order = Activate(version=newest.version, manifest=newest.manifest, mode=mode, workers=tuple(wave))
-            await context.bus.append([Out(ACTIVE, order)])
+            await context.bus.append([Out(ACTIVE, order)], repeatable=True)
             fault_point(context.name, "after_order")
-            self._ordered |= {name: (target, now) for name in wave}
+            self._ordered |= dict.fromkeys(wave, (target, now))
         await self._say()
         self._sweep()
 
@@ -130,7 +134,7 @@ class Publisher:
         said = PolicyActive(version=self._active, serving=dict(sorted(self._serving.items())))
         if said != self._said:
             self._said = said
-            await self._context.bus.append([Out(ACTIVE, said)])
+            await self._context.bus.append([Out(ACTIVE, said)], repeatable=True)
             self._context.version = self._active.id
 
     def _sweep(self) -> None:

@@ -100,7 +100,7 @@ class Consumer:
             commit = await self._handler(entry, message)
         except (BusUnreachable, BusFull, InvariantBroken):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await self.failed(entry, message, error)
             return
         finally:
@@ -167,23 +167,24 @@ async def bury(
     await context.event("dead letter", f"{letter.stream} {letter.sample_id}: {letter.error}"[:300], level="error")
 
 
-async def keep_leases(context: Context, reader: Reader, stop: asyncio.Event) -> None:
-    """Renew what this reader holds and, more seldom, take over what the dead left; woken by time or the end."""
+async def keep_leases(
+    context: Context, reader: Reader, stop: asyncio.Event, room: Callable[[], int] = lambda: 64
+) -> None:
+    """Renew what this reader holds and take over what the dead left, as far as there is `room`; woken by time or the
+    end."""
     lease_s = context.bus.config.lease_s
-    beats = 0
     while not stop.is_set():
         try:
             await asyncio.wait_for(stop.wait(), lease_s / 4)
             return
         except TimeoutError:
-            beats += 1
+            pass
         lost = await reader.renew()
         if lost:
             context.count("leases_lost", len(lost))
             await context.event("leases lost", f"{len(lost)} entries were claimed by a peer", level="warning")
-        if context.draining.is_set():
-            continue
-        claimed = await reader.claim(lease_s)
+        free = 0 if context.draining.is_set() else room()
+        claimed = await reader.claim(lease_s, free) if free > 0 else []
         if claimed:
             context.count("claimed", len(claimed))
             reader.offer(claimed)

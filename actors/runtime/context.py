@@ -95,13 +95,13 @@ class Context:
         """Tell the operator something worth finding later."""
         self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
         event = Event(actor=self.name, kind=kind, text=text, wall=self.clock.wall(), level=level, data=data)
-        await self.bus.append([Out(EVENTS, event)])
+        await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
     async def beat(self) -> None:
         """Send vitals: the last ones to the hash that `status` reads, each one to the events log."""
         vitals = self.vitals()
         await self.bus.set_vitals(self.name, vitals)
-        await self.bus.append([Out(EVENTS, vitals)])
+        await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
 
 
 __all__ = ("ActorSpec", "Context")

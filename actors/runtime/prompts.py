@@ -82,7 +82,8 @@ class Tokenizer:
             text = str(prompt)
             return text, self._fast.encode(text, add_special_tokens=True).ids
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-        text = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered: Any = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = str(rendered)
         return text, self._chat.encode(text, add_special_tokens=False)
 
 

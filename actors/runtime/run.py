@@ -52,18 +52,16 @@ async def _run(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[
             await knobs.open()
             context = Context(spec, bus, knobs)
             return await _supervise(context, room, body)
-    except* Refused as group:
-        log.error("%s", _first(group))
-        return EXIT_REFUSED
-    except* (BusUnreachable, BusRefused) as group:
-        log.error("%s", _first(group))
-        return EXIT_BUS_GONE
-    except* MilesAsyncError as group:
-        log.error("%s: %s", type(_first(group)).__name__, _first(group))
-        return EXIT_CRASHED
-    except* Exception:
-        log.exception("%s crashed", spec.name)
-        return EXIT_CRASHED
+    except (Exception, ExceptionGroup) as raised:
+        error = _first(raised)
+        if isinstance(error, MilesAsyncError):
+            log.error("%s: %s", type(error).__name__, error)
+        else:
+            log.error("%s crashed", spec.name, exc_info=error)
+            log.error("%s: %s", type(error).__name__, error)
+        if isinstance(error, Refused):
+            return EXIT_REFUSED
+        return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
 
 
 async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:

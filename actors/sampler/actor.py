@@ -22,7 +22,7 @@ from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
-from bus.messages.samples import Sampling, SampleTask
+from bus.messages.samples import SampleTask, Sampling
 from bus.topology import ACTIVE, GROUPS, POLICY, PROMPTS, VERDICTS
 
 GROUPS_PER_COMMIT = 16
@@ -39,6 +39,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rm_type: str = ""
     top_k: int = -1
     lookahead: int = 0
+    update_weights_interval: int = 1
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class Sampler:
         context, progress = self._context, self._progress
         knobs = context.knobs
         per_step = int(knobs.rollout_batch_size)
+        per_version = per_step * self._spec.update_weights_interval
         waves = progress.drops_in_a_row / max(1, int(knobs.over_sampling_batch_size))
         if knobs.max_waves and waves >= knobs.max_waves:
             raise Refused(
@@ -121,7 +123,7 @@ class Sampler:
             open_groups=progress.open_groups,
             in_generation=progress.in_generation,
             limit=open_limit(
-                groups_per_step=per_step,
+                groups_per_step=per_version,
                 max_staleness=int(knobs.max_weight_staleness),
                 lookahead=self._spec.lookahead if knobs.staleness_policy == "wait" else 0,
             ),

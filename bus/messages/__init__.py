@@ -1,0 +1,1 @@
+"""What travels: one frozen struct per message."""

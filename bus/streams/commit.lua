@@ -1,7 +1,8 @@
 -- One hop as one step: check, acknowledge, append, move the accounts. All or nothing.
 --
--- KEYS  1 state   2 ledger   3 open   4 bytes   5.. streams and other keys, addressed by index
--- ARGV  a flat list of counted sections, in this order:
+-- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6.. streams and other keys, addressed by index
+-- ARGV  slot, mark (what this call leaves in the marks of its sender, so that a repetition after a lost reply is known),
+--       then a flat list of counted sections, in this order:
 --   guard   0 | 1 field expect value
 --   acks    n, then n x (stream key, readers, entry id, bytes, shared)      shared = 1: other readers exist, do not delete
 --   appends n, then n x (stream key, bytes, bound, blob key or 0, cap, m, m x field/value)
@@ -10,11 +11,15 @@
 --   closes  n, then n x group id
 --   deletes n, then n x key index
 --   state   n, then n x (field, value)
--- Returns {"ok", entry ids...} | {"again"} (the guard says it was done before) | {"stale", value} (the guard fails)
+-- Returns {"ok", entry ids...} | {"done"} (by this very call, whose reply was lost) | {"again"} (the guard says that an
+--         equal one was done before) | {"stale", value} (the guard fails)
 --       | {"moved", ids...} (no longer pending) | {"full", stream key} | {"noblob", key}
 local a, i = ARGV, 1
 local function take() local v = a[i]; i = i + 1; return v end
 local function key() return KEYS[tonumber(take())] end
+
+local slot, mark = take(), take()
+if redis.call('HGET', KEYS[5], slot) == mark then return {'done'} end
 
 local guard = nil
 if take() == '1' then guard = {take(), take(), take()} end
@@ -74,4 +79,6 @@ for _ = 1, tonumber(take()) do redis.call('HDEL', KEYS[3], take()) end
 for _ = 1, tonumber(take()) do redis.call('DEL', key()) end
 for _ = 1, tonumber(take()) do redis.call('HSET', KEYS[1], take(), take()) end
 if guard then redis.call('HSET', KEYS[1], guard[1], guard[3]) end
+redis.call('HSET', KEYS[5], slot, mark)
+redis.call('EXPIRE', KEYS[5], 3600)
 return reply

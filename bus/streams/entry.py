@@ -64,6 +64,14 @@ class CommitResult(msgspec.Struct, frozen=True):
     entry_ids: tuple[str, ...] = ()
 
 
+class RunSnapshot(msgspec.Struct, frozen=True):
+    """A run's small state at one instant."""
+
+    state: dict[str, str]
+    ledger: dict[str, int]
+    open_groups: dict[str, bytes]
+
+
 class ReadersInfo(msgspec.Struct, frozen=True):
     """One consumer group: entries delivered and not acknowledged, entries not yet delivered, consumers."""
 
@@ -75,4 +83,4 @@ class ReadersInfo(msgspec.Struct, frozen=True):
     consumers: dict[str, Any] = {}
 
 
-__all__ = ("Commit", "CommitResult", "Entry", "Guard", "Out", "ReadersInfo")
+__all__ = ("Commit", "CommitResult", "Entry", "Guard", "Out", "ReadersInfo", "RunSnapshot")

@@ -38,6 +38,10 @@ class Keys(msgspec.Struct, frozen=True):
         """List of saved prefix chunks of one sample under way."""
         return self._key(f"prefix:{sample_id}")
 
+    def marks(self, sender: str) -> str:
+        """Hash of the last commits of one process, to know a repetition after a lost reply; it expires."""
+        return self._key(f"marks:{sender}")
+
     @property
     def ledger(self) -> str:
         """Hash account -> samples or tokens."""

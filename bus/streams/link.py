@@ -104,6 +104,22 @@ class Link:
             self._writer = asyncio.create_task(self._write_all(), name="bus-writer")
         return await asyncio.shield(future)
 
+    async def run_many(self, commands: list[Command], *, repeatable: bool) -> None:
+        """Commands in one pipeline of their own; a lost connection is waited out only when twice is harmless."""
+        if repeatable:
+            replies = await self.retry(lambda: self._send(commands))
+        else:
+            try:
+                replies = await self._send(commands)
+            except (ConnectionError, TimeoutError, OSError) as error:
+                raise BusUnreachable(
+                    f"connection to Redis at {self.url} was lost while appending ({error}); whether it was stored is "
+                    "unknown, so it is not repeated"
+                ) from error
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise translate(reply, self.url) from reply
+
     async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """EVALSHA, loading the script when the server does not know it (first use, or a restarted server)."""
         try:
@@ -111,13 +127,27 @@ class Link:
         except NoScriptError:
             return await self.run("EVAL", script.source, len(keys), *keys, *args)
 
+    async def send(self, commands: Sequence[Command], *, repeat: bool) -> None:
+        """Commands in one pipeline, apart from the shared queue. `repeat`: send all again over a lost connection;
+        otherwise BusUnreachable, and what was written is unknown."""
+        try:
+            replies = await (self.retry(lambda: self._send(list(commands))) if repeat else self._send(list(commands)))
+        except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
+            raise BusUnreachable(
+                f"Redis at {self.url} went away while {len(commands)} commands were written ({error}); how many it took is "
+                "unknown. Look at the stream before writing them again."
+            ) from error
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise translate(reply, self.url)
+
     async def _write_all(self) -> None:
         try:
             while self._queue:
                 batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
                 try:
                     replies = await self.retry(lambda batch=batch: self._send([c for c, _ in batch]))  # type: ignore[misc]
-                except Exception as error:  # every waiter gets it; none is left hanging
+                except Exception as error:  # noqa: BLE001 - every waiter gets it; none is left hanging
                     for _, future in batch:
                         if not future.done():
                             future.set_exception(error)
@@ -200,4 +230,4 @@ class Link:
         await self.client.aclose()
 
 
-__all__ = ("Command", "Link", "Script", "call", "make_client", "translate")
+__all__ = ("BATCH", "Command", "Link", "Script", "call", "make_client", "translate")

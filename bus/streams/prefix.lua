@@ -1,7 +1,11 @@
 -- Save a piece of a running sample's tokens and renew its lease, if the worker still holds it.
--- KEYS 1 stream   2 prefix list   ARGV readers, consumer, entry id, chunk      Returns 1 saved | 0 no longer ours
+-- KEYS 1 stream   2 prefix list   3 marks (see commit.lua)      ARGV readers, consumer, entry id, chunk, slot, mark
+-- Returns 1 saved, now or by this very call whose reply was lost | 0 no longer ours
+if redis.call('HGET', KEYS[3], ARGV[5]) == ARGV[6] then return 1 end
 local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if #held == 0 then return 0 end
 redis.call('RPUSH', KEYS[2], ARGV[4])
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
+redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
+redis.call('EXPIRE', KEYS[3], 3600)
 return 1

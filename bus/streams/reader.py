@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
@@ -36,6 +37,7 @@ class Reader:
         self._mean_bytes = 1024.0
         self.held: dict[tuple[str, str], Entry] = {}
         self._reread = True
+        self._offered: list[Entry] = []
 
     async def open(self) -> None:
         """Create the consumer groups if need be."""
@@ -50,6 +52,9 @@ class Reader:
         """Up to `count` entries: own pending ones first after a (re)start, then new ones in stream order of priority."""
         if count <= 0:
             return []
+        if self._offered:
+            given, self._offered = self._offered[:count], self._offered[count:]
+            return [entry for entry in given if (entry.stream.name, entry.id) in self.held]
         if self._reread or self._restarts_seen != self._bus.link.server_restarts:
             self._restarts_seen = self._bus.link.server_restarts
             entries = await self._own_pending(count)
@@ -69,10 +74,15 @@ class Reader:
         for entry in entries:
             self.held.pop((entry.stream.name, entry.id), None)
 
+    def offer(self, entries: Iterable[Entry]) -> None:
+        """Hand out claimed entries at the next reads."""
+        self._offered += entries
+
     def retry_later(self, entry: Entry) -> None:
-        """Give the entry out again at one of the next reads."""
-        self.forget([entry])
-        self._reread = True
+        """Give the entry out again at one of the next reads; it stays held meanwhile."""
+        again = msgspec.structs.replace(entry, deliveries=entry.deliveries + 1)
+        self.held[(entry.stream.name, entry.id)] = again
+        self._offered.append(again)
 
     async def renew(self, entries: Iterable[Entry] | None = None) -> set[str]:
         """Renew leases of held entries; returns ids whose lease was lost meanwhile (they are forgotten)."""
@@ -88,49 +98,75 @@ class Reader:
                 await self._bus.link.run(
                     "XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID"
                 )  # resets idle, keeps the delivery count
-            gone = [e for e in group if e.id not in mine]
+            gone = [e for e in group if e.id not in mine and (name, e.id) in self.held]  # not what we finished meanwhile
             lost |= {e.id for e in gone}
             self.forget(gone)
         return lost
 
     async def _own_ids(self, key: str, group: list[Entry]) -> set[str]:
         """Ids of ours that are still pending under our name."""
-        ids = sorted((e.id for e in group), key=_id_key)
-        mine: set[str] = set()
+        return set(await self._deliveries(key, [e.id for e in group]))
+
+    async def _deliveries(self, key: str, entry_ids: Sequence[str]) -> dict[str, int]:
+        """How often each of our pending entries between the first and the last of these ids was delivered."""
+        ids = sorted(entry_ids, key=_id_key)
+        counts: dict[str, int] = {}
         start = ids[0]
         while True:
             rows = await self._bus.link.run("XPENDING", key, self._readers, start, ids[-1], 500, self.me)
-            mine |= {_str(row[0]) for row in rows}
+            counts |= {_str(row[0]): int(row[3]) for row in rows}
             if len(rows) < 500:
-                return mine
+                return counts
             start = f"({_str(rows[-1][0])}"
 
     async def claim(self, idle_s: float, count: int = 64) -> list[Entry]:
-        """Take over entries that no living owner has renewed for `idle_s`."""
+        """Take over up to `count` entries that no living owner has renewed for `idle_s`."""
         claimed: list[Entry] = []
         for stream in self._streams:
             key = self._bus.keys.stream(stream.name)
-            reply = await self._bus.link.run(
-                "XAUTOCLAIM", key, self._readers, self.me, int(idle_s * 1000), "0-0", "COUNT", count
-            )
-            raw = [r for r in reply[1] if r is not None and r[1] is not None]
-            fresh = [r for r in raw if (stream.name, _str(r[0])) not in self.held]
-            claimed += await self._hold(stream, fresh, with_deliveries=True)
+            cursor = "0-0"
+            # One call looks at 10 * COUNT pending entries; behind a long row of living ones the dead come later.
+            while len(claimed) < count:
+                reply = await self._bus.link.run(
+                    *("XAUTOCLAIM", key, self._readers, self.me, int(idle_s * 1000), cursor),
+                    *("COUNT", count - len(claimed)),
+                )
+                raw = [r for r in reply[1] if r is not None and r[1] is not None]
+                fresh = [r for r in raw if (stream.name, _str(r[0])) not in self.held]
+                claimed += await self._hold(stream, fresh, with_deliveries=True)
+                cursor = _str(reply[0])
+                if cursor == "0-0":
+                    break
         return claimed
 
     async def _own_pending(self, count: int) -> list[Entry]:
+        """Pending entries of ours that nobody here works on. Listed first and claimed then, because reading them back
+        would raise the delivery count of the held ones too."""
         found: list[Entry] = []
         for stream in self._streams:
-            start = "0"
+            key = self._bus.keys.stream(stream.name)
+            start = "-"
             while len(found) < count:
-                raw = await self._xread([stream], [start], 100, None)
-                rows = raw.get(stream.name, [])
+                rows = await self._pending_rows(key, start)
                 if not rows:
                     break
-                start = _str(rows[-1][0])
-                fresh = [r for r in rows if (stream.name, _str(r[0])) not in self.held and r[1]]
-                found += await self._hold(stream, fresh[: count - len(found)], with_deliveries=True)
+                start = f"({_str(rows[-1][0])}"
+                ids = [_str(row[0]) for row in rows if (stream.name, _str(row[0])) not in self.held]
+                ids = ids[: count - len(found)]
+                if ids:
+                    raw = await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, *ids)
+                    found += await self._hold(stream, [r for r in raw if r and r[1]], with_deliveries=True)
         return found
+
+    async def _pending_rows(self, key: str, start: str) -> list[Any]:
+        try:
+            rows: list[Any] = await self._bus.link.run("XPENDING", key, self._readers, start, "+", 100, self.me)
+        except InvariantBroken as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.open()  # a server that lost its last second may have lost the group too
+            return []
+        return rows
 
     async def _take(self, streams: Sequence[Stream], count: int, block_ms: int | None) -> list[Entry]:
         raw = await self._xread(streams, [">"] * len(streams), count, block_ms)
@@ -144,10 +180,7 @@ class Reader:
     async def _hold(self, stream: Stream, rows: list[Any], *, with_deliveries: bool = False) -> list[Entry]:
         counts: dict[str, int] = {}
         if with_deliveries and rows:
-            key = self._bus.keys.stream(stream.name)
-            first, last = _str(rows[0][0]), _str(rows[-1][0])
-            for row in await self._bus.link.run("XPENDING", key, self._readers, first, last, 1000, self.me):
-                counts[_str(row[0])] = int(row[3])
+            counts = await self._deliveries(self._bus.keys.stream(stream.name), [_str(row[0]) for row in rows])
         entries = [make_entry(stream, self._readers, row, counts.get(_str(row[0]), 1)) for row in rows]
         for entry in entries:
             self.held[(stream.name, entry.id)] = entry
@@ -171,7 +204,7 @@ class Reader:
                 raise translate(error, self._bus.config.url) from error
             await self.open()  # a server that lost its last second may have lost the group too
             return await call(self._client, *command)
-        except OSError:
+        except (ConnectionError, TimeoutError, OSError):
             self._reread = True  # entries may have been given to us in a reply that never came
             raise
 

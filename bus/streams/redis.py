@@ -6,6 +6,7 @@ change in one script on the server, and only if the input was still pending.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,12 +20,13 @@ from bus.clock import Clock, SystemClock
 from bus.errors import DeadlineExceeded, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
-from bus.streams.entry import Commit, CommitResult, Entry, Out
+from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
 from bus.streams.keys import Keys
-from bus.streams.link import Link, Script
+from bus.streams.link import BATCH, Link, Script
 from bus.topology import BY_NAME, STREAMS, Stream
 
 COMMIT, TRIM, PREFIX = Script("commit.lua"), Script("trim.lua"), Script("prefix.lua")
+SNAPSHOT = Script("snapshot.lua")
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +51,12 @@ class Bus:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
-        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, TRIM, PREFIX))
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, TRIM, PREFIX, SNAPSHOT))
         self.blobs: BlobStore = (
-            FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link.client, self.keys)
+            FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
         )
+        self._sender = uuid.uuid4().hex[:16]  # names this process's marks; decides nothing
+        self._sent = 0
         self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
         self.waiting_for_room: str = ""
 
@@ -65,37 +69,37 @@ class Bus:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    async def append(self, outs: Sequence[Out]) -> None:
+    async def append(self, outs: Sequence[Out], *, repeatable: bool = False) -> None:
         """Append without condition, in order, in one pipeline. News and tools use it; hops use `commit`.
 
-        Not repeated over a lost connection: an outcome that is unknown must not be doubled.
+        `repeatable`: twice is harmless (news, announcements), so a lost connection is waited out. Otherwise it is an
+        error, because an outcome that is unknown must not be doubled.
         """
-        pipe = self.link.client.pipeline(transaction=False)
+        commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
         for out in outs:
-            body = encode(out.message)
-            fields, size, _ = await self._fields(out, body, self.config.inline_limit_bytes)
+            fields, size, _ = await self._fields(out, encode(out.message), self.config.inline_limit_bytes)
             key = self.keys.stream(out.stream.name)
             if out.stream.cap:
-                pipe.execute_command("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields)
+                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields))
             else:
-                pipe.execute_command("XADD", key, "*", *fields)
+                commands.append(("XADD", key, "*", *fields))
                 added[key] = added.get(key, 0) + size
-        if self.config.stream_max_bytes:
-            for key, total in added.items():
-                await self._wait_for_room(key, total)
         for key, total in added.items():
-            pipe.execute_command("HINCRBY", self.keys.in_flight_bytes, key, total)
-        await pipe.execute()
+            if self.config.stream_max_bytes:
+                await self._wait_for_room(key, total)
+            commands.append(("HINCRBY", self.keys.in_flight_bytes, key, total))
+        await self.link.run_many(commands, repeatable=repeatable)
 
     async def commit(self, commit: Commit) -> CommitResult:
         """One atomic step, safe to repeat: it takes effect once, or not at all.
 
         `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry.
         """
-        released = [entry.blob for entry in commit.ack if entry.blob]
+        released = [e.blob for e in commit.ack if e.blob and len(e.stream.readers) == 1]  # shared ones go with `trim`
         created: list[str] = []
         keys: list[str] = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
+        keys.append(self.keys.marks(self._sender))
         index: dict[str, int] = {}
 
         def key(name: str) -> int:
@@ -116,7 +120,8 @@ class Bus:
                 created.append(ref)
             blob_key = key(self.keys.blob(ref.split(":")[1])) if ref.startswith("redis:") else 0
             bound = self.config.stream_max_bytes if commit.bounded and out.stream.is_data else 0
-            args += [key(self.keys.stream(out.stream.name)), size, bound, blob_key, out.stream.cap, len(fields)]
+            held = size if out.stream.is_data else 0
+            args += [key(self.keys.stream(out.stream.name)), held, bound, blob_key, out.stream.cap, len(fields)]
             args += fields
         args.append(len(commit.ledger))
         for account, delta in commit.ledger.items():
@@ -131,26 +136,29 @@ class Bus:
         for field, value in commit.state.items():
             args += [field, value]
 
-        result = await self._run_commit(keys, args)
-        if result.done:
-            await self.blobs.delete(released)
-        elif created:
+        outcome, rest = await self._run_commit(keys, args)
+        if outcome == "moved":
             await self.blobs.delete(created)
-        return result
+            return CommitResult(done=False, moved=rest)
+        # "again": an equal commit of somebody else is the one that counts, so our new bodies have no entry.
+        await self.blobs.delete(released + created if outcome == "again" else released)
+        return CommitResult(done=True, entry_ids=rest)
 
-    async def _run_commit(self, keys: list[str], args: list[Any]) -> CommitResult:
+    def _mark(self) -> tuple[int, int]:
+        """(slot, mark) of the next conditional write. Taken right before sending: of at most BATCH commands of this
+        process the outcome is unknown at a time, so twice as many slots suffice."""
+        self._sent += 1
+        return self._sent % (2 * BATCH), self._sent
+
+    async def _run_commit(self, keys: list[str], args: list[Any]) -> tuple[str, tuple[str, ...]]:
         until = self.clock.monotonic() + self.config.room_deadline_s
         pause_s = 0.01
         while True:
-            reply = [_text(part) for part in await self.link.run_script(COMMIT, keys, args)]
+            reply = [_text(part) for part in await self.link.run_script(COMMIT, keys, [*self._mark(), *args])]
             match reply[0]:
-                case "ok":
+                case "ok" | "done" | "again" | "moved" as outcome:
                     self.waiting_for_room = ""
-                    return CommitResult(done=True, entry_ids=tuple(reply[1:]))
-                case "again":
-                    return CommitResult(done=True)
-                case "moved":
-                    return CommitResult(done=False, moved=tuple(reply[1:]))
+                    return outcome, tuple(reply[1:])
                 case "full":
                     self.waiting_for_room = reply[1]
                     if self.clock.monotonic() > until:
@@ -197,8 +205,9 @@ class Bus:
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
-        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id)]
-        return bool(await self.link.run_script(PREFIX, keys, [entry.readers, consumer, entry.id, chunk]))
+        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id), self.keys.marks(self._sender)]
+        args = [entry.readers, consumer, entry.id, chunk, *self._mark()]
+        return bool(await self.link.run_script(PREFIX, keys, args))
 
     async def load_prefix(self, sample_id: str) -> list[bytes]:
         """Saved pieces in order; empty when nothing was saved."""
@@ -206,7 +215,10 @@ class Bus:
 
     async def trim(self, stream: Stream) -> int:
         """Delete what all readers of a stream have acknowledged; returns the number of entries removed."""
-        return int(await self.link.run_script(TRIM, [self.keys.stream(stream.name)], []))
+        keys = [self.keys.stream(stream.name), self.keys.in_flight_bytes]
+        removed, *refs = await self.link.run_script(TRIM, keys, [])
+        await self.blobs.delete([_text(ref) for ref in refs])
+        return int(removed)
 
     async def trim_log(self, stream: Stream, below_id: str) -> int:
         """Delete entries of a log below an id."""
@@ -272,6 +284,18 @@ class Bus:
         flat = await self.link.run("HGETALL", key)
         pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
         return {_text(name): value for name, value in pairs}
+
+    async def snapshot(self) -> RunSnapshot:
+        """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""
+        keys = [self.keys.state, self.keys.ledger, self.keys.open_groups]
+        state, ledger, groups = (
+            dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await self.link.run_script(SNAPSHOT, keys, [])
+        )
+        return RunSnapshot(
+            state={_text(k): _text(v) for k, v in state.items()},
+            ledger={_text(k): int(v) for k, v in ledger.items()},
+            open_groups={_text(k): v for k, v in groups.items()},
+        )
 
     async def set_vitals(self, actor: str, message: Message) -> None:
         """Replace an actor's last vitals."""

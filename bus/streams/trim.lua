@@ -1,5 +1,6 @@
 -- Delete what every consumer group has acknowledged: entries below the oldest pending or undelivered id of any group.
--- KEYS 1 stream   Returns the number of entries removed.
+-- KEYS 1 stream   2 bytes      Returns {number of entries removed, blob references of the removed...}.
+if redis.call('EXISTS', KEYS[1]) == 0 then return {0} end
 local low = nil
 local function less(x, y)
   local xm, xs = string.match(x, '(%d+)-(%d+)')
@@ -19,5 +20,25 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   end
   if low == nil or less(bound, low) then low = bound end
 end
-if low == nil then return 0 end
-return redis.call('XTRIM', KEYS[1], 'MINID', low)
+if low == nil then return {0} end
+-- What leaves is taken off the bytes in flight, or producers would wait for room for ever.
+local reply, bytes, from = {0}, 0, '-'
+while true do
+  local page = redis.call('XRANGE', KEYS[1], from, '(' .. low, 'COUNT', 100)
+  for _, entry in ipairs(page) do
+    local fields = entry[2]
+    for f = 1, #fields, 2 do
+      if fields[f] == 'body' then
+        bytes = bytes + #fields[f + 1]
+      elseif fields[f] == 'blob' then
+        bytes = bytes + tonumber(string.match(fields[f + 1], ':(%d+)$') or 0)
+        reply[#reply + 1] = fields[f + 1]
+      end
+    end
+  end
+  if #page < 100 then break end
+  from = '(' .. page[#page][1]
+end
+reply[1] = redis.call('XTRIM', KEYS[1], 'MINID', low)
+if bytes > 0 then redis.call('HINCRBY', KEYS[2], KEYS[1], -bytes) end
+return reply

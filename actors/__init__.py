@@ -1,0 +1,1 @@
+"""First floor: the rooms of a run and the small runtime they share."""

@@ -1,0 +1,127 @@
+"""Reads a Hugging Face model directory's `config.json` into the few numbers the embedded forward needs.
+
+Families: llama, qwen2, qwen3 (dense). What the forward does not implement is refused here, by name, before any weight is read.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class ModelRefused(ValueError):
+    """A model directory the embedded engine cannot serve; the text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of one decoder. Lengths are in elements, `context` in tokens."""
+
+    family: str
+    architectures: tuple[str, ...]
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    norm_eps: float
+    context: int
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    eos: frozenset[int]
+    inv_freq: tuple[float, ...]
+    """Rotary frequencies, [head_dim / 2]."""
+
+    def rotations(self) -> torch.Tensor:
+        """complex64 [context, head_dim / 2]: cos + i sin of each position's angles (computed in float32, as the trainer does)."""
+        angles = torch.outer(torch.arange(self.context, dtype=torch.float32), torch.tensor(self.inv_freq))
+        return torch.complex(angles.cos(), angles.sin())
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """Parse and check `config.json` (and `generation_config.json` for end-of-sequence ids). Raises ModelRefused."""
+    raw = _read_json(model_dir / "config.json")
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ModelRefused(f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang.")
+    for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("quantization_config", None)):
+        if raw.get(field, wanted) != wanted:
+            raise ModelRefused(f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.")
+    try:
+        heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+        head_dim = raw.get("head_dim") or hidden // heads
+        bias = bool(raw.get("attention_bias", False))
+        return ModelConfig(
+            family=family,
+            architectures=tuple(raw.get("architectures") or ()),
+            vocab=raw["vocab_size"],
+            hidden=hidden,
+            layers=raw["num_hidden_layers"],
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            inner=raw["intermediate_size"],
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            context=raw["max_position_embeddings"],
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=family == "qwen3",
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family != "qwen2",
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+            eos=_eos_ids(raw, model_dir),
+            inv_freq=_inv_freq(raw, head_dim, model_dir),
+        )
+    except KeyError as missing:
+        raise ModelRefused(f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained.") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelRefused(f"cannot read {path}: {error.strerror}; give a model directory.") from None
+    except ValueError as error:
+        raise ModelRefused(f"{path} is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelRefused(f"{path} is not a JSON object.")
+    return value
+
+
+def _eos_ids(raw: dict[str, Any], model_dir: Path) -> frozenset[int]:
+    extra = model_dir / "generation_config.json"
+    found: set[int] = set()
+    for source in (raw, _read_json(extra) if extra.exists() else {}):
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[float, ...]:
+    """Rotary frequencies for rope types default, linear and llama3 (the Llama 3.1 wavelength blend)."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    base = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    freq = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelRefused(f"{model_dir}: partial rotary embedding is not served here; use SGLang.")
+    if kind == "linear":
+        freq = freq / rope["factor"]
+    elif kind == "llama3":
+        old = rope["original_max_position_embeddings"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        wave = 2 * math.pi / freq
+        blend = ((old / wave - low) / (high - low)).clamp(0.0, 1.0)
+        freq = (1 - blend) * freq / rope["factor"] + blend * freq
+    elif kind != "default":
+        raise ModelRefused(f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang.")
+    return tuple(freq.tolist())

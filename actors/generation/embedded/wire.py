@@ -1,0 +1,132 @@
+"""Bodies of the HTTP interface, shaped as SGLang 0.5.12 shapes them. Decoding checks types; `to_request` checks meaning."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from actors.generation.embedded.config import ModelConfig
+from actors.generation.embedded.request import Progress, Request
+
+DEFAULT_NEW_TOKENS = 128
+
+
+class BadRequest(ValueError):
+    """What the caller asked cannot be served; the text is one line for it."""
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int | None = DEFAULT_NEW_TOKENS
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    # Accepted because SGLang's callers send them; only values that change nothing for token ids.
+    stop: list[str] | str | None = None
+    n: Literal[1] = 1
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class GenerateBody(msgspec.Struct):
+    input_ids: list[int]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    """Ignored: log-probabilities of the prompt are not made."""
+
+
+class AbortBody(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class VersionBody(msgspec.Struct):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class DiskBody(msgspec.Struct):
+    model_path: str
+    weight_version: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool = True
+    """Ignored: there is no prefix cache, and rows follow the pause mode."""
+    abort_all_requests: bool = False
+
+
+_UNSUPPORTED = SamplingParams()
+_NEUTRAL = ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_tokens: int) -> Request:
+    """Check a body against the model and turn it into a Request. Raises BadRequest."""
+    p = body.sampling_params
+    prompt = body.input_ids
+    limit = p.max_new_tokens if p.max_new_tokens is not None else config.context - len(prompt)
+    room = min(config.context, max_total_tokens)
+    if not prompt:
+        raise BadRequest("input_ids is empty; send at least one token.")
+    if min(prompt) < 0 or max(prompt) >= config.vocab:
+        raise BadRequest(f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer.")
+    if len(prompt) >= room or len(prompt) + limit > room:
+        raise BadRequest(
+            f"{len(prompt)} input tokens + {limit} new tokens exceed the context length of {room} tokens; "
+            "shorten the prompt or lower max_new_tokens."
+        )
+    if limit < 1:
+        raise BadRequest(f"max_new_tokens={limit} must be at least 1.")
+    if not (p.temperature >= 0.0 and 0.0 < p.top_p <= 1.0 and (p.top_k == -1 or p.top_k >= 1)):
+        raise BadRequest(
+            f"temperature={p.temperature} (>= 0), top_p={p.top_p} (0 < p <= 1) or top_k={p.top_k} (-1 or >= 1) is out of range."
+        )
+    if p.stop:
+        raise BadRequest("stop strings need a tokenizer, which this engine does not have; use stop_token_ids.")
+    for name in _NEUTRAL:
+        if getattr(p, name) != getattr(_UNSUPPORTED, name):
+            raise BadRequest(f"{name}={getattr(p, name)} is not supported by the embedded engine; leave it out.")
+    stop_ids = frozenset(p.stop_token_ids or ()) | (frozenset() if p.ignore_eos else config.eos)
+    return Request(
+        rid=rid,
+        prompt=prompt,
+        limit=limit,
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=p.top_k,
+        stop_ids=stop_ids,
+        seed=p.sampling_seed,
+        stream=body.stream,
+    )
+
+
+def answer(request: Request, progress: Progress, start: int, with_logprobs: bool, latency_s: float) -> bytes:
+    """JSON of one response or one stream chunk holding tokens start..n_tokens (start is 0 where answers are cumulative)."""
+    n = progress.n_tokens
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": progress.finish,
+        "prompt_tokens": len(request.prompt),
+        "weight_version": progress.version,
+        "num_retractions": request.retractions,
+        "completion_tokens": n,
+        "cached_tokens": 0,
+    }
+    if with_logprobs:
+        meta["output_token_logprobs"] = request.pairs[start:n]
+        meta["output_token_logprobs_length"] = n
+    if progress.finish is not None:
+        meta["e2e_latency"] = latency_s
+    return msgspec.json.encode({"output_ids": request.tokens[start:n], "meta_info": meta})

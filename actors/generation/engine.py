@@ -1,0 +1,110 @@
+"""The inference engine as the generation room sees it: values that cross the border, the Engine protocol, its two failures.
+
+Always true: a Chunk holds tokens of one policy version only, and the version is the one the engine stated for them.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from bus.errors import Poison, Transient
+
+PauseMode = Literal["abort", "retract", "in_place"]
+Finish = Literal["stop", "length", "abort"]
+
+
+class EngineUnavailable(Transient):
+    """This engine did not answer, answered with a server error, or broke off; another one, or a later try, may do."""
+
+
+class RequestRefused(Poison):
+    """The engine says that this request can never be served (too long, ill-formed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sample to generate. Tokens in, tokens out: text is never sent."""
+
+    rid: str
+    """Names the sample in `abort` and in the engine's log; unique among requests in flight on one client."""
+    input_ids: list[int]
+    """Prompt, followed by the prefix of a resumed sample."""
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    """0 <= seed < 2**63. With it the draw depends on seed and token position only (SGLang: in deterministic mode)."""
+    extra_key: str | None = None
+    """Partitions the engine's prefix cache, e.g. by policy version."""
+    routing_key: str | None = None
+    """A router keeps requests of one key on one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one request since the chunk before."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Same length: log softmax(logits / temperature) of each token, before top-p and top-k."""
+    weight_version: str
+    """The version that made these tokens; of an empty chunk, the version served now."""
+    finish: Finish | None = None
+    """Set on the last chunk only."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """An engine that answers. `running` and `waiting` count requests; None where the engine does not tell."""
+
+    weight_version: str
+    model_path: str
+    running: int | None = None
+    waiting: int | None = None
+
+
+class Engine(Protocol):
+    """Every method raises EngineUnavailable or RequestRefused, and waits at most a deadline the adapter was given."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Chunks until the sample ends. Closing the iterator early ends the request on the engine."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """The request ends with what it has (finish "abort"). Idempotent; an unknown id is not an error."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep their
+        keys and values; abort: they end."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def flush(self) -> bool:
+        """Empty the prefix cache; False if the engine declined because requests are at work or queued."""
+        ...
+
+    async def update_weights_from_disk(self, path: str, version: str) -> None:
+        """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do not
+        fit; call it between `pause` and `resume`."""
+        ...
+
+    async def set_version(self, version: str) -> None:
+        """Name the weights now served; running requests go on."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Never waits for a sample to end."""
+        ...
+
+    async def info(self) -> Mapping[str, Any]:
+        """The engine's own description of itself (server arguments, state); keys differ between engines."""
+        ...
+
+    async def close(self) -> None: ...

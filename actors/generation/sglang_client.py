@@ -1,0 +1,284 @@
+"""Engine over SGLang's HTTP interface: the only client, for real SGLang (0.5.12 and like), its router, and the embedded engine.
+
+Owns one connection pool and the names of its requests in flight. Always true: tokens of a request are handed out once, in
+order, whether the server streams cumulative or incremental chunks (each is placed by its `completion_tokens`).
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NoReturn
+
+import aiohttp
+import msgspec
+
+from actors.generation.engine import (
+    Chunk,
+    EngineHealth,
+    EngineUnavailable,
+    Finish,
+    GenerateRequest,
+    PauseMode,
+    RequestRefused,
+)
+from actors.generation.sse import SseParser
+
+_ERROR_CHARS = 300
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Reason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    weight_version: str | None = None
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: _Error | None = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class SGLangClient:
+    """One engine (or router) at `base_url`.
+
+    request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the first
+    token included). control_deadline_s: any other call. Must be created inside a running event loop.
+    """
+
+    def __init__(
+        self, base_url: str, *, request_deadline_s: float, token_deadline_s: float, control_deadline_s: float
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._request_deadline_s = request_deadline_s
+        self._token_deadline_s = token_deadline_s
+        self._control_deadline_s = control_deadline_s
+        # Concurrency is the caller's decision: a pool limit would queue requests unseen, outside of every deadline.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=control_deadline_s),
+            read_bufsize=1 << 20,
+        )
+        self._numbers = itertools.count()
+        self._flying: dict[str, str] = {}
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if request.rid in self._flying:
+            raise RequestRefused(f"request {request.rid} is already in flight to {self.base_url}; end it before sending it again.")
+        # SGLang aborts by prefix of the id: a leading number of fixed width keeps any id from being a prefix of another.
+        name = f"{next(self._numbers):09d}-{request.rid}"
+        self._flying[request.rid] = name
+        try:
+            async for chunk in self._stream(request, name):
+                yield chunk
+        finally:
+            del self._flying[request.rid]
+
+    async def _stream(self, request: GenerateRequest, name: str) -> AsyncIterator[Chunk]:
+        end_s = asyncio.get_running_loop().time() + self._request_deadline_s
+        headers = {"Content-Type": "application/json"}
+        if request.routing_key is not None:
+            headers["X-SMG-Routing-Key"] = request.routing_key
+        call = self._http.post(f"{self.base_url}/generate", data=_body(request, name), headers=headers)
+        response = await self._within(call.__aenter__(), end_s, request.rid, 0)
+        try:
+            if response.status != 200:
+                await self._raise_for(response, f"request {request.rid}")
+            parser, seen = SseParser(), 0
+            while True:
+                data = await self._within(response.content.readany(), end_s, request.rid, seen)
+                if not data:
+                    raise EngineUnavailable(
+                        f"{self.base_url} ended the stream of request {request.rid} after {seen} tokens without a finish reason; "
+                        "the engine or a proxy died. Tokens so far are valid."
+                    )
+                for payload in parser.feed(data):
+                    chunk = self._chunk(payload, request.rid, seen)
+                    seen += len(chunk.token_ids)
+                    if chunk.finish is not None:
+                        # Let the tail pass, so that the connection can be used again.
+                        await self._within(response.content.read(), end_s, request.rid, seen)
+                        yield chunk
+                        return
+                    if chunk.token_ids:
+                        yield chunk
+        finally:
+            # A response that was not read to its end closes its connection, and the engine aborts the request.
+            response.release()
+
+    def _chunk(self, payload: bytes, rid: str, seen: int) -> Chunk:
+        try:
+            event = _decode_event(payload)
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"{self.base_url} sent an event of request {rid} that is not understood: {error}.") from None
+        if event.error is not None:
+            raise RequestRefused(f"{self.base_url} refused request {rid}: {event.error.message}")
+        meta, reason = event.meta_info, event.meta_info.finish_reason
+        if reason is not None and reason.type == "abort" and reason.status_code is not None:
+            self._raise_status(reason.status_code, reason.message or "", f"request {rid}")
+        fresh = meta.completion_tokens - seen
+        pairs = meta.output_token_logprobs[-fresh:] if fresh > 0 else []
+        if len(pairs) < fresh:
+            raise EngineUnavailable(
+                f"{self.base_url} lost {fresh - len(pairs)} tokens of request {rid} after token {seen}; the sample must restart."
+            )
+        if reason is not None and reason.type not in _FINISH:
+            raise EngineUnavailable(f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}.")
+        return Chunk(
+            token_ids=[pair[1] for pair in pairs],
+            logprobs=[pair[0] if pair[0] is not None else float("-inf") for pair in pairs],
+            weight_version=meta.weight_version or "",
+            finish=None if reason is None else _FINISH[reason.type],
+        )
+
+    async def abort(self, rid: str) -> None:
+        name = self._flying.get(rid)
+        if name is not None:
+            await self._post("/abort_request", {"rid": name})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def flush(self) -> bool:
+        status, text = await self._call("POST", "/flush_cache", {})
+        if status not in (200, 400):
+            self._raise_status(status, text, "/flush_cache")
+        return status == 200
+
+    async def update_weights_from_disk(self, path: str, version: str) -> None:
+        # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be declined.
+        body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
+        await self._post("/update_weights_from_disk", body)
+
+    async def set_version(self, version: str) -> None:
+        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def health(self) -> EngineHealth:
+        status, text = await self._call("GET", "/health")
+        if status != 200:
+            self._raise_status(status, text, "/health")
+        model = await self._get("/model_info")
+        states = (await self._get("/server_info")).get("internal_states") or [{}]
+        return EngineHealth(
+            weight_version=str(model["weight_version"]),
+            model_path=str(model["model_path"]),
+            running=states[0].get("num_running_reqs"),
+            waiting=states[0].get("num_waiting_reqs"),
+        )
+
+    async def info(self) -> Mapping[str, Any]:
+        return await self._get("/server_info")
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        status, text = await self._call("POST", path, body)
+        if status != 200:
+            self._raise_status(status, text, path)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        status, text = await self._call("GET", path)
+        if status != 200:
+            self._raise_status(status, text, path)
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise EngineUnavailable(f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?") from None
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with asyncio.timeout(self._control_deadline_s):
+                async with self._http.request(method, self.base_url + path, data=data, headers=headers) as response:
+                    return response.status, await response.text()
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"{self.base_url}{path} did not answer within {self._control_deadline_s:g} s; the engine is stuck or overloaded."
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"{self.base_url}{path} cannot be reached: {_say(error)}.") from None
+
+    async def _within(self, wait: Any, end_s: float, rid: str, seen: int) -> Any:
+        """One wait of a stream, under both deadlines."""
+        left_s = end_s - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(min(left_s, self._token_deadline_s)):
+                return await wait
+        except TimeoutError:
+            whole = left_s <= self._token_deadline_s
+            limit = f"request deadline of {self._request_deadline_s:g} s" if whole else f"{self._token_deadline_s:g} s of silence"
+            raise EngineUnavailable(
+                f"{self.base_url} gave request {rid} {seen} tokens, then its {limit} passed; the engine is stuck, paused or overloaded."
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.") from None
+
+    async def _raise_for(self, response: aiohttp.ClientResponse, what: str) -> NoReturn:
+        end_s = asyncio.get_running_loop().time() + self._control_deadline_s
+        text = await self._within(response.text(), end_s, what, 0)
+        self._raise_status(response.status, text, what)
+
+    def _raise_status(self, status: int, text: str, what: str) -> NoReturn:
+        message = " ".join(_message(text).split())[:_ERROR_CHARS]
+        if status in (400, 404, 413, 422):
+            raise RequestRefused(f"{self.base_url} refused {what} (HTTP {status}): {message}")
+        raise EngineUnavailable(f"{self.base_url} failed {what} (HTTP {status}): {message}")
+
+
+def _body(request: GenerateRequest, name: str) -> bytes:
+    sampling: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_new_tokens": request.max_new_tokens,
+        "ignore_eos": request.ignore_eos,
+    }
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = request.stop_token_ids
+    if request.sampling_seed is not None:
+        sampling["sampling_seed"] = request.sampling_seed
+    body: dict[str, Any] = {
+        "rid": name,
+        "input_ids": request.input_ids,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+    }
+    if request.extra_key is not None:
+        body["extra_key"] = request.extra_key
+    return msgspec.json.encode(body)
+
+
+def _message(text: str) -> str:
+    """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        if isinstance(inner, dict) and "message" in inner:
+            return str(inner["message"])
+    return text
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__} {error}".strip()

@@ -1,0 +1,1 @@
+"""The reward room: scores rollouts."""

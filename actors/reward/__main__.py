@@ -1,0 +1,6 @@
+"""`python -m actors.reward SPEC.json` runs the reward as a process."""
+
+from actors.reward.actor import RewardSpec, run
+from actors.runtime.run import main
+
+main(RewardSpec, run)

@@ -1,0 +1,1 @@
+"""Trainer room: takes kept groups, makes optimizer steps, announces policy versions."""

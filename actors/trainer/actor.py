@@ -1,0 +1,321 @@
+"""Trainer room: groups in, policy versions out.
+
+Reads  groups (readers "trainer"), knobs    Writes  policy    Owns  weights, optimizer, step number, checkpoints
+A group is acknowledged only after a checkpoint that contains its step is durable, so that a trainer killed anywhere
+trains it again exactly if its gradient was lost. Version ids are never reused; a restart says from which step it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
+from actors.runtime.run import Refused
+from actors.runtime.seeds import seed_for
+from actors.trainer.backend import BackendConfig, StepBatch, StepResult, TrainBackend
+from actors.trainer.checkpoint import BusState, iter_dir, latest, read_bus_state
+from actors.trainer.convert import batch_metrics, to_samples
+from actors.trainer.cut import cut
+from actors.trainer.intake import Intake
+from actors.trainer.saver import SaveFailed, Saver
+from bus import Commit, Guard, Out
+from bus.errors import CheckpointRefused
+from bus.messages.groups import GroupKept
+from bus.messages.policy import Finished, PolicyAnnounced, Restored, StepDone, WeightManifest
+from bus.messages.versions import PolicyVersion
+from bus.topology import POLICY
+
+T = TypeVar("T")
+STEP_KNOBS = (
+    "lr",
+    "clip_grad",
+    "eps_clip",
+    "eps_clip_high",
+    "kl_loss_coef",
+    "entropy_coef",
+    "tis_clip",
+)
+
+
+class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings. `save` empty = no checkpoints: a trainer that dies then ends the run."""
+
+    backend: BackendConfig
+    weights_dir: str
+    num_rollout: int
+    save: str = ""
+    load: str = ""
+    fingerprint: str = ""
+    keep_last: int = 2
+    save_trigger_sentinel: str = ""
+    update_weights_interval: int = 1
+    lookahead: int = 0
+    backend_name: str = "torch"
+    hash_weights: bool = False
+    async_save: bool = True
+
+
+def open_backend(name: str) -> TrainBackend:
+    """The training library by name, imported only when asked for."""
+    if name == "torch":
+        from actors.trainer.torch_backend import TorchBackend
+
+        return TorchBackend()
+    raise Refused(f"train backend {name!r} is unknown. Choose torch.")
+
+
+class Trainer:
+    """The room."""
+
+    def __init__(self, context: Context, spec: TrainerSpec) -> None:
+        self._context = context
+        self._spec = spec
+        self._backend = open_backend(spec.backend_name)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._intake = Intake(context)
+        self._saver = Saver(
+            context, self._intake, save=Path(spec.save), keep_last=spec.keep_last, fingerprint=spec.fingerprint
+        )
+        self._version = PolicyVersion(id=0, step=0)
+        self._marker = ""  # value of the state field `trainer`
+        self._publishing: asyncio.Task[None] | None = None
+
+    async def _in_thread(self, call: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    async def run(self) -> None:
+        """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 threads."""
+        try:
+            with self._context.waiting("model and optimizer to load"):
+                await self._in_thread(self._backend.setup, self._spec.backend)
+            await self._intake.reader.open()
+            async with asyncio.TaskGroup() as tasks:
+                await self._restore(tasks)
+                await self._train(tasks)
+                await self._end(tasks)
+        finally:
+            await self._intake.reader.close()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    async def _restore(self, tasks: asyncio.TaskGroup) -> None:
+        """Load the checkpoint that the tracker names, settle what it holds with the bus, announce where we are."""
+        context, spec, bus = self._context, self._spec, self._context.bus
+        state = await self._load()
+        step = state.step if state is not None else 0
+        self._marker = await bus.state("trainer")
+        if state is None and self._marker and int(self._marker.split(":")[0]) > 0:
+            raise Refused(
+                f"run {bus.config.run} is at step {self._marker.split(':')[0]} on the bus but no checkpoint is found in "
+                f"{spec.load or '(no --load)'}: its weights are lost. Point --load to its checkpoints or choose another "
+                "--name."
+            )
+        if state is not None:
+            while await self._intake.fetch(256, 0.0):
+                continue
+            self._intake.adopt(state.consumed, state.step)
+            await self._intake.acknowledge(state.step, None)
+            self._saver.saved_step = step
+        parent = state.version.id if state is not None else 0
+        number = await bus.next_number("version", at_least=parent + 1)
+        self._version = PolicyVersion(id=number, step=step, parent=parent)
+        checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
+        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint))
+        await self._publish(self._version)
+        context.version = number
+        if state is not None:
+            await context.event("restored", f"Loaded checkpoint from {checkpoint} at step {step}", step=step)
+
+    async def _load(self) -> BusState | None:
+        spec = self._spec
+        if not spec.load:
+            return None
+        try:
+            step = latest(Path(spec.load))
+            if step is None:
+                return None
+            run = self._context.bus.config.run
+            state = read_bus_state(Path(spec.load), step, run=run, fingerprint=spec.fingerprint)
+            with self._context.waiting(f"checkpoint {step} to load"):
+                await self._in_thread(self._backend.load, iter_dir(Path(spec.load), step))
+        except CheckpointRefused as error:
+            raise Refused(str(error)) from error
+        return state
+
+    async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
+        """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
+        marker = f"{self._version.step}:{self._version.id}:{type(message).__name__}"
+        await self._context.bus.commit(
+            Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
+        )
+        self._marker = marker
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        context, spec = self._context, self._spec
+        while self._version.step < spec.num_rollout and not context.draining.is_set():
+            began = context.clock.monotonic()
+            groups = await self._next_batch()
+            if groups is None:
+                return
+            waited = context.clock.monotonic()
+            result = await self._step(groups)
+            trained = context.clock.monotonic()
+            await self._done(groups, result, began=began, waited=waited, trained=trained)
+            if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
+                await self._wait_published()
+                copied = await self._in_thread(self._backend.copy_weights)
+                self._publishing = tasks.create_task(self._publish(self._version, copied), name="publish")
+            if self._save_due():
+                await self._save(tasks)
+
+    async def _next_batch(self) -> list[GroupKept] | None:
+        """Waits for groups until a batch is complete; woken by the blocking read. None when draining."""
+        context, spec, intake = self._context, self._spec, self._intake
+        step = self._version.step
+        while not context.draining.is_set():
+            knobs = context.knobs
+            interval = spec.update_weights_interval
+            open_order: list[str] = []
+            if knobs.staleness_policy == "wait":
+                trained = {t.consumed.group_id for t in intake.uncommitted}
+                open_order = sorted(g for g in (await context.bus.snapshot()).open_groups if g not in trained)
+            made = cut(
+                ready=intake.ready,
+                open_order=open_order,
+                step=step,
+                groups_per_step=int(knobs.rollout_batch_size),
+                bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
+                policy=knobs.staleness_policy,
+                lookahead=spec.lookahead,
+            )
+            if made.drop:
+                await intake.give_up(made.drop, reissue=knobs.staleness_policy == "drop")
+            if made.take:
+                while await intake.fetch(64, 0.0):
+                    continue
+                return [intake.ready[g] for g in made.take]
+            with context.waiting(f"{made.missing} of step {step + 1} on groups"):
+                await intake.fetch(64, 0.5)
+        return None
+
+    async def _step(self, groups: list[GroupKept]) -> StepResult:
+        knobs = self._context.knobs
+        step = self._version.step
+        values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
+        interval = self._spec.update_weights_interval
+        values["max_weight_staleness"] = (int(knobs.max_weight_staleness) + 1) * interval - 1
+        batch = StepBatch(
+            samples=to_samples(groups, step=step),
+            step=step,
+            seed=seed_for(self._context.spec.run_seed, "step", step),
+            knobs=values,
+        )
+        fault_point(self._context.name, "before_step")
+        result: StepResult = await self._in_thread(self._backend.train_step, batch)
+        for reason, sample_ids in result.flags.items():
+            shown = ", ".join(sample_ids[:5])
+            await self._context.event(
+                f"batch/{reason}", f"step {step + 1}: {len(sample_ids)} samples ({shown})", level="warning"
+            )
+        return result
+
+    async def _done(
+        self, groups: list[GroupKept], result: StepResult, *, began: float, waited: float, trained: float
+    ) -> None:
+        context = self._context
+        step = self._version.step
+        number = await context.bus.next_number("version", at_least=self._version.id + 1)
+        version = PolicyVersion(id=number, step=step + 1, parent=self._version.id)
+        metrics = {
+            **result.metrics,
+            **batch_metrics(groups, step=step),
+            "perf/wait_s": waited - began,
+            "perf/train_s": trained - waited,
+            "perf/step_s": trained - began,
+            "perf/tokens_per_s": sum(result.trained_tokens) / max(1e-9, trained - began),
+        }
+        done = StepDone(
+            step=step + 1,
+            version=version,
+            trained_on=self._version,
+            groups=tuple(g.group_id for g in groups),
+            prompts=tuple(g.prompt_id for g in groups),
+            samples=tuple(s.rollout.task.sample_id for g in groups for s in g.samples),
+            packing=result.packing,
+            seed=seed_for(context.spec.run_seed, "step", step),
+            knob_epoch=context.knobs.epoch,
+            metrics=metrics,
+            weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.hash_weights else "",
+            wall=context.clock.wall(),
+        )
+        self._version = version
+        fault_point(context.name, "before_done")
+        await self._say(done)
+        fault_point(context.name, "after_done")
+        self._intake.trained(groups, result, step + 1)
+        context.version = number
+        context.count("steps")
+        if not self._spec.save:
+            await self._intake.acknowledge(step + 1, None)
+
+    # -- weights and checkpoints --------------------------------------------------------------------------------
+
+    async def _publish(self, version: PolicyVersion, copied: Any = None) -> None:
+        """Write a version's weights where engines find them, then announce it."""
+        context = self._context
+        began = context.clock.monotonic()
+        if copied is None:
+            copied = await self._in_thread(self._backend.copy_weights)
+        target = Path(self._spec.weights_dir) / f"v{version.id:08d}"
+        manifest: WeightManifest = await asyncio.to_thread(copied.write, target)
+        prepared = context.clock.monotonic() - began
+        fault_point(context.name, "before_announce")
+        said = PolicyAnnounced(version=version, manifest=manifest, prepare_s=prepared)
+        await context.bus.append([Out(POLICY, said)], repeatable=True)
+        fault_point(context.name, "after_announce")
+
+    async def _wait_published(self) -> None:
+        if self._publishing is not None:
+            with self._context.waiting("the former version to be published"):
+                await self._publishing
+
+    def _save_due(self) -> bool:
+        spec, step = self._spec, self._version.step
+        if not spec.save:
+            return False
+        if spec.save_trigger_sentinel and Path(spec.save_trigger_sentinel).exists():
+            Path(spec.save_trigger_sentinel).unlink(missing_ok=True)
+            return True
+        interval = int(self._context.knobs.save_interval or 0)
+        return (interval > 0 and step % interval == 0) or step >= spec.num_rollout
+
+    async def _save(self, tasks: asyncio.TaskGroup) -> None:
+        await self._saver.begin(tasks, self._backend.snapshot, version=self._version, metrics={})
+        if not self._spec.async_save:
+            await self._saver.wait()
+
+    async def _end(self, tasks: asyncio.TaskGroup) -> None:
+        spec, step = self._spec, self._version.step
+        await self._wait_published()
+        await self._saver.wait()
+        if spec.save and self._saver.saved_step < step:
+            await self._save(tasks)
+            await self._saver.wait()
+            if self._saver.saved_step < step:
+                raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
+        if step >= spec.num_rollout:
+            await self._say(Finished(step=step, version=self._version))
+
+
+async def run(context: Context, spec: TrainerSpec) -> None:
+    """The trainer's process."""
+    await Trainer(context, spec).run()

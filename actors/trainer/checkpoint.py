@@ -1,0 +1,174 @@
+"""A checkpoint is one transaction with the bus.
+
+    <save>/iter_0000123/...                       the backend's files and their index
+    <save>/rollout/bus_state_0000123.msgpack      what the bus held: cursor, open groups, accounts, ids consumed
+    <save>/latest_checkpointed_iteration.txt      written last, by rename: names the one to load
+
+Order: files, fsync, bus state, fsync, tracker by rename, and only then the acknowledgement of the groups inside. Cut short
+anywhere before the tracker, the former checkpoint is still the one; cut short after it, the groups listed as consumed are
+acknowledged at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from bus import Bus, Commit
+from bus.errors import CheckpointRefused
+from bus.messages.groups import OpenGroup
+from bus.messages.versions import PolicyVersion
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Consumed(msgspec.Struct, frozen=True):
+    """One group inside a checkpoint, and what the accounts get for it."""
+
+    group_id: str
+    samples: int
+    masked_samples: int
+    tokens: int
+    masked_tokens: int
+
+
+class BusState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the bus. `consumed`: groups trained since the former checkpoint; `open_groups`: issued
+    and neither trained in this lineage nor dropped; `state` and `ledger` as they were, this checkpoint's groups counted
+    as trained."""
+
+    schema: int = 1
+    run: str
+    fingerprint: str
+    step: int
+    version: PolicyVersion
+    knob_epoch: int
+    knobs: dict[str, object]
+    state: dict[str, str]
+    ledger: dict[str, int]
+    open_groups: dict[str, bytes]
+    consumed: tuple[Consumed, ...]
+    metrics: dict[str, float] = {}
+
+
+def iter_dir(save: Path, step: int) -> Path:
+    """Directory of one checkpoint."""
+    return save / f"iter_{step:07d}"
+
+
+def bus_state_file(save: Path, step: int) -> Path:
+    """File with the bus state of one checkpoint."""
+    return save / "rollout" / f"bus_state_{step:07d}.msgpack"
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """All of the file or none of it, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    fsync_dir(path.parent)
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make renames inside a directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def finish(save: Path, state: BusState, *, keep_last: int) -> None:
+    """After the backend's files are complete in iter_dir: bus state, tracker, and old checkpoints away."""
+    write_durably(bus_state_file(save, state.step), msgspec.msgpack.encode(state))
+    write_durably(save / TRACKER, f"{state.step}\n".encode())
+    if keep_last > 0:
+        steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
+        for old in steps[:-keep_last]:
+            if old != state.step:
+                shutil.rmtree(iter_dir(save, old), ignore_errors=True)
+                bus_state_file(save, old).unlink(missing_ok=True)
+
+
+def latest(save: Path) -> int | None:
+    """Step of the checkpoint that the tracker names, None without one; CheckpointRefused when the tracker is damaged."""
+    tracker = save / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointRefused(f"{tracker} not readable: {error.strerror}") from error
+    if not text.isdigit():
+        raise CheckpointRefused(f"{tracker} holds {text[:40]!r}, not a step number. {_others(save)}")
+    return int(text)
+
+
+def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusState:
+    """The bus state of one checkpoint; CheckpointRefused when it is damaged or of other settings."""
+    file = bus_state_file(save, step)
+    try:
+        state = msgspec.msgpack.decode(file.read_bytes(), type=BusState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointRefused(f"checkpoint {step} in {save} has no usable bus state ({error}). {_others(save)}") from error
+    if fingerprint and state.fingerprint != fingerprint:
+        raise CheckpointRefused(
+            f"checkpoint {step} in {save} was written with other data or group settings (run {state.run!r}). Nothing was "
+            "changed. Load it with the same --prompt-data, --n-samples-per-prompt and --seed, or choose another --load."
+        )
+    return state
+
+
+def _others(save: Path) -> str:
+    steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
+    if not steps:
+        return "No other checkpoint lies there; start without --load."
+    return f"Intact directories: {', '.join(map(str, steps))}; write one of these numbers into {save / TRACKER}."
+
+
+async def restore_bus(bus: Bus, state: BusState) -> bool:
+    """Give a fresh Redis what the checkpoint kept of the lost one: cursor, accounts, open groups (to be issued again).
+
+    Returns False, changing nothing, when the bus already holds this run. Tokens that were under way are booked as lost.
+    """
+    if await bus.state("sampler") or await bus.state("trainer"):
+        return False
+    tokens_open = (
+        state.ledger.get("tokens/generated", 0)
+        - state.ledger.get("tokens/trained", 0)
+        - sum(n for account, n in state.ledger.items() if account.startswith("tokens/dropped/"))
+    )
+    ledger = dict(state.ledger)
+    if tokens_open:
+        ledger["tokens/dropped/bus_lost"] = ledger.get("tokens/dropped/bus_lost", 0) + tokens_open
+    groups = {
+        group_id: msgspec.msgpack.encode(
+            msgspec.structs.replace(opened, attempt=opened.attempt + 1)
+        )
+        for group_id, raw in state.open_groups.items()
+        for opened in [msgspec.msgpack.decode(raw, type=OpenGroup)]
+    }
+    fields = {k: v for k, v in state.state.items() if k in ("sampler", "eval", "version")}
+    await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
+    return True
+
+
+__all__ = (
+    "TRACKER",
+    "BusState",
+    "Consumed",
+    "bus_state_file",
+    "finish",
+    "iter_dir",
+    "latest",
+    "read_bus_state",
+    "restore_bus",
+    "write_durably",
+)

@@ -1,0 +1,64 @@
+"""Groups from the bus as samples of a step (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.trainer.backend import BatchSample
+from actors.trainer.objective.samples import TrainSample
+from bus.messages.groups import GroupKept
+from bus.messages.samples import Scored
+from bus.messages.versions import staleness
+
+
+def to_sample(scored: Scored, *, step: int) -> BatchSample:
+    """One scored rollout. Spans carry `step - staleness`, so that tokens of a lost future age on the right side."""
+    rollout = scored.rollout
+    response, task = rollout.response, rollout.task
+    tokens = np.frombuffer(response.tokens, dtype=np.int32)
+    return BatchSample(
+        prompt_tokens=np.frombuffer(task.prompt_tokens, dtype=np.int32),
+        response_tokens=tokens,
+        temperature=task.sampling.temperature,
+        train=TrainSample(
+            sample_id=task.sample_id,
+            group=task.group_id,
+            response_length=len(tokens),
+            reward=scored.reward,
+            prompt_length=len(task.prompt_tokens) // 4,
+            loss_mask=np.frombuffer(response.loss_mask, dtype=np.uint8),
+            rollout_logp=np.frombuffer(response.logprobs, dtype=np.float32),
+            spans=[(step - staleness(step, s.step), s.n) for s in response.spans],
+        ),
+    )
+
+
+def to_samples(groups: Sequence[GroupKept], *, step: int) -> list[BatchSample]:
+    """All samples in group order."""
+    return [to_sample(scored, step=step) for group in groups for scored in group.samples]
+
+
+def batch_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]:
+    """What the batch was made of: rewards, lengths, staleness (token-weighted mean and maximum)."""
+    samples = [s for g in groups for s in g.samples]
+    lengths = [s.rollout.response.n_tokens for s in samples]
+    spans = [span for s in samples for span in s.rollout.response.spans]
+    tokens = max(1, sum(span.n for span in spans))
+    ages = [staleness(step, span.step) for span in spans]
+    n = max(1, len(samples))
+    return {
+        "rollout/raw_reward": sum(s.reward for s in samples) / n,
+        "rollout/response_len/mean": sum(lengths) / n,
+        "rollout/response_len/max": float(max(lengths, default=0)),
+        "rollout/truncated_ratio": sum(s.rollout.finish == "length" for s in samples) / n,
+        "rollout/fully_async/avg_staleness": sum(a * s.n for a, s in zip(ages, spans, strict=True)) / tokens,
+        "rollout/fully_async/max_staleness": float(max(ages, default=0)),
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/resumed_tokens": float(sum(s.rollout.resumed_tokens for s in samples)),
+        "rollout/mixed_version_ratio": sum(len(s.rollout.response.spans) > 1 for s in samples) / n,
+    }
+
+
+__all__ = ("batch_metrics", "to_sample", "to_samples")

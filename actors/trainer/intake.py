@@ -1,0 +1,164 @@
+"""What the trainer holds: groups that are ready, and groups trained but not yet in a durable checkpoint.
+
+Invariant: every entry of `groups` that was delivered to the trainer is in exactly one of `ready` and `uncommitted`, and is
+acknowledged only by a commit that books it as trained or dropped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
+from actors.trainer.backend import StepResult
+from actors.trainer.checkpoint import Consumed
+from bus import Commit, Entry, Out, Reader
+from bus.errors import BadMessage
+from bus.messages.control import DeadLetter
+from bus.messages.groups import GroupKept
+from bus.messages.policy import Checkpointed, GroupsGivenUp
+from bus.topology import DEAD, GROUPS, POLICY
+
+ACKS_PER_COMMIT = 200
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """One group that a step trained: its entry, and what the accounts will get when the step is durable."""
+
+    step: int
+    entry: Entry
+    consumed: Consumed
+
+
+class Intake:
+    """Entries of `groups` between delivery and acknowledgement."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        # One trainer exists: nobody else claims these entries, so they need no renewal.
+        self.reader = Reader(context.bus, [GROUPS], "trainer", "trainer")
+        self.ready: dict[str, GroupKept] = {}
+        self._entries: dict[str, Entry] = {}
+        self.uncommitted: list[Trained] = []
+
+    async def fetch(self, count: int, block_s: float) -> int:
+        """Read more groups; returns how many came. A group that is here already was issued again: it is given up."""
+        bus = self._context.bus
+        entries = await self.reader.read(count, block_s)
+        for entry in entries:
+            try:
+                group: GroupKept = await bus.message(entry)
+            except BadMessage as error:
+                await self._bury(entry, error)
+                continue
+            trained = any(t.consumed.group_id == group.group_id for t in self.uncommitted)
+            if trained or group.group_id in self.ready:
+                await bus.commit(Commit(ack=(entry,)))
+                self.reader.forget([entry])
+                self._context.count("duplicates")
+                continue
+            self.ready[group.group_id] = group
+            self._entries[group.group_id] = entry
+        return len(entries)
+
+    async def _bury(self, entry: Entry, error: BadMessage) -> None:
+        group_id = entry.fields.get("group", "")
+        n_samples = int(entry.fields.get("note", "").removeprefix("samples=") or 0)
+        tokens = int(entry.fields.get("tokens", 0) or 0)
+        letter = DeadLetter(
+            stream=GROUPS.name,
+            entry_id=entry.id,
+            actor=self._context.name,
+            error=str(error),
+            deliveries=entry.deliveries,
+            fields=dict(entry.fields),
+            body=entry.body[:65536],
+            wall=self._context.clock.wall(),
+            group_id=group_id,
+        )
+        given_up = GroupsGivenUp(groups=((group_id, "malformed"),))
+        await self._context.bus.commit(
+            Commit(
+                ack=(entry,),
+                append=(Out(DEAD, letter), Out(POLICY, given_up)),
+                close_groups=(group_id,) if group_id else (),
+                ledger={"dropped/malformed": n_samples, "tokens/dropped/malformed": tokens} if n_samples else {},
+            )
+        )
+        self.reader.forget([entry])
+        await self._context.event("dead letter", f"groups {group_id}: {error}", level="error")
+
+    async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
+        """Drop ready groups for good, with their reason; the sampler may start their prompts again."""
+        prompts = tuple(self.ready[g].prompt_id for g, _ in drops)
+        ledger: dict[str, int] = {}
+        for group_id, reason in drops:
+            group = self.ready.pop(group_id)
+            tokens = sum(s.rollout.response.n_tokens for s in group.samples)
+            ledger[f"dropped/{reason}"] = ledger.get(f"dropped/{reason}", 0) + len(group.samples)
+            ledger[f"tokens/dropped/{reason}"] = ledger.get(f"tokens/dropped/{reason}", 0) + tokens
+        entries = [self._entries.pop(g) for g, _ in drops]
+        message = GroupsGivenUp(groups=drops, prompts=prompts, reissue=reissue)
+        await self._context.bus.commit(
+            Commit(ack=entries, append=(Out(POLICY, message),), close_groups=[g for g, _ in drops], ledger=ledger)
+        )
+        self.reader.forget(entries)
+        self._context.count("groups_given_up", len(drops))
+
+    def trained(self, groups: list[GroupKept], result: StepResult, step: int) -> None:
+        """Move a batch from ready to uncommitted, with its accounts."""
+        position = 0
+        for group in groups:
+            n = len(group.samples)
+            trained = result.trained_tokens[position : position + n]
+            position += n
+            total = sum(s.rollout.response.n_tokens for s in group.samples)
+            masked = sum(1 for t in trained if t == 0)
+            self.uncommitted.append(
+                Trained(
+                    step=step,
+                    entry=self._entries.pop(group.group_id),
+                    consumed=Consumed(group.group_id, n - masked, masked, sum(trained), total - sum(trained)),
+                )
+            )
+            del self.ready[group.group_id]
+
+    async def acknowledge(self, step: int, checkpoint: Checkpointed | None) -> None:
+        """Everything trained up to `step` is durable: acknowledge, close and book it. Repeatable after a crash."""
+        done = [t for t in self.uncommitted if t.step <= step]
+        for start in range(0, len(done), ACKS_PER_COMMIT):
+            part = done[start : start + ACKS_PER_COMMIT]
+            last = start + ACKS_PER_COMMIT >= len(done)
+            fault_point(self._context.name, "before_ack")
+            await self._context.bus.commit(
+                Commit(
+                    ack=[t.entry for t in part],
+                    close_groups=[t.consumed.group_id for t in part],
+                    ledger=booked(part),
+                    append=(Out(POLICY, checkpoint),) if last and checkpoint is not None else (),
+                )
+            )
+            self.reader.forget([t.entry for t in part])
+        self.uncommitted = [t for t in self.uncommitted if t.step > step]
+
+    def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
+        """At a start: groups that the loaded checkpoint already holds, delivered again, only wait for their
+        acknowledgement."""
+        for item in consumed:
+            if self.ready.pop(item.group_id, None) is not None:
+                entry = self._entries.pop(item.group_id)
+                self.uncommitted.append(Trained(step=step, entry=entry, consumed=item))
+
+
+def booked(trained: list[Trained]) -> dict[str, int]:
+    """Ledger movements of durable groups; accounts that do not move are left out."""
+    moves = {
+        "trained": sum(t.consumed.samples for t in trained),
+        "dropped/masked": sum(t.consumed.masked_samples for t in trained),
+        "tokens/trained": sum(t.consumed.tokens for t in trained),
+        "tokens/dropped/masked": sum(t.consumed.masked_tokens for t in trained),
+    }
+    return {account: n for account, n in moves.items() if n}
+
+
+__all__ = ("Intake", "Trained", "booked")

@@ -1,0 +1,51 @@
+"""The objective: pure functions from tensors to tensors. Used by every training backend.
+
+Read in this order: config, samples, prepare, prepared (once per rollout batch), inputs, loss (per micro-batch),
+metrics.
+The trainer's loop is
+
+    prepared = prepare_batch(cfg, samples, current_version=v)
+    norm = prepared.norm(step)                                   # per optimizer step
+    for ids in micro_batches:
+        loss, sums = policy_loss(cfg, prepared.micro_batch(ids, new_logp), norm)
+        loss.backward()                                          # gradients of the step simply add up
+        merge(total, sums)
+    report = finish(total, norm)
+"""
+
+from actors.trainer.objective.advantages import MissingInputError
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.inputs import LossInputs, Norm
+from actors.trainer.objective.logprobs import response_rows, token_logprobs
+from actors.trainer.objective.loss import policy_loss
+from actors.trainer.objective.metrics import finish, flatten, merge, unflatten
+from actors.trainer.objective.prepare import prepare_batch
+from actors.trainer.objective.prepared import PreparedBatch
+from actors.trainer.objective.rules import ObjectiveConfigError, check, problems
+from actors.trainer.objective.samples import TrainSample, reward_value
+from actors.trainer.objective.schedules import learning_rate
+from actors.trainer.objective.supervised import sft_loss, value_loss
+
+__all__ = (
+    "LossInputs",
+    "MissingInputError",
+    "Norm",
+    "ObjectiveConfig",
+    "ObjectiveConfigError",
+    "PreparedBatch",
+    "TrainSample",
+    "check",
+    "finish",
+    "flatten",
+    "learning_rate",
+    "merge",
+    "policy_loss",
+    "prepare_batch",
+    "problems",
+    "response_rows",
+    "reward_value",
+    "sft_loss",
+    "token_logprobs",
+    "unflatten",
+    "value_loss",
+)

@@ -1,0 +1,126 @@
+"""One function per advantage estimator: (tokens, config) -> (advantages [T], returns [T]) in float64.
+
+Shapes: T packed response tokens of S samples, see `segments`. `rewards` [S] are already group-normalised where
+the estimator has a baseline (`rewards.BASELINES`). KL inside the reward counts trained tokens only. Reference 4.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.kl import masked_kl
+from actors.trainer.objective.scan import reverse_scan
+from actors.trainer.objective.segments import keep, segment_sum
+
+
+class MissingInputError(ValueError):
+    """The estimator or loss needs a tensor that was not supplied; the message names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """rewards float [S]; mask bool [T]; index int64 [T]; lengths int64 [S]; the rest float [T] or None."""
+
+    rewards: Tensor
+    mask: Tensor
+    index: Tensor
+    lengths: Tensor
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    values: Tensor | None = None
+
+
+def _need(x: Tensor | None, name: str, why: str) -> Tensor:
+    if x is None:
+        raise MissingInputError(f"{why} needs {name} and no sample has it. Compute it or change the setting.")
+    return x.to(torch.float64)
+
+
+def reward_kl(cfg: ObjectiveConfig, x: AdvantageInputs) -> Tensor:
+    """kl_coef * KL(old || ref) per token [T], 0 at masked tokens: tokens the policy did not emit are not charged."""
+    if cfg.kl_coef == 0:
+        return torch.zeros(x.mask.numel(), dtype=torch.float64, device=x.mask.device)
+    old = _need(x.old_logp, "old_logp", f"kl_coef={cfg.kl_coef}")
+    ref = _need(x.ref_logp, "ref_logp", f"kl_coef={cfg.kl_coef}")
+    return cfg.kl_coef * masked_kl(cfg.kl_loss_type, x.mask, old, ref)[0]
+
+
+def _last_trained(x: AdvantageInputs) -> Tensor:
+    """Positions [<= S] of the last trained token of each sample that has one, and nothing for the others."""
+    position = torch.arange(x.mask.numel(), device=x.mask.device)
+    last = torch.full((x.lengths.numel(),), -1, dtype=torch.int64, device=x.mask.device)
+    last = last.scatter_reduce(0, x.index, torch.where(x.mask, position, -1), reduce="amax")
+    return last[last >= 0]
+
+
+def _shaped_rewards(cfg: ObjectiveConfig, x: AdvantageInputs) -> Tensor:
+    """rho_t = -kl_coef kl_t, plus the sample's reward at its last trained token. float64 [T]."""
+    rho = -reward_kl(cfg, x)
+    last = _last_trained(x)
+    rho[last] += x.rewards.to(torch.float64)[x.index[last]]
+    return rho
+
+
+def broadcast(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """A_t = return_t = R_i on every token (grpo, gspo, cispo, rloo, maxrl)."""
+    a = x.rewards.to(torch.float64)[x.index]
+    return a, a.clone()
+
+
+def reinforce_plus_plus(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """A_t = G_t = rho_t + gamma G_{t+1} over all positions, masked ones included as time steps. arXiv 2501.03262.
+
+    A sample with nothing trained gets zeros.
+    """
+    g = reverse_scan(_shaped_rewards(cfg, x), x.lengths, cfg.gamma)
+    return g, g.clone()
+
+
+def reinforce_plus_plus_baseline(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """A_t = R_i - kl_coef kl_t, R_i centred on its group."""
+    a = x.rewards.to(torch.float64)[x.index] - reward_kl(cfg, x)
+    return a, a.clone()
+
+
+def gae(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """PPO. Over trained tokens only, k = 0..K-1: delta_k = rho_k + gamma V_{k+1} - V_k, V_K = 0;
+    A_k = delta_k + gamma lambda A_{k+1}; return_k = A_k + V_k; masked tokens 0. arXiv 1506.02438."""
+    values = _need(x.values, "values", "advantage_estimator=ppo")
+    rho = _shaped_rewards(cfg, x)[x.mask]
+    index, v = x.index[x.mask], values[x.mask]
+    lengths = segment_sum(torch.ones_like(index), index, x.lengths.numel())
+    v_next = torch.zeros_like(v)
+    v_next[:-1] = torch.where(index[1:] == index[:-1], v[1:], 0.0)
+    a = reverse_scan(rho + cfg.gamma * v_next - v, lengths, cfg.gamma * cfg.lambd)
+    advantages = torch.zeros(x.mask.numel(), dtype=torch.float64, device=v.device)
+    returns = advantages.clone()
+    advantages[x.mask] = a
+    returns[x.mask] = a + v
+    return advantages, returns
+
+
+def on_policy_distillation(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """A_t = teacher_t - student_t, the negative reverse-KL integrand; rewards are ignored. Reference A6."""
+    teacher = _need(x.teacher_logp, "teacher_logp", "advantage_estimator=on_policy_distillation")
+    student = _need(x.old_logp, "old_logp", "advantage_estimator=on_policy_distillation")
+    a = keep(x.mask, teacher - student)
+    return a, a.clone()
+
+
+ADVANTAGES: dict[str, Callable[[ObjectiveConfig, AdvantageInputs], tuple[Tensor, Tensor]]] = {
+    "grpo": broadcast,
+    "gspo": broadcast,
+    "cispo": broadcast,
+    "rloo": broadcast,
+    "maxrl": broadcast,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "ppo": gae,
+    "on_policy_distillation": on_policy_distillation,
+}

@@ -1,0 +1,155 @@
+"""Settings of the objective; the rules between them are in `rules.py`.
+
+Field names follow the Miles flags where a flag exists (`--eps-clip` is `eps_clip`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Estimator = Literal[
+    "grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "maxrl",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+    "on_policy_distillation",
+]
+Proximal = Literal["recompute", "current", "rollout", "interpolate"]
+Reduction = Literal["per_sample", "per_token", "constant"]
+Level = Literal["token", "sequence", "geometric"]
+Bounding = Literal["truncate", "clip", "mask"]
+
+NEEDS_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything the objective needs to know; frozen, so one value serves one step.
+
+    Strings that name functions (`policy_loss`, `correction`, ...) are keys of the registries, so a custom
+    function registered there before `check` is a legal value.
+    """
+
+    advantage_estimator: str = "grpo"
+    """Key of `advantages.ADVANTAGES`; also chooses the group baseline (`rewards.BASELINES`)."""
+    rewards_normalization: bool = True
+    """Subtract the group baseline from rewards where the estimator has one."""
+    grpo_std_normalization: bool = True
+    """Divide by the group's standard deviation (grpo, gspo, cispo). False is the Dr. GRPO form."""
+    normalize_advantages: bool | None = None
+    """Whiten advantages over all trained tokens of the batch. None: only where the estimator demands it."""
+    gamma: float = 1.0
+    """Discount per token (reinforce_plus_plus, ppo)."""
+    lambd: float = 1.0
+    """GAE lambda (ppo)."""
+    kl_coef: float = 0.0
+    """KL penalty inside the reward, against the reference. Excludes use_kl_loss."""
+    use_opd: bool = False
+    """Subtract opd_kl_coef * (student - teacher) from any estimator's advantage."""
+    opd_kl_coef: float = 1.0
+
+    policy_loss: str | None = None
+    """Key of `losses.POLICY_LOSSES`. None: follows the estimator (gspo, cispo), else ppo."""
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    """Upper clip width; None: equal to eps_clip. DAPO's clip-higher uses 0.28."""
+    eps_clip_c: float | None = None
+    """Dual clip for negative advantages, > 1. None: off."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    dppo_delta: float = 0.15
+    """Trust region of the divergence mask, in probability (tv) or nats (kl; 0.05 is usual)."""
+
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+    """0.0 with use_kl_loss only monitors: no value, no gradient."""
+    kl_loss_type: str = "k1"
+    """Key of `kl.KL_ESTIMATORS`; also used for kl_coef."""
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+
+    proximal: Proximal = "recompute"
+    """Denominator of the clipped ratio. recompute: trainer's own pass before the step; current: the policy
+    itself, detached (one step per rollout batch); rollout: engine log-probs (`--use-rollout-logprobs`);
+    interpolate: between engine and current by staleness (decoupled PPO without the extra pass)."""
+    correction: str = "none"
+    """Key of `corrections.CORRECTIONS`: none, tis, icepop, mis, decoupled."""
+    allow_no_correction: bool = False
+    """Explicit permission to train stale data without a correction."""
+    report_only: bool = False
+    """Compute the correction's metrics, apply nothing (`--get-mismatch-metrics`)."""
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    decoupled_cap: float = 5.0
+    """Upper bound of the decoupled weight exp(prox - rollout)."""
+    tis_level: Level = "token"
+    tis_mode: Bounding = "truncate"
+    tis_upper_bound: float = 2.0
+    tis_lower_bound: float | None = None
+    """None: 1 / tis_upper_bound."""
+    tis_batch_normalize: bool = False
+    """Divide MIS weights by their mean over the whole step."""
+    use_rs: bool = False
+    rs_level: Level = "token"
+    rs_upper_bound: float | None = None
+    rs_lower_bound: float | None = None
+    rs_veto_threshold: float | None = None
+    use_opsm: bool = False
+    opsm_delta: float = 1e-4
+    max_staleness: int | None = None
+    """Policy versions; older tokens never train. None: no bound is enforced here."""
+
+    reduction: Reduction = "per_sample"
+    """per_sample: mean of per-rollout means; per_token: mean over tokens; constant: token sum / loss_constant."""
+    loss_constant: float = 1.0
+    """Divisor per rollout of reduction=constant (Dr. GRPO: the longest response)."""
+    value_clip: float = 0.2
+    ppo_metrics: bool = True
+    """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
+
+    @property
+    def clip_high(self) -> float:
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def loss_name(self) -> str:
+        if self.policy_loss is not None:
+            return self.policy_loss
+        return self.advantage_estimator if self.advantage_estimator in ("gspo", "cispo") else "ppo"
+
+    @property
+    def whiten(self) -> bool:
+        if self.normalize_advantages is None:
+            return self.advantage_estimator in NEEDS_WHITENING
+        return self.normalize_advantages
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything bounds the influence of data from an older policy."""
+        return (
+            (self.correction != "none" and not self.report_only)
+            or self.use_opsm
+            or self.proximal in ("rollout", "interpolate")
+            or self.loss_name == "dppo"
+        )
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether the trainer must run its own log-prob pass before the step (also for k-shaping and OPD)."""
+        return self.proximal == "recompute" or self.kl_coef != 0 or self.needs_student_logp
+
+    @property
+    def needs_student_logp(self) -> bool:
+        return self.use_opd or self.advantage_estimator == "on_policy_distillation"
+
+    @property
+    def needs_ref_logp(self) -> bool:
+        return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def needs_rollout_logp(self) -> bool:
+        return self.correction != "none" or self.proximal in ("rollout", "interpolate")

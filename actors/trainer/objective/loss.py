@@ -1,0 +1,184 @@
+"""The policy loss of one micro-batch: everything the trainer calls backward on.
+
+Order: clipped policy loss -> OPSM -> correction weights and rejection -> reduction -> entropy -> KL.
+Always true: for fixed `Norm`, the sum over micro-batches does not depend on how samples were packed or ordered.
+Reference sections 4.2 and 4.6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from actors.trainer.objective import mis as _mis  # noqa: F401  registers the MIS correction
+from actors.trainer.objective.advantages import MissingInputError
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.corrections import CORRECTIONS, CorrectionInputs, interpolated_proximal, opsm_mask
+from actors.trainer.objective.inputs import LossInputs, Norm
+from actors.trainer.objective.kl import approx_kl, masked_kl
+from actors.trainer.objective.losses import POLICY_LOSSES, Terms
+from actors.trainer.objective.mis import perplexity_metrics
+from actors.trainer.objective.reductions import reduce_sum
+from actors.trainer.objective.segments import RAW_LIMIT, keep, ratio_of, safe_log_ratio
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class TokenTerms:
+    """Per-token results before reduction, all [T]. rows are metrics reduced with `accepted`, raw_rows with `usable`."""
+
+    loss: Tensor
+    """corrected loss, gradient through new_logp"""
+    plain_loss: Tensor
+    clipped: Tensor
+    log_ratio: Tensor
+    """exponent of the ratio used (GSPO: the sequence's)"""
+    old_logp: Tensor
+    usable: Tensor
+    """bool: trained and not NaN"""
+    accepted: Tensor
+    """bool: usable and not rejected by the correction"""
+    weights: Tensor | None = None
+    rows: Rows = field(default_factory=dict)
+    raw_rows: Rows = field(default_factory=dict)
+    sums: Rows = field(default_factory=dict)
+
+
+def _given(x: Tensor | None, name: str, why: str) -> Tensor:
+    if x is None:
+        raise MissingInputError(f"{why} needs {name} for the micro-batch, none was given.")
+    return x
+
+
+def denominator(cfg: ObjectiveConfig, mb: LossInputs) -> Tensor:
+    """The PPO denominator [T], without gradient, as `cfg.proximal` chooses it."""
+    if cfg.proximal == "recompute":
+        return _given(mb.old_logp, "old_logp", "proximal=recompute")
+    if cfg.proximal == "rollout":
+        return _given(mb.rollout_logp, "rollout_logp", "proximal=rollout")
+    if cfg.proximal == "interpolate":
+        rollout = _given(mb.rollout_logp, "rollout_logp", "proximal=interpolate")
+        age = _given(mb.staleness, "staleness", "proximal=interpolate")
+        return interpolated_proximal(mb.new_logp.detach(), rollout, age)
+    return mb.new_logp.detach()
+
+
+def token_terms(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> TokenTerms:
+    """Everything up to the reduction."""
+    old = denominator(cfg, mb)
+    log_ratio, usable = safe_log_ratio(mb.mask, mb.new_logp, old)
+    advantages = keep(usable, mb.advantages)
+    part = POLICY_LOSSES[cfg.loss_name](
+        cfg,
+        Terms(
+            log_ratio=log_ratio,
+            new_logp=keep(usable, mb.new_logp),
+            old_logp=keep(usable, old),
+            advantages=advantages,
+            usable=usable,
+            index=mb.index,
+            counts=mb.counts,
+            segment_sum=mb.segment_sum,
+        ),
+    )
+    t = TokenTerms(part.loss, part.loss, part.clipped, part.log_ratio, old, usable, usable)
+    if cfg.use_opsm:
+        inputs = CorrectionInputs(log_ratio, usable, mb.index, mb.counts, segment_sum=mb.segment_sum)
+        kept, share = opsm_mask(advantages, log_ratio, inputs, cfg.opsm_delta)
+        t.loss = keep(kept, t.loss)
+        if cfg.reduction == "per_sample":
+            t.sums["opsm_clipfrac"] = share.sum()
+        else:
+            t.raw_rows["opsm_clipfrac"] = (~kept).to(share.dtype)
+    if cfg.correction != "none":
+        _correct(cfg, mb, norm, t)
+    return t
+
+
+def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) -> None:
+    """Applies the chosen correction to `t` and adds its metrics."""
+    rollout = _given(mb.rollout_logp, "rollout_logp", f"correction={cfg.correction}")
+    with torch.no_grad():
+        gap, known = safe_log_ratio(t.usable, t.old_logp, rollout, RAW_LIMIT)
+        x = CorrectionInputs(gap, known, mb.index, mb.counts, norm.weight_mean, mb.segment_sum)
+        result = CORRECTIONS[cfg.correction](cfg, x)
+        t.raw_rows |= result.metrics
+        if cfg.correction == "mis" and cfg.ppo_metrics:
+            t.raw_rows |= perplexity_metrics(keep(known, t.old_logp), keep(known, rollout), x)
+    if cfg.report_only:
+        return
+    t.weights = result.weights
+    t.accepted = result.mask
+    if result.weights is not None:
+        t.loss = t.loss * result.weights
+
+
+def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
+    """-> (loss [], to call backward on; metrics of detached sums, see `metrics`).
+
+    loss = norm.scale / norm.divisor * sum_t w_t (policy loss - entropy_coef H + kl_loss_coef KL): micro-batch
+    losses of a step simply add up, over micro-batches and (gradients summed) over ranks. Nothing trained: 0 with
+    zero gradient. A NaN log-prob at a trained token takes that token out of the loss and is counted in
+    `nonfinite_tokens`; `metrics.name_nonfinite` names the sample. Raises MissingInputError when the settings need
+    a tensor the micro-batch lacks.
+    """
+    t = token_terms(cfg, mb, norm)
+    total = pg = reduce_sum(t.loss, t.accepted, mb.weights)
+    sums: dict[str, Tensor] = {"pg_loss": pg.detach()}
+    if cfg.entropy_coef != 0:
+        entropy = reduce_sum(_given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}"), t.accepted, mb.weights)
+        total = total - cfg.entropy_coef * entropy
+        sums["entropy_loss"] = entropy.detach()
+    elif mb.entropy is not None:
+        t.rows["entropy_loss"] = mb.entropy.detach()
+    if cfg.use_kl_loss:
+        ref = _given(mb.ref_logp, "ref_logp", "use_kl_loss")
+        new = mb.new_logp if cfg.kl_loss_coef != 0 else mb.new_logp.detach()
+        old = t.old_logp if cfg.use_unbiased_kl else None
+        kl, bad = masked_kl(cfg.kl_loss_type, t.accepted, new, ref, old)
+        kl_sum = reduce_sum(kl, t.accepted, mb.weights)
+        if cfg.kl_loss_coef != 0:
+            total = total + cfg.kl_loss_coef * kl_sum
+        sums["kl_loss"] = kl_sum.detach()
+        sums["kl_nonfinite_tokens"] = bad.sum()
+    sums["loss"] = total.detach()
+    with torch.no_grad():
+        if cfg.ppo_metrics:
+            _diagnostics(mb, t, norm, sums)
+        sums["nonfinite_tokens"] = (mb.mask & ~t.usable).sum()
+        same = t.accepted is t.usable
+        groups = ((t.usable, t.rows | t.raw_rows),) if same else ((t.accepted, t.rows), (t.usable, t.raw_rows))
+        for mask, rows in groups:
+            if rows:
+                reduced = reduce_sum(torch.stack(list(rows.values())), mask, mb.weights)
+                sums |= dict(zip(rows, reduced.unbind(), strict=True))
+        sums |= t.sums
+    factor = norm.scale / norm.divisor
+    return total * factor, sums
+
+
+def _diagnostics(mb: LossInputs, t: TokenTerms, norm: Norm, sums: dict[str, Tensor]) -> None:
+    """Clip share, KL to the denominator, ESS per rollout, and train/rollout mismatch when engine log-probs exist."""
+    log_ratio = t.log_ratio.detach()
+    dtype = log_ratio.dtype
+    t.rows["pg_clipfrac"] = t.clipped.to(dtype)
+    t.rows["ppo_kl"] = -log_ratio
+    ratio = keep(t.usable, ratio_of(log_ratio))
+    parts = torch.stack((ratio, ratio * ratio))
+    per_rollout = torch.zeros(2, norm.rollout_tokens.numel(), dtype=dtype, device=ratio.device)
+    sums["ess_w"], sums["ess_w2"] = per_rollout.index_add_(1, mb.slots, parts).unbind()
+    if mb.rollout_logp is None:
+        return
+    gap = t.old_logp - mb.rollout_logp
+    gap = keep(t.accepted & torch.isfinite(gap), gap)
+    t.raw_rows["ois"] = ratio_of(log_ratio, RAW_LIMIT)
+    t.rows["train_rollout_logprob_abs_diff"] = gap.abs()
+    t.rows["train_rollout_kl"] = approx_kl("low_var_kl", -gap, torch.zeros_like(gap))
+    t.rows["train_rollout_chi2"] = ratio_of(gap).square() - 1
+    measured = mb.new_logp.detach() if mb.old_logp is None else mb.old_logp
+    forward = (measured - mb.rollout_logp).abs()
+    forward = keep(t.usable & torch.isfinite(forward), forward)
+    sums["forward_logp_max_diff"] = forward.amax() if forward.numel() else forward.sum()

@@ -1,0 +1,268 @@
+"""Once per rollout batch: rewards -> advantages, final masks and global divisors; then micro-batches are cut freely.
+
+`prepare_batch` sees the whole batch (or, on several ranks, everybody's scalars and the local samples' tokens) and
+fixes everything that is global: group baselines, whitening statistics, trained tokens per trajectory. Always true:
+what it returns does not depend on sample order, and no token beyond the staleness bound, with a NaN log-prob or of
+a sample without a reward is in a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.trainer.objective import metrics as metric
+from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.opd import opd_penalty
+from actors.trainer.objective.prepared import AllReduce, PreparedBatch
+from actors.trainer.objective.rewards import normalize_group_rewards
+from actors.trainer.objective.samples import (
+    FLOAT_FIELDS,
+    UNKNOWN_VERSION,
+    Flags,
+    TrainSample,
+    pack_floats,
+    pack_masks,
+    pack_versions,
+)
+from actors.trainer.objective.segments import sample_index, segment_sum, starts
+from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
+from actors.trainer.objective.whitening import whiten
+
+REWARDLESS = frozenset({"on_policy_distillation"})
+
+
+def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
+    """Fields whose NaN makes a sample untrainable under this config."""
+    return {
+        "rollout_logp": cfg.needs_rollout_logp,
+        "old_logp": cfg.needs_old_logp,
+        "ref_logp": cfg.needs_ref_logp,
+        "teacher_logp": cfg.needs_student_logp,
+        "opd_reverse_kl": cfg.use_opd,
+        "values": cfg.advantage_estimator == "ppo",
+    }
+
+
+def _untrainable(
+    cfg: ObjectiveConfig,
+    own: Sequence[TrainSample],
+    fields: dict[str, Tensor],
+    mask: Tensor,
+    index: Tensor,
+    flags: Flags,
+) -> Tensor:
+    """bool [len(own)]: samples with a NaN (values: any non-finite) at a trained token of a field the loss uses."""
+    drop = torch.zeros(len(own), dtype=torch.bool)
+    for name, needed in _needed(cfg).items():
+        if not needed or name not in fields:
+            continue
+        x = fields[name]
+        bad = mask & (torch.isnan(x) if name != "values" else ~torch.isfinite(x))
+        hit = segment_sum(bad.to(torch.int64), index, len(own)) > 0
+        flags.add(f"nan_{name}", [own[i].sample_id for i in torch.nonzero(hit & ~drop).flatten().tolist()])
+        drop |= hit
+    return drop
+
+
+def prepare_batch(
+    cfg: ObjectiveConfig,
+    samples: Sequence[TrainSample],
+    *,
+    current_version: int | None = None,
+    local: Sequence[int] | None = None,
+    all_reduce: AllReduce | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PreparedBatch:
+    """Advantages, masks and counts of a rollout batch.
+
+    samples: the whole batch on every rank, in the same order; on several ranks only samples in `local` (positions)
+    need their arrays, and `all_reduce` must sum a tensor over the ranks. It is called the same number of times on
+    every rank, whatever is local. current_version: policy version being trained, in the numbering of the spans;
+    needed when cfg.max_staleness is set. Bad samples are masked and listed in `flags`, nothing is raised for data;
+    MissingInputError when the settings need a field that no sample has. Arrays lie on the CPU in `dtype`.
+    """
+    flags = Flags()
+    positions = tuple(range(len(samples)) if local is None else local)
+    own = [samples[i] for i in positions]
+    reduce = all_reduce or (lambda t: t)
+    rewards, conflicting = _agreed_rewards(samples)
+    flags.add("conflicting_rewards", [samples[i].sample_id for i in positions if i in conflicting])
+    baseline = normalize_group_rewards(
+        [0.0] * len(samples) if cfg.advantage_estimator in REWARDLESS else rewards,
+        [s.group for s in samples],
+        [s.trajectory for s in samples],
+        estimator=cfg.advantage_estimator,
+        std=cfg.grpo_std_normalization,
+        enabled=cfg.rewards_normalization,
+    )
+    lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
+    own_lengths = lengths[list(positions)]
+    index = sample_index(own_lengths)
+    mask = pack_masks(own, flags)
+    fields = {}
+    for name in FLOAT_FIELDS:
+        packed = pack_floats(own, name, dtype, flags)
+        if packed is not None:
+            fields[name] = packed
+
+    unrewarded = set(baseline.missing)
+    drop = torch.tensor([i in unrewarded for i in positions], dtype=torch.bool)
+    flags.add("missing_reward", [samples[i].sample_id for i in positions if i in unrewarded - conflicting])
+    drop |= _untrainable(cfg, own, fields, mask, index, flags)
+    mask = mask & ~drop[index]
+    versions = pack_versions(own, flags)
+    age, mask = _apply_staleness(cfg, own, versions, current_version, mask, index, flags)
+
+    counts = torch.zeros(len(samples), dtype=torch.int64)
+    counts[list(positions)] = segment_sum(mask.to(torch.int64), index, len(own))
+    counts = reduce(counts)
+    advantages, returns = _advantages(cfg, baseline.values, positions, fields, mask, index, own_lengths)
+    if int(counts.sum()) == 0:
+        flags.add("all_masked", [s.sample_id for s in own])
+    elif cfg.whiten:
+        advantages = whiten(advantages, mask, all_reduce=all_reduce)
+    flags.add("nothing_to_train", [samples[i].sample_id for i in positions if int(counts[i]) == 0])
+
+    known: dict[Hashable, int] = {}
+    rollout_of = torch.tensor([known.setdefault(s.trajectory, len(known)) for s in samples], dtype=torch.int64)
+    offsets = [-1] * len(samples)
+    for i, first in zip(positions, starts(own_lengths).tolist(), strict=True):
+        offsets[i] = first
+    return PreparedBatch(
+        cfg=cfg,
+        sample_ids=tuple(s.sample_id for s in samples),
+        local=positions,
+        lengths=lengths,
+        rollout_of=rollout_of,
+        counts=counts,
+        rewards=tuple(baseline.values),
+        mask=mask,
+        advantages=advantages.to(dtype),
+        returns=returns.to(dtype),
+        fields=fields,
+        staleness=age,
+        flags=flags.by_reason,
+        metrics=_metrics(
+            baseline.groups,
+            baseline.zero_variance_groups,
+            baseline.single_groups,
+            rewards,
+            counts,
+            lengths,
+            age,
+            mask,
+            baseline.non_positive_mean_groups,
+        ),
+        offsets=tuple(offsets),
+    )
+
+
+def _agreed_rewards(samples: Sequence[TrainSample]) -> tuple[list[float | None], set[int]]:
+    """Rewards [S], None for every sample of a trajectory whose samples carry different ones, and those positions."""
+    seen: dict[Hashable, set[float | None]] = {}
+    for s in samples:
+        seen.setdefault(s.trajectory, set()).add(None if s.reward is None or s.reward != s.reward else float(s.reward))
+    torn = {i for i, s in enumerate(samples) if len(seen[s.trajectory]) > 1}
+    return [None if i in torn or s.reward is None else float(s.reward) for i, s in enumerate(samples)], torn
+
+
+def _apply_staleness(
+    cfg: ObjectiveConfig,
+    own: Sequence[TrainSample],
+    versions: Tensor | None,
+    current: int | None,
+    mask: Tensor,
+    index: Tensor,
+    flags: Flags,
+) -> tuple[Tensor | None, Tensor]:
+    """(staleness [N] or None, mask without over-age tokens). Tokens of unknown version are over age under a bound."""
+    if current is None:
+        if cfg.max_staleness is not None:
+            raise MissingInputError(f"max_staleness={cfg.max_staleness} needs current_version, none was given.")
+        return None, mask
+    bound = cfg.max_staleness
+    if versions is None:
+        if bound is None:
+            return None, mask
+        versions = torch.full((mask.numel(),), UNKNOWN_VERSION)
+    known = versions > UNKNOWN_VERSION
+    young = fresh(versions, current, bound)
+    touched = segment_sum((mask & ~young).to(torch.int64), index, len(own)) > 0
+    unknown = segment_sum((mask & ~known).to(torch.int64), index, len(own)) > 0
+    flags.add("stale_tokens", [own[i].sample_id for i in torch.nonzero(touched & ~unknown).flatten().tolist()])
+    if bound is not None:
+        flags.add("unknown_version", [own[i].sample_id for i in torch.nonzero(unknown).flatten().tolist()])
+    before = mask
+    mask = mask & young
+    left = segment_sum(mask.to(torch.int64), index, len(own))
+    had = segment_sum(before.to(torch.int64), index, len(own))
+    flags.add("stale_sample", [own[i].sample_id for i in torch.nonzero((left == 0) & (had > 0)).flatten().tolist()])
+    assert_fresh(versions, mask, current, bound)
+    return torch.where(known, staleness(versions, current), 0), mask
+
+
+def _advantages(
+    cfg: ObjectiveConfig,
+    rewards: Sequence[float],
+    positions: Sequence[int],
+    fields: dict[str, Tensor],
+    mask: Tensor,
+    index: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(advantages before whitening, returns), float64 [N]."""
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([rewards[i] for i in positions], dtype=torch.float64),
+        mask=mask,
+        index=index,
+        lengths=lengths,
+        old_logp=fields.get("old_logp"),
+        ref_logp=fields.get("ref_logp"),
+        teacher_logp=fields.get("teacher_logp"),
+        values=fields.get("values"),
+    )
+    advantages, returns = ADVANTAGES[cfg.advantage_estimator](cfg, inputs)
+    if cfg.use_opd:
+        advantages, _ = opd_penalty(
+            advantages,
+            mask,
+            cfg.opd_kl_coef,
+            student=fields.get("old_logp"),
+            teacher=fields.get("teacher_logp"),
+            reverse_kl=fields.get("opd_reverse_kl"),
+        )
+    return advantages, returns
+
+
+def _metrics(
+    groups: int,
+    flat: int,
+    single: int,
+    rewards: Sequence[float | None],
+    counts: Tensor,
+    lengths: Tensor,
+    age: Tensor | None,
+    mask: Tensor,
+    non_positive: int,
+) -> dict[str, float]:
+    """Health of the batch. Staleness covers local tokens only (sum; divide by trained tokens)."""
+    known = [r for r in rewards if r is not None and r == r]
+    trained = [n for n, c in zip(lengths.tolist(), counts.tolist(), strict=True) if c > 0]
+    out = {
+        "reward_mean": sum(known) / max(len(known), 1),
+        "zero_variance_share": (flat + single) / max(groups, 1),
+        "single_groups": float(single),
+        "non_positive_mean_groups": float(non_positive),
+        "trained_tokens": float(counts.sum()),
+        "trained_samples": float(len(trained)),
+        "response_length": float(lengths.sum()) / max(lengths.numel(), 1),
+        "length_bias": metric.length_bias(lengths.tolist(), trained),
+    }
+    if age is not None:
+        total, worst = metric.mean_staleness(age, mask)
+        out |= {"staleness": total / max(int(mask.sum()), 1), "staleness_max": float(worst)}
+    return out

@@ -1,0 +1,136 @@
+"""The prepared batch: packed tensors, masks and counts of a rollout batch, and how steps and micro-batches are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from actors.trainer.objective.advantages import MissingInputError
+from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective.corrections import CorrectionInputs
+from actors.trainer.objective.inputs import LossInputs, Norm
+from actors.trainer.objective.mis import norm_factor, norm_sums
+from actors.trainer.objective.reductions import divisor, token_weights
+from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum, starts
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks and returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """The batch after preparation. S samples in the order given; N packed response tokens of the local ones."""
+
+    cfg: ObjectiveConfig
+    sample_ids: tuple[str, ...]
+    local: tuple[int, ...]
+    """positions in [0, S) whose tokens are packed here, in packing order"""
+    lengths: Tensor
+    """int64 [S]"""
+    rollout_of: Tensor
+    """int64 [S] in [0, R): trajectory of each sample, numbered by first appearance"""
+    counts: Tensor
+    """int64 [S]: trained tokens per sample, after every mask"""
+    rewards: tuple[float, ...]
+    """[S]: group-normalised rewards"""
+    mask: Tensor
+    """bool [N]"""
+    advantages: Tensor
+    """float [N]"""
+    returns: Tensor
+    """float [N], critic targets; never whitened, without the OPD penalty"""
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    """float [N] per available field of `samples.FLOAT_FIELDS`"""
+    staleness: Tensor | None = None
+    """int64 [N]"""
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    """reason -> ids of local samples it happened to; every entry is worth a counted event"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    offsets: tuple[int, ...] = ()
+    """[S]: first token of each sample in the packed tensors, -1 for samples of other ranks"""
+
+    @property
+    def rollouts(self) -> int:
+        return int(self.rollout_of.max()) + 1 if self.rollout_of.numel() else 0
+
+    def norm(
+        self, step: Sequence[int] | None = None, *, scale: float = 1.0, all_reduce: AllReduce | None = None
+    ) -> Norm:
+        """Global divisors of the step that trains samples `step` (positions in [0, S); None: all).
+
+        A partial last step is normalised by what it holds. `all_reduce` is only called (once) for MIS batch
+        normalisation on several ranks.
+        """
+        chosen = torch.arange(len(self.sample_ids)) if step is None else torch.tensor(list(step), dtype=torch.int64)
+        rollouts = self.rollout_of[chosen]
+        tokens = segment_sum(self.counts[chosen], rollouts, self.rollouts).to(self.advantages.dtype)
+        count, trained = int(torch.unique(rollouts).numel()), int(self.counts[chosen].sum())
+        mean = 1.0
+        if self.cfg.tis_batch_normalize and self.cfg.correction == "mis" and not self.cfg.report_only:
+            sums = norm_sums(self.cfg, self._weights_inputs(chosen.tolist()))
+            mean = norm_factor(all_reduce(sums) if all_reduce else sums)
+        size = divisor(self.cfg.reduction, count, trained)
+        return Norm(size, count, trained, tokens.to(self.advantages.device), mean, scale)
+
+    def _weights_inputs(self, samples: Sequence[int]) -> CorrectionInputs:
+        here = set(self.local)
+        own = [i for i in samples if i in here]
+        at = self._tokens(own)
+        index = sample_index(self.lengths[own]).to(at.device)
+        old, rollout = self._required("old_logp")[at], self._required("rollout_logp")[at]
+        gap, usable = safe_log_ratio(self.mask[at], old, rollout, RAW_LIMIT)
+        return CorrectionInputs(gap, usable, index, self.counts[own].to(old))
+
+    def _required(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise MissingInputError(f"correction={self.cfg.correction} needs {name}, no sample of the batch has it.")
+        return self.fields[name]
+
+    def _tokens(self, samples: Sequence[int]) -> Tensor:
+        """Positions of the samples' tokens in the packed tensors, int64."""
+        first = [self.offsets[i] for i in samples]
+        if any(f < 0 for f in first):
+            name = self.sample_ids[samples[first.index(-1)]]
+            raise MissingInputError(f"sample {name} belongs to another rank: its tokens are not in this batch.")
+        lengths = self.lengths[list(samples)]
+        shift = torch.tensor(first, dtype=torch.int64) - starts(lengths)
+        at = torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
+        return at.to(self.mask.device)
+
+    def micro_batch(self, samples: Sequence[int], new_logp: Tensor, *, entropy: Tensor | None = None) -> LossInputs:
+        """Inputs of the loss for the given samples (positions in [0, S), local), in the given order.
+
+        new_logp (and entropy) float [T]: response tokens of these samples back to back, T = sum of their
+        lengths; moved tensors follow its dtype and device. Raises ValueError if T does not fit.
+        """
+        at = self._tokens(samples)
+        if new_logp.numel() != at.numel():
+            raise ValueError(
+                f"new_logp has {new_logp.numel()} tokens, the samples {list(samples)[:8]} have {at.numel()}."
+            )
+        chosen = list(samples)
+        like = new_logp.detach()
+        index = sample_index(self.lengths[chosen]).to(like.device)
+        rollouts = self.rollout_of[chosen]
+        totals = segment_sum(self.counts, self.rollout_of, self.rollouts)[rollouts].to(like)
+        pick = {name: x[at].to(like) for name, x in self.fields.items()}
+        return LossInputs(
+            new_logp=new_logp,
+            advantages=self.advantages[at].to(like),
+            mask=self.mask[at].to(like.device),
+            index=index,
+            weights=token_weights(self.cfg.reduction, totals, index, self.cfg.loss_constant),
+            counts=self.counts[chosen].to(like),
+            slots=rollouts.to(like.device)[index],
+            old_logp=pick.get("old_logp"),
+            rollout_logp=pick.get("rollout_logp"),
+            ref_logp=pick.get("ref_logp"),
+            entropy=entropy,
+            staleness=None if self.staleness is None else self.staleness[at].to(like.device),
+            old_values=pick.get("values"),
+            returns=self.returns[at].to(like),
+            sample_ids=tuple(self.sample_ids[i] for i in chosen),
+        )

@@ -1,0 +1,58 @@
+"""Packed per-token tensors and their per-sample sums: the one tool every other file here uses.
+
+A batch of S samples with response lengths n_i is one vector of T = sum n_i tokens, samples back to back.
+`index[t]` (int64 [T]) says which sample token t belongs to. Always true: masked entries are removed with
+`torch.where`, so a NaN or inf under the mask never reaches a sum or a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are held within +-20 before exp: e^20 = 4.9e8 is far beyond any clip, and finite in float32."""
+RAW_LIMIT = 80.0
+"""For ratios that are bounded after exp or only reported: e^80 = 5.5e34 is the largest float32 can hold in comfort."""
+
+
+def keep(mask: Tensor, x: Tensor) -> Tensor:
+    """`x` where `mask`, 0 elsewhere; value and gradient. x float [T], mask bool [T]."""
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def sample_index(lengths: Tensor) -> Tensor:
+    """int64 [S] response lengths -> int64 [T] sample of each token. Empty samples take no token."""
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+
+
+def starts(lengths: Tensor) -> Tensor:
+    """int64 [S] -> int64 [S]: position of each sample's first token."""
+    return torch.cumsum(lengths, 0) - lengths
+
+
+def segment_sum(x: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum of x [T] (or [K, T]) per segment -> [count] (or [K, count])."""
+    return torch.zeros((*x.shape[:-1], count), dtype=x.dtype, device=x.device).index_add(-1, index, x)
+
+
+def segment_mean(x: Tensor, mask: Tensor, index: Tensor, count: int) -> Tensor:
+    """Masked mean per sample -> [count]; 0 where nothing is trained."""
+    sums = segment_sum(keep(mask, x), index, count)
+    return sums / segment_sum(mask.to(x.dtype), index, count).clamp(min=1)
+
+
+def safe_log_ratio(mask: Tensor, num: Tensor, den: Tensor, limit: float = LOG_RATIO_LIMIT) -> tuple[Tensor, Tensor]:
+    """num - den [T] with the unusable removed -> (log-ratio, mask of usable tokens).
+
+    Infinite differences become +-limit (20 is the limit of the finite case, since `ratio_of` clamps there); NaN
+    ones leave the mask (the caller counts them); masked ones are 0. Finite values pass unchanged.
+    """
+    delta = num - den
+    usable = mask & ~torch.isnan(delta)
+    return keep(usable, delta).nan_to_num(nan=0.0, posinf=limit, neginf=-limit), usable
+
+
+def ratio_of(log_ratio: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
+    """exp(clamp(log_ratio, -limit, limit)); no gradient outside the clamp."""
+    return torch.exp(log_ratio.clamp(-limit, limit))

@@ -1,0 +1,44 @@
+"""Staleness per token and the mask that enforces the bound: no token older than the bound ever has gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class StaleTokenError(AssertionError):
+    """A token beyond the staleness bound would have been trained. A bug, never data: stop."""
+
+
+def token_versions(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """Spans [(policy version, tokens), ...] in token order -> int64 [length]; ValueError if they do not cover it."""
+    versions = torch.tensor([v for v, _ in spans], dtype=torch.int64)
+    counts = torch.tensor([n for _, n in spans], dtype=torch.int64)
+    if int(counts.sum()) != length or bool((counts < 0).any()):
+        raise ValueError(f"version spans cover {int(counts.sum())} tokens, the response has {length}.")
+    return torch.repeat_interleave(versions, counts)
+
+
+def staleness(versions: Tensor, current: int) -> Tensor:
+    """Policy versions between the weights that made each token and the weights being trained, >= 0. int64 [T]."""
+    return (current - versions).clamp(min=0)
+
+
+def fresh(versions: Tensor, current: int, bound: int | None) -> Tensor:
+    """bool [T]: tokens within the bound. bound None: all."""
+    if bound is None:
+        return torch.ones_like(versions, dtype=torch.bool)
+    return staleness(versions, current) <= bound
+
+
+def assert_fresh(versions: Tensor, mask: Tensor, current: int, bound: int | None) -> None:
+    """Raises StaleTokenError if any trained token is older than the bound; called right before the gradient step."""
+    late = mask & ~fresh(versions, current, bound)
+    if bool(late.any()):
+        worst = int(staleness(versions, current)[late].max())
+        raise StaleTokenError(
+            f"{int(late.sum())} trained tokens exceed max_staleness={bound} (oldest: {worst} behind {current}). "
+            "The staleness mask was not applied; the step is not taken."
+        )

@@ -1,0 +1,120 @@
+"""Checkpoints off the critical path: a copy in memory, files in the background, then the acknowledgement."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
+from actors.trainer.backend import Snapshot
+from actors.trainer.checkpoint import BusState, finish, iter_dir
+from actors.trainer.intake import Intake, Trained, booked
+from bus.errors import MilesAsyncError
+from bus.messages.policy import Checkpointed
+from bus.messages.versions import PolicyVersion
+
+
+class Saver:
+    """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval."""
+
+    def __init__(
+        self, context: Context, intake: Intake, *, save: Path, keep_last: int, fingerprint: str
+    ) -> None:
+        self._context = context
+        self._intake = intake
+        self._save = save
+        self._keep_last = keep_last
+        self._fingerprint = fingerprint
+        self._task: asyncio.Task[None] | None = None
+        self.saved_step = -1
+
+    @property
+    def busy(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def begin(
+        self, tasks: asyncio.TaskGroup, copy: Callable[[], Snapshot], *, version: PolicyVersion, metrics: dict[str, float]
+    ) -> None:
+        """Copy state now, write later. Waits for a save that is still under way."""
+        await self.wait()
+        context = self._context
+        began = context.clock.monotonic()
+        snapshot = await asyncio.to_thread(copy)
+        bus_state = await self._bus_state(version, metrics)
+        fault_point(context.name, "checkpoint_copied")
+        self._task = tasks.create_task(self._write(snapshot, bus_state, began), name=f"checkpoint {version.step}")
+
+    async def wait(self) -> None:
+        """Until the save under way is durable and acknowledged."""
+        if self._task is not None:
+            with self._context.waiting("the checkpoint being written"):
+                await self._task
+
+    async def _bus_state(self, version: PolicyVersion, metrics: dict[str, float]) -> BusState:
+        seen = await self._context.bus.snapshot()
+        trained: list[Trained] = list(self._intake.uncommitted)
+        inside = {t.consumed.group_id for t in trained}
+        ledger = dict(seen.ledger)
+        for account, n in booked(trained).items():
+            ledger[account] = ledger.get(account, 0) + n
+        knobs = self._context.knobs
+        return BusState(
+            run=self._context.bus.config.run,
+            fingerprint=self._fingerprint,
+            step=version.step,
+            version=version,
+            knob_epoch=knobs.epoch,
+            knobs=dict(knobs.values),
+            state=seen.state,
+            ledger=ledger,
+            open_groups={g: raw for g, raw in seen.open_groups.items() if g not in inside},
+            consumed=tuple(t.consumed for t in trained),
+            metrics=metrics,
+        )
+
+    async def _write(self, snapshot: Snapshot, state: BusState, began: float) -> None:
+        context = self._context
+        target = iter_dir(self._save, state.step)
+        try:
+            await asyncio.to_thread(self._write_files, snapshot, target, state)
+        except OSError as error:
+            await asyncio.to_thread(shutil.rmtree, target, True)
+            await context.event(
+                "checkpoint failed",
+                f"checkpoint {state.step} not written to {self._save}: {error.strerror or error}. The former checkpoint "
+                "is intact and training goes on; free space or correct --save, the next interval tries again.",
+                level="error",
+            )
+            return
+        fault_point(context.name, "checkpoint_durable")
+        self.saved_step = state.step
+        seconds = context.clock.monotonic() - began
+        done = Checkpointed(step=state.step, path=str(target), save_s=seconds)
+        await self._intake.acknowledge(state.step, done)
+        await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
+
+    def _write_files(self, snapshot: Snapshot, target: Path, state: BusState) -> None:
+        shutil.rmtree(target, ignore_errors=True)  # of a save that was cut short; the tracker never named it
+        target.mkdir(parents=True)
+        snapshot.write(target)
+        fault_point(self._context.name, "checkpoint_half")
+        finish(self._save, state, keep_last=self._keep_last)
+
+
+def fingerprint_of(identity: dict[str, Any]) -> str:
+    """Digest of the settings that must not differ between a checkpoint and the run that loads it."""
+    return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=8).hexdigest()
+
+
+class SaveFailed(MilesAsyncError):
+    """The last checkpoint of a run could not be written."""
+
+
+__all__ = ("SaveFailed", "Saver", "fingerprint_of")

@@ -1,0 +1,1 @@
+"""Claim checks: large bodies beside the streams."""

@@ -1,0 +1,213 @@
+"""Connects to a Redis with settings that are safe for a bus, and refuses one that would lose entries.
+
+Every refusal is one line: what, where, why, what to do. Passwords never appear in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import ssl
+from typing import Any
+
+import msgspec
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from bus.errors import BusRefused, BusUnreachable
+from bus.server.binary import MINIMUM_VERSION
+
+SCHEMES = ("redis", "rediss", "unix")
+CONNECT_DEADLINE_S = 5.0
+CHECK_DEADLINE_S = 10.0
+_LEAVE_OUT = "or leave --bus-url out to run an embedded one"
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """What start-up learned about a server. `warnings` are single lines for the operator; none of them is fatal."""
+
+    url: str  # without password
+    software: str  # "redis" or "valkey"
+    version: tuple[int, int, int]
+    append_only: bool
+    max_memory_bytes: int  # 0 = no limit
+    warnings: tuple[str, ...] = ()
+
+
+def without_secrets(url: str) -> str:
+    """The URL with user and password hidden and its query dropped, fit for messages."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
+    if not separator:
+        scheme, rest = "", url
+    authority, slash, path = rest.partition("/") if scheme == "unix" else (rest, "", "")
+    login, at, host = authority.rpartition("@")  # a password may hold a slash or an @ that should have been quoted
+    return f"{scheme}{separator}{'***' if login else ''}{at}{host}{slash}{path}"
+
+
+def connect(url: str) -> Redis:
+    """A client for unix://, redis:// or rediss://, with nothing dialled yet.
+
+    No socket timeout and no silent retry: a repeated command whose outcome is unknown would append twice, so deadlines
+    and repetition belong to the caller. Replies are bytes (RESP2). Raises BusRefused for a URL that cannot be used.
+    """
+    scheme = url.partition("://")[0]
+    if scheme not in SCHEMES or "://" not in url:
+        raise BusRefused(
+            f"bus URL {without_secrets(url)!r} refused: its scheme must be one of redis, rediss, unix. "
+            f"Write e.g. redis://host:6379/0 or unix:///path/redis.sock, {_LEAVE_OUT}."
+        )
+    try:
+        options: dict[str, Any] = dict(parse_url(url))
+    except (ValueError, TypeError) as error:
+        raise BusRefused(f"bus URL {without_secrets(url)!r} refused: {error}. Correct --bus-url.") from error
+    if scheme == "unix" and not options.get("path"):
+        raise BusRefused(f"bus URL {url!r} refused: it names no socket. Write unix:///absolute/path/redis.sock.")
+    # Ours last: an option in the URL's query must not undo what delivery relies on.
+    options.update(
+        protocol=2,
+        decode_responses=False,
+        socket_timeout=None,
+        socket_connect_timeout=CONNECT_DEADLINE_S,
+        health_check_interval=0,
+        retry=Retry(NoBackoff(), 0),
+    )
+    if scheme != "unix":
+        options.setdefault("socket_keepalive", True)
+    return Redis.from_pool(ConnectionPool(**options))
+
+
+async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S) -> ServerFacts:
+    """Asks the server what it is and writes one probe key that expires. Sends nothing else.
+
+    Raises BusUnreachable (nobody answers, or not in time) or BusRefused (version, eviction policy, role, rights).
+    """
+    where = without_secrets(url)
+    try:
+        async with asyncio.timeout(deadline_s):
+            info: dict[str, Any] = await client.info("everything")
+            facts = judge(info, url=url)
+            warning = await _probe_writing(client, where)
+    except AuthenticationError as error:
+        raise _login_refused(where, error) from error
+    except NoPermissionError as error:
+        raise BusRefused(f"bus at {where} lacks rights: {error}. Allow this user +@all on keys ma:*.") from error
+    except BusyLoadingError as error:
+        raise BusUnreachable(f"bus at {where} is still loading its data. Try again in a moment.") from error
+    except (RedisTimeoutError, TimeoutError) as error:
+        raise BusUnreachable(
+            f"bus unreachable at {where}: no answer within {deadline_s:g} s. Check host and port, {_LEAVE_OUT}."
+        ) from error
+    except (RedisConnectionError, OSError) as error:
+        if isinstance(error.__cause__, AuthenticationError) or "username-password" in str(error):
+            raise _login_refused(where, error) from error
+        raise BusUnreachable(
+            f"bus unreachable at {where}: {_why(error)}. Start a Redis there, correct --bus-url, {_LEAVE_OUT}."
+        ) from error
+    except RedisError as error:
+        raise BusRefused(
+            f"{where} does not answer like a Redis: {_line(error)}. Point --bus-url at a Redis or Valkey 6.2 or newer."
+        ) from error
+    return msgspec.structs.replace(facts, warnings=facts.warnings + warning)
+
+
+def judge(info: dict[str, Any], *, url: str) -> ServerFacts:
+    """Facts from the reply to INFO; raises BusRefused when the server is not fit (pure)."""
+    where = without_secrets(url)
+    software = "valkey" if "valkey_version" in info else "redis"
+    version = _version(str(info.get("valkey_version", info.get("redis_version", ""))))
+    dotted = ".".join(map(str, version))
+    if version < MINIMUM_VERSION:
+        raise BusRefused(
+            f"bus at {where} is {software} {dotted}: 6.2 or newer is needed for claiming abandoned entries. "
+            f"Upgrade it, {_LEAVE_OUT}."
+        )
+    role = str(info.get("role", "master"))
+    if role != "master":
+        raise BusRefused(f"bus at {where} is a {role}: it takes no writes. Point --bus-url at its primary.")
+    max_memory = int(info.get("maxmemory", 0))
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        raise BusRefused(
+            f"bus at {where} has maxmemory-policy {policy}: it would evict unread entries. "
+            "Run CONFIG SET maxmemory-policy noeviction there and keep it in redis.conf."
+        )
+    append_only = bool(int(info.get("aof_enabled", 0)))
+    warnings: list[str] = []
+    if not append_only:
+        warnings.append(
+            f"bus at {where} keeps no append-only file: entries since its last snapshot are lost if it crashes. "
+            "Set appendonly yes there."
+        )
+    if int(info.get("cluster_enabled", 0)):
+        warnings.append(f"bus at {where} is a cluster node: the run works only if this node owns the run's slot.")
+    return ServerFacts(
+        url=where,
+        software=software,
+        version=version,
+        append_only=append_only,
+        max_memory_bytes=max_memory,
+        warnings=tuple(warnings),
+    )
+
+
+async def _probe_writing(client: Redis, where: str) -> tuple[str, ...]:
+    """Writes and deletes one key from a script, as every hop will. A full server is a warning: it can still drain."""
+    key = f"ma:{{probe}}:{secrets.token_hex(8)}"
+    script = "redis.call('SET', KEYS[1], '1', 'PX', 10000) return redis.call('DEL', KEYS[1])"
+    try:
+        await client.eval(script, 1, key)
+    except (ReadOnlyError, NoPermissionError, AuthenticationError):
+        raise
+    except ResponseError as error:  # OutOfMemoryError is one
+        if "OOM" in str(error) or "maxmemory" in str(error):
+            return (f"bus at {where} is at its maxmemory: producers wait until it drains. Raise maxmemory there.",)
+        raise BusRefused(
+            f"bus at {where} refuses writes: {_line(error)}. Free its disk or lift the restriction, {_LEAVE_OUT}."
+        ) from error
+    return ()
+
+
+def _version(text: str) -> tuple[int, int, int]:
+    numbers = [int(part) for part in text.split(".")[:3] if part.isdigit()]
+    major, minor, patch = [*numbers, 0, 0, 0][:3]
+    return major, minor, patch
+
+
+def _login_refused(where: str, error: BaseException) -> BusRefused:
+    return BusRefused(
+        f"bus at {where} refused the login: {_line(error)}. Put user and password into the URL: "
+        "redis://user:secret@host/0, each percent-encoded."
+    )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _why(error: BaseException) -> str:
+    """The cause in words; redis-py wraps the operating system's error, which says it best."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS failed ({cause.reason or _line(cause)}); rediss:// needs a TLS port and a trusted certificate"
+        if isinstance(cause, OSError) and cause.strerror:  # asyncio's own text repeats the address; errno is plain
+            number = cause.errno or 0
+            return os.strerror(number) if number > 0 else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return _line(error)
+
+
+__all__ = ("SCHEMES", "ServerFacts", "check_server", "connect", "judge", "without_secrets")

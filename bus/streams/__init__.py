@@ -1,0 +1,1 @@
+"""Streams, delivery and commits on Redis."""

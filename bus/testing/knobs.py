@@ -1,0 +1,44 @@
+"""A complete set of knob values to start a test from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PLAIN: dict[str, Any] = {
+    "rollout_batch_size": 4,
+    "over_sampling_batch_size": 4,
+    "max_weight_staleness": 1,
+    "staleness_policy": "mask",
+    "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
+    "rollout_max_response_len": 16,
+    "max_tokens_per_slice": 0,
+    "partial_save_tokens": 8,
+    "sglang_server_concurrency": 8,
+    "pause_generation_mode": "retract",
+    "reward_timeout_s": 5.0,
+    "dynamic_sampling_filter": "none",
+    "max_waves": 0,
+    "lr": 1e-3,
+    "clip_grad": 1.0,
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+    "kl_loss_coef": 0.0,
+    "entropy_coef": 0.0,
+    "tis_clip": 2.0,
+    "save_interval": 2,
+    "eval_interval": 0,
+    "n_samples_per_prompt": 2,
+    "num_steps_per_rollout": 1,
+    "update_weights_interval": 1,
+    "correction": "tis",
+    "no_correction": False,
+}
+
+
+def plain_knobs(**changes: Any) -> dict[str, Any]:
+    """`PLAIN` with changes, for `publish_initial`."""
+    return {**PLAIN, **changes}
+
+
+__all__ = ("PLAIN", "plain_knobs")

@@ -1,0 +1,124 @@
+"""The command table, exit statuses and the one place where errors become a line on stderr.
+
+Status 0: done. 1: the command failed. 2: the user's input was refused. 130: interrupted.
+To add a command: write miles_async/cli/<name>.py with `add_arguments(parser)` and `run(args) -> int`
+(or `parse(argv)` instead of `add_arguments` when argparse does not fit), and add one row to COMMANDS.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn
+
+from miles_async import __version__
+from miles_async.settings.errors import SettingsError, nearest
+
+PROGRAM = "miles-async"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: its module is imported when it is called, not before."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("train", "miles_async.cli.train", "Train a policy as a settings file says."),
+    Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
+)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose errors are one line and end in status 2 through SettingsError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message, remedy=f"See {self.prog} --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command in `argv` (default: the process's arguments) and return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    label = PROGRAM
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(overview())
+            return 0 if words else 2
+        if words[0] in ("-V", "--version"):
+            print(f"{PROGRAM} {__version__}")
+            return 0
+        command = _find(words[0])
+        label = f"{PROGRAM} {command.name}"
+        return _call(command, words[1:])
+    except SettingsError as error:
+        return _fail(label, error, error.exit_status)
+    except KeyboardInterrupt:
+        return _fail(label, "interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Nothing more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        status = _status_of(error)
+        if status is None:
+            raise
+        return _fail(label, error, status)
+
+
+def _find(name: str) -> Command:
+    for command in COMMANDS:
+        if command.name == name:
+            return command
+    known = [command.name for command in COMMANDS]
+    raise SettingsError(
+        f"no command {name!r}", remedy=nearest(name, known) or f"Commands: {', '.join(known)}. See {PROGRAM} --help."
+    )
+
+
+def _call(command: Command, words: list[str]) -> int:
+    module = import_module(command.module)
+    if hasattr(module, "parse"):
+        args = module.parse(words)
+    else:
+        parser = OneLineParser(
+            prog=f"{PROGRAM} {command.name}",
+            description=module.__doc__,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        args = parser.parse_args(words)
+    status = int(module.run(args))
+    sys.stdout.flush()  # a closed pipe shows here, inside the handler of main, not at interpreter exit
+    return status
+
+
+def _status_of(error: Exception) -> int | None:
+    """2 for what the outside refused before anything changed, 1 for other named failures, None for defects."""
+    from bus import errors
+
+    refused = (errors.BusRefused, errors.BusUnreachable, errors.CheckpointRefused, errors.KnobRejected)
+    if isinstance(error, refused):
+        return 2
+    return 1 if isinstance(error, errors.MilesAsyncError) else None
+
+
+def _fail(label: str, error: object, status: int) -> int:
+    print(f"{label}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def overview() -> str:
+    """Help in one screen."""
+    width = max(len(command.name) for command in COMMANDS)
+    rows = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS)
+    return (
+        f"usage: {PROGRAM} COMMAND ...\n\nFully asynchronous RL post-training on Redis streams.\n\n"
+        f"commands:\n{rows}\n\n"
+        f"{PROGRAM} COMMAND --help tells more. {PROGRAM} --version prints {__version__}."
+    )

@@ -1,0 +1,143 @@
+"""Settings as flags: `--rollout-batch-size 32`, `--use-tis`, `--no-use-tis`, `--eval-prompt-data name path`.
+
+Forms: `--flag value` and `--flag=value`; a boolean is `--flag`, `--no-flag` or `--flag=true|false`; a list takes every
+word up to the next flag; the last of repeated flags counts. Generated from the catalog, no abbreviations.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from miles_async.settings.catalog import FieldSpec, groups, names
+from miles_async.settings.dump import toml_value
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.load import FlagValue
+
+WIDTH, INDENT = 110, 42
+METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Words that are no flags, settings flags in order, and which of the extra switches were given."""
+
+    positional: tuple[str, ...]
+    values: tuple[FlagValue, ...]
+    switches: frozenset[str]
+
+
+@cache
+def _flags() -> dict[str, tuple[FieldSpec, bool]]:
+    """Flag -> (field, value it stands for when it is a bare boolean)."""
+    found: dict[str, tuple[FieldSpec, bool]] = {}
+    for name, spec in names().items():
+        found["--" + name.replace("_", "-")] = (spec, True)
+        if spec.negative_flag is not None and name == spec.name:
+            found[spec.negative_flag] = (spec, False)
+    return found
+
+
+def parse_flags(words: list[str], switches: frozenset[str]) -> Parsed:
+    """Split a command line. `switches` are bare flags that are not settings, such as --dry-run."""
+    positional: list[str] = []
+    values: list[FlagValue] = []
+    given: set[str] = set()
+    rest = iter(_Words(words))
+    for word in rest:
+        if word in switches:
+            given.add(word)
+        elif not word.startswith("--"):
+            if word.startswith("-") and len(word) > 1:
+                raise SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes.")
+            positional.append(word)
+        else:
+            values.append(_flag_value(word, rest, switches))
+    return Parsed(tuple(positional), tuple(values), frozenset(given))
+
+
+class _Words(Iterator[str]):
+    """The command line with a look ahead."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+        self._next = 0
+
+    def __next__(self) -> str:
+        if self._next >= len(self._words):
+            raise StopIteration
+        self._next += 1
+        return self._words[self._next - 1]
+
+    def value_follows(self) -> bool:
+        return self._next < len(self._words) and not self._words[self._next].startswith("--")
+
+
+def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
+    assert isinstance(rest, _Words)
+    flag, equals, inline = word.partition("=")
+    if flag not in _flags():
+        raise SettingsError(
+            f"{flag} is not a flag", remedy=nearest(flag, [*_flags(), *switches]) or "See train --help."
+        )
+    spec, positive = _flags()[flag]
+    if spec.kind == "bool":
+        if equals and not positive:
+            raise SettingsError(f"{flag} takes no value", remedy=f"Write {spec.flag}={inline}.")
+        return FlagValue(spec, (inline if equals else str(positive).lower(),), flag)
+    if spec.kind == "list":
+        collected = [inline] if equals else []
+        while not equals and rest.value_follows():
+            collected.append(next(rest))
+        return FlagValue(spec, tuple(collected), flag)
+    if equals:
+        return FlagValue(spec, (inline,), flag)
+    if not rest.value_follows():
+        raise SettingsError(f"{flag} needs a value", remedy=f"It takes {spec.expected}.")
+    return FlagValue(spec, (next(rest),), flag)
+
+
+def flags_help() -> str:
+    """One section per group: flag, meaning, unit, default."""
+    return "\n\n".join(_group_help(name, specs) for name, specs in groups().items())
+
+
+def _group_help(name: str, specs: tuple[FieldSpec, ...]) -> str:
+    return "\n".join([f"{name.upper()}, table [{name}]:", *(_field_help(spec) for spec in specs)])
+
+
+def _field_help(spec: FieldSpec) -> str:
+    head = f"  {_usage(spec)}"
+    body = textwrap.wrap(f"{spec.text} {_facts(spec)}", WIDTH - INDENT)
+    if len(head) > INDENT - 2:
+        return "\n".join([head, *(" " * INDENT + line for line in body)])
+    return "\n".join([f"{head:<{INDENT}}{body[0]}", *(" " * INDENT + line for line in body[1:])])
+
+
+def _usage(spec: FieldSpec) -> str:
+    metavar = METAVARS.get(spec.kind, "")
+    if spec.kind == "bool":
+        return spec.flag + (f", {spec.negative_flag}" if spec.negative_flag else "")
+    if spec.kind == "choice":
+        metavar = "{" + ",".join(spec.shape.choices) + "}"
+    if spec.kind == "list":
+        metavar = f"{METAVARS[spec.shape.item]} ..."
+    return f"{spec.flag} {metavar}"
+
+
+def _facts(spec: FieldSpec) -> str:
+    if spec.required:
+        default = "required"
+    elif spec.derived:
+        default = f"default: {spec.derived}"
+    elif spec.default is None:
+        default = "default: unset"
+    else:
+        default = f"default: {spec.default if isinstance(spec.default, str) else toml_value(spec.default)}"
+    facts = [f"unit: {spec.unit}"] if spec.unit else []
+    facts.append(default)
+    if spec.aliases:
+        facts.append("also " + ", ".join("--" + alias.replace("_", "-") for alias in spec.aliases))
+    if spec.live:
+        facts.append("live")
+    return f"({'; '.join(facts)})"

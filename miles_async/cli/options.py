@@ -1,0 +1,38 @@
+"""Options that several commands share: which run, and how to reach its bus."""
+
+import argparse
+from pathlib import Path
+
+from miles_async.settings.runs import RunRef, find_run
+
+DEFAULT_RUNS_DIR = "runs"
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """`--run NAME`, `--runs-dir DIR`, `--bus-url URL` (also `--bus URL`)."""
+    group = parser.add_argument_group("which run")
+    group.add_argument("--run", metavar="NAME", help="name of the run (default: the newest in --runs-dir)")
+    group.add_argument(
+        "--runs-dir",
+        metavar="DIR",
+        type=Path,
+        default=Path(DEFAULT_RUNS_DIR),
+        help="folder that holds the runs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--bus-url",
+        "--bus",
+        metavar="URL",
+        dest="bus_url",
+        help="redis://, rediss:// or unix:// address of the run's bus (default: as the run's run.json says)",
+    )
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """`--json`: one JSON document on stdout instead of text."""
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document instead of text")
+
+
+def chosen_run(args: argparse.Namespace) -> RunRef:
+    """The run that the shared options name. Raises SettingsError when there is none."""
+    return find_run(run=args.run, runs_dir=args.runs_dir, bus_url=args.bus_url)

@@ -1,0 +1,122 @@
+"""What the bus says, as lines of metrics.jsonl (pure).
+
+A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry id>", unique and ordered within a stream),
+then what the kind has:
+
+step        step, version, trained_on, knob_epoch, groups, dropped, metrics
+eval        step, version, name, n_samples, duration_s, metrics
+announced   step, version, prepare_s, n_bytes
+activated   step, version, actor, pause_s, total_s
+checkpoint  step, path, save_s
+restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
+knob        epoch, values, author, reason
+drop        group, prompt, reason, samples, tokens, reward        one prompt group that will not be trained
+dead        stream, sample, group, actor, error
+fault       actor, event, text, level
+finished    step, version
+ledger      accounts                                               samples and tokens by account, at checkpoints and ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bus import Entry
+from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
+from bus.messages.groups import GroupVerdict
+from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
+from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
+from miles_async.console.heads import wall_of
+
+Record = dict[str, Any]
+RECORDED = (POLICY, EVAL_RESULTS, KNOBS, EVENTS, VERDICTS, DEAD)
+
+
+def records_of(entry: Entry, message: Any) -> list[Record]:
+    """Lines for one message, mostly one or none."""
+    head = {"wall": wall_of(entry.id), "entry": f"{entry.stream.name}@{entry.id}"}
+    make = _MAKERS.get(type(message))
+    if make is None:
+        return []
+    return [{"kind": kind, **head, **fields} for kind, fields in make(message)]
+
+
+Made = list[tuple[str, Record]]
+
+
+def _step(m: StepDone) -> Made:
+    return [
+        (
+            "step",
+            {
+                "step": m.step,
+                "version": m.version.id,
+                "trained_on": m.trained_on.id,
+                "knob_epoch": m.knob_epoch,
+                "groups": list(m.groups),
+                "dropped": [list(pair) for pair in m.dropped],
+                "metrics": dict(m.metrics),
+                **({"wall": m.wall} if m.wall else {}),
+            },
+        )
+    ]
+
+
+def _eval(m: EvalDone) -> Made:
+    fields = {"step": m.step, "version": m.version, "name": m.name, "n_samples": m.n_samples}
+    return [("eval", {**fields, "duration_s": m.duration_s, "metrics": dict(m.metrics)})]
+
+
+def _announced(m: PolicyAnnounced) -> Made:
+    fields = {"step": m.version.step, "version": m.version.id, "prepare_s": m.prepare_s, "n_bytes": m.manifest.n_bytes}
+    return [("announced", fields)]
+
+
+def _event(m: Event) -> Made:
+    if m.kind == "activated":
+        seconds = {name: float(m.data.get(name, 0.0)) for name in ("pause_s", "total_s")}
+        numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
+        return [("activated", {**numbers, "actor": m.actor, **seconds})]
+    if m.level == "info":
+        return []
+    return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]
+
+
+def _verdict(m: GroupVerdict) -> Made:
+    if m.kept:
+        return []
+    fields = {"group": m.group_id, "prompt": m.prompt_id, "reason": m.reason, "samples": m.n_samples}
+    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward})]
+
+
+def _given_up(m: GroupsGivenUp) -> Made:
+    prompts = dict(zip((g for g, _ in m.groups), m.prompts, strict=False))
+    return [
+        ("drop", {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue})
+        for group, reason in m.groups
+    ]
+
+
+def _dead(m: DeadLetter) -> Made:
+    fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
+    return [("dead", fields)]
+
+
+_MAKERS: dict[type, Callable[[Any], Made]] = {
+    StepDone: _step,
+    EvalDone: _eval,
+    PolicyAnnounced: _announced,
+    Event: _event,
+    GroupVerdict: _verdict,
+    GroupsGivenUp: _given_up,
+    DeadLetter: _dead,
+    Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
+    Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
+    Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
+    KnobPatch: lambda m: [
+        ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})
+    ],
+}
+
+__all__ = ("RECORDED", "Record", "records_of")

@@ -1,0 +1,287 @@
+"""One look at a run: streams, actors, accounts, policy, knobs, as one frozen value. Two round trips, nothing written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import msgspec
+
+from bus import STREAMS, Bus
+from bus.errors import BadMessage
+from bus.messages.control import EvalDone, Vitals
+from bus.messages.groups import OpenGroup
+from bus.messages.policy import PolicyActive
+from bus.topology import ACTIVE, EVAL_RESULTS, POLICY
+from miles_async.console.heads import Head, newest_heads, order_of, wall_of
+
+LATE_S = 7.0  # three heartbeats at the default of 2 s, and one to spare
+ENDED = ("stopped", "failed")
+
+# KEYS streams   Returns {server time, {length, newest id, {readers, consumers, pending, lag or -1, oldest pending...}...}...}
+# `lag` is a field of Redis 7 and is null when it cannot be told; both are -1 here.
+_FACTS = """
+local all = {}
+for n, key in ipairs(KEYS) do
+  local row = {redis.call('XLEN', key), '', {}}
+  if redis.call('EXISTS', key) == 1 then
+    local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+    if newest then row[2] = newest[1] end
+    for g, info in ipairs(redis.call('XINFO', 'GROUPS', key)) do
+      local f = {}
+      for i = 1, #info, 2 do f[info[i]] = info[i + 1] end
+      local lag = -1
+      if type(f['lag']) == 'number' then lag = f['lag'] end
+      local oldest = redis.call('XPENDING', key, f['name'], '-', '+', 1)[1] or {}
+      row[3][g] = {f['name'], f['consumers'], f['pending'], lag, oldest}
+    end
+  end
+  all[n] = row
+end
+return {redis.call('TIME'), all}
+"""
+
+
+class ReadersFacts(msgspec.Struct, frozen=True):
+    """One consumer group of a stream. `lag`: entries not yet delivered. `oldest_*`: of the oldest entry delivered and not
+    acknowledged: its id, seconds since it was appended, who holds it, seconds since that lease was renewed."""
+
+    readers: str
+    consumers: int
+    pending: int
+    lag: int
+    oldest_id: str = ""
+    oldest_age_s: float = 0.0
+    oldest_owner: str = ""
+    oldest_idle_s: float = 0.0
+    oldest_deliveries: int = 0
+
+
+class StreamFacts(msgspec.Struct, frozen=True):
+    """One stream: entries on it, bytes not yet acknowledged (data streams), seconds since the newest append."""
+
+    name: str
+    writer: str
+    is_data: bool
+    length: int
+    n_bytes: int
+    newest_id: str = ""
+    newest_age_s: float = 0.0
+    readers: tuple[ReadersFacts, ...] = ()
+
+    @property
+    def pending(self) -> int:
+        return sum(r.pending for r in self.readers)
+
+    @property
+    def lag(self) -> int:
+        return sum(r.lag for r in self.readers)
+
+
+class ActorFacts(msgspec.Struct, frozen=True):
+    """One actor's last vitals, how old they are, and whether its process is there (None: on another host)."""
+
+    vitals: Vitals
+    age_s: float
+    process: bool | None
+
+    @property
+    def life(self) -> str:
+        """`alive`, `ended` (it said so), `late` (no heartbeat), or `dead` (no heartbeat and no process)."""
+        if self.vitals.state in ENDED:
+            return "ended"
+        if self.age_s <= LATE_S:
+            return "alive"
+        return "dead" if self.process is False else "late"
+
+
+class PolicyFacts(msgspec.Struct, frozen=True):
+    """Where training stands: steps done, newest version announced (id, step, seconds ago), who serves what."""
+
+    step: int = 0
+    step_age_s: float = 0.0
+    announced: int = -1
+    announced_step: int = -1
+    announced_age_s: float = 0.0
+    active: int = -1
+    active_step: int = -1
+    serving: dict[str, int] = {}
+    finished: bool = False
+    checkpoint_step: int = -1
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one instant, as far as two round trips are one."""
+
+    run: str
+    wall: float
+    streams: dict[str, StreamFacts]
+    actors: tuple[ActorFacts, ...]
+    ledger: dict[str, int]
+    open_groups: int
+    open_samples: int
+    policy: PolicyFacts
+    evals: dict[str, EvalDone]
+    knob_epoch: int
+
+    def of_role(self, role: str) -> list[ActorFacts]:
+        """Actors of one role, by name."""
+        return [a for a in self.actors if a.vitals.role == role]
+
+    @property
+    def roles_alive(self) -> set[str]:
+        return {a.vitals.role for a in self.actors if a.life == "alive"}
+
+
+async def read_snapshot(bus: Bus) -> Snapshot:
+    """Read everything. Raises BusUnreachable after the bus's deadline."""
+    keys = [bus.keys.stream(s.name) for s in STREAMS]
+    facts, small, n_bytes, vitals, policy, active, evals = await asyncio.gather(
+        bus.link.run("EVAL", _FACTS, len(keys), *keys),
+        bus.snapshot(),
+        bus.hash_of(bus.keys.in_flight_bytes),
+        bus.hash_of(bus.keys.vitals),
+        newest_heads(bus, POLICY, 64),
+        bus.last(ACTIVE, 8),
+        bus.last(EVAL_RESULTS, 8),
+    )
+    now = int(facts[0][0]) + int(facts[0][1]) / 1e6
+    wall = bus.clock.wall()
+    said = next((m for m in [await _readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
+    newest_evals: dict[str, EvalDone] = {}
+    for done in [await _readable(bus, e) for e in evals]:
+        if isinstance(done, EvalDone):
+            newest_evals.setdefault(done.name, done)
+    groups = [msgspec.msgpack.decode(raw, type=OpenGroup) for raw in small.open_groups.values()]
+    return Snapshot(
+        run=bus.config.run,
+        wall=wall,
+        streams={
+            stream.name: _stream(stream.name, stream.writer, stream.is_data, row, now, n_bytes.get(key, b"0"))
+            for stream, key, row in zip(STREAMS, keys, facts[1], strict=True)
+        },
+        actors=_actors(vitals, wall),
+        ledger=small.ledger,
+        open_groups=len(groups),
+        open_samples=sum(g.n_samples for g in groups),
+        policy=policy_facts(policy, said, now),
+        evals=newest_evals,
+        knob_epoch=int((small.state.get("knob_epoch") or "-1").partition(":")[0]),
+    )
+
+
+async def _readable(bus: Bus, entry: Any) -> Any:
+    try:
+        return await bus.message(entry)
+    except BadMessage:
+        return None  # whoever reads the stream for work reports it
+
+
+def _stream(name: str, writer: str, is_data: bool, row: Any, now: float, n_bytes: bytes) -> StreamFacts:
+    length, newest, groups = int(row[0]), _text(row[1]), row[2]
+    return StreamFacts(
+        name=name,
+        writer=writer,
+        is_data=is_data,
+        length=length,
+        n_bytes=max(0, int(n_bytes)) if is_data else 0,
+        newest_id=newest,
+        newest_age_s=max(0.0, now - wall_of(newest)) if newest else 0.0,
+        readers=tuple(_readers(group, length, now) for group in groups),
+    )
+
+
+def _readers(group: Any, length: int, now: float) -> ReadersFacts:
+    name, consumers, pending, lag, oldest = group
+    if int(lag) < 0:  # before Redis 7: acknowledged entries are deleted, so what is not pending waits for delivery
+        lag = max(0, length - int(pending))
+    facts = ReadersFacts(_text(name), int(consumers), int(pending), int(lag))
+    if not oldest:
+        return facts
+    return msgspec.structs.replace(
+        facts,
+        oldest_id=_text(oldest[0]),
+        oldest_age_s=max(0.0, now - wall_of(_text(oldest[0]))),
+        oldest_owner=_text(oldest[1]),
+        oldest_idle_s=int(oldest[2]) / 1000,
+        oldest_deliveries=int(oldest[3]),
+    )
+
+
+def _actors(raw: dict[str, bytes], wall: float) -> tuple[ActorFacts, ...]:
+    here = socket.gethostname()
+    found: list[ActorFacts] = []
+    for body in raw.values():
+        try:
+            vitals = msgspec.msgpack.decode(body, type=Vitals)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue  # of a release that speaks otherwise; it shows on the events stream as well
+        found.append(ActorFacts(vitals, max(0.0, wall - vitals.wall), exists(vitals.pid) if vitals.host == here else None))
+    return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
+
+
+ROLE_ORDER = {
+    role: n
+    for n, role in enumerate(
+        ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "launcher")
+    )
+}
+
+
+def exists(pid: int) -> bool:
+    """Whether a process with this id is on this host."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:
+    """Facts from the plain fields of the newest entries of `policy`, oldest first (pure)."""
+    facts: dict[str, Any] = {}
+    for head in sorted(heads, key=lambda h: order_of(h.id)):
+        age, number = max(0.0, now - head.wall), _number(head.sample)
+        match head.fields.get("type", ""):
+            case "policy.step" | "policy.restored":
+                facts |= {"step": number, "step_age_s": age, "finished": False}
+            case "policy.checkpointed":
+                facts |= {"checkpoint_step": number}
+            case "policy.finished":
+                facts |= {"finished": True}
+            case "policy.announced":
+                step = _number(head.fields.get("note", ""))
+                facts |= {"announced": number, "announced_age_s": age, "announced_step": step}
+    if said is not None:
+        facts |= {"active": said.version.id, "active_step": said.version.step, "serving": dict(said.serving)}
+    return PolicyFacts(**facts)
+
+
+def _number(text: str) -> int:
+    """The digits at the end of a header id such as `step12`; -1 without any."""
+    digits = text[len(text.rstrip("0123456789")) :]
+    return int(digits) if digits else -1
+
+
+def _text(value: bytes | str | int) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+__all__ = (
+    "ENDED",
+    "LATE_S",
+    "ActorFacts",
+    "PolicyFacts",
+    "ReadersFacts",
+    "Snapshot",
+    "StreamFacts",
+    "exists",
+    "policy_facts",
+    "read_snapshot",
+)

@@ -1,0 +1,185 @@
+"""Processes of a run on this host: started, watched, restarted, stopped by pid.
+
+Each actor is a process of its own session, so that Ctrl-C reaches the launcher alone, and survives the launcher: a
+launcher that was killed and started again adopts those that still run, recognised by their spec file's path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from actors.runtime.context import ActorSpec
+from bus import Clock
+from miles_async.launcher.restart import describe_exit, judge_exit
+
+
+class RunFailed(Exception):
+    """An actor could not be kept running; the text names the cause."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One actor: its spec, and the process that runs it now."""
+
+    spec: ActorSpec
+    pid: int = 0
+    process: asyncio.subprocess.Process | None = None
+    failures: list[float] = field(default_factory=list)
+    done: bool = False
+    essential: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+class Supervisor:
+    """Keeps a set of actors alive. `report` is called with (kind, text) for everything an operator should know."""
+
+    def __init__(self, run_dir: Path, clock: Clock, *, budget: int, threads: dict[str, int]) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._budget = budget
+        self._threads = threads
+        self.children: dict[str, Child] = {}
+        self.restarts = 0
+        self.notes: list[tuple[str, str]] = []
+        self._stopping = False
+        (run_dir / "actors").mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(exist_ok=True)
+
+    def add(self, spec: ActorSpec, *, essential: bool = True) -> Child:
+        """Take an actor into care; `watch` starts it."""
+        child = Child(spec, essential=essential)
+        self.children[spec.name] = child
+        self._spec_file(child).write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
+        self._spec_file(child).chmod(0o600)  # the bus address may hold a password
+        return child
+
+    def _spec_file(self, child: Child) -> Path:
+        return self._run_dir / "actors" / f"{child.name}.json"
+
+    def _pid_file(self, child: Child) -> Path:
+        return self._run_dir / "actors" / f"{child.name}.pid"
+
+    def log_file(self, child: Child) -> Path:
+        """Where an actor's stderr goes."""
+        return self._run_dir / "logs" / f"{child.name}.log"
+
+    async def _start(self, child: Child) -> None:
+        adopted = self._adopt(child)
+        if adopted:
+            child.pid, child.process = adopted, None
+            self.notes.append(("adopted", f"{child.name} (pid {adopted}) still runs"))
+            return
+        threads = str(self._threads.get(child.spec.role, 1))
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self.log_file(child).open("ab") as log:
+            child.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", f"actors.{child.spec.role}", str(self._spec_file(child).resolve())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+            )
+        child.pid = child.process.pid
+        self._pid_file(child).write_text(f"{child.pid}\n")
+
+    def _adopt(self, child: Child) -> int:
+        """Pid of a process of an earlier launcher that still runs this actor, 0 if none."""
+        try:
+            pid = int(self._pid_file(child).read_text())
+            command = psutil.Process(pid).cmdline()
+        except (OSError, ValueError, psutil.Error):
+            return 0
+        return pid if str(self._spec_file(child).resolve()) in command else 0
+
+    async def watch(self, child: Child) -> None:
+        """Start an actor and keep it until it is done; RunFailed when it cannot be kept."""
+        while not self._stopping:
+            began = self._clock.monotonic()
+            await self._start(child)
+            code = await self._wait(child)
+            self._pid_file(child).unlink(missing_ok=True)
+            if self._stopping:
+                child.done = True
+                return
+            now = self._clock.monotonic()
+            verdict = judge_exit(child.name, code, child.failures, now, self._budget)
+            if verdict.action == "done":
+                child.done = True
+                return
+            cause = self.last_words(child)
+            if verdict.action == "give_up":
+                child.done = True
+                raise RunFailed(f"{verdict.reason}: {cause}. Log: {self.log_file(child)}")
+            child.failures.append(now)
+            self.restarts += 1
+            text = f"{child.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
+            self.notes.append(("restart", text))
+            if verdict.after_s:
+                await self._clock.sleep(verdict.after_s)
+
+    async def _wait(self, child: Child) -> int | None:
+        if child.process is not None:
+            return await child.process.wait()
+        while psutil.pid_exists(child.pid) and self._adopt(child) == child.pid:
+            await self._clock.sleep(0.3)  # not our child: the kernel tells us nothing
+        return None
+
+    def last_words(self, child: Child) -> str:
+        """Last meaningful line of an actor's log."""
+        try:
+            lines = self.log_file(child).read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        for line in reversed(lines[-40:]):
+            if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
+                return line.strip()[:400]
+        return "no log line"
+
+    async def drain(self, *, timeout_s: float) -> list[str]:
+        """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter."""
+        self._stopping = True
+        living = [c for c in self.children.values() if c.pid and not c.done and _alive(c.pid)]
+        for child in living:
+            _signal(child.pid, signal.SIGTERM)
+        until = self._clock.monotonic() + timeout_s
+        while self._clock.monotonic() < until and any(_alive(c.pid) for c in living):
+            await self._clock.sleep(0.05)
+        late = [c for c in living if _alive(c.pid)]
+        for child in late:
+            _signal(child.pid, signal.SIGKILL)
+        return [c.name for c in late]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+__all__ = ("Child", "RunFailed", "Supervisor")

@@ -1,0 +1,306 @@
+"""Settings to process specs (pure): which actors run, under which names, with which start-up settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from actors.evaluator.actor import EvalSet, EvaluatorSpec
+from actors.filter.actor import FilterSpec
+from actors.generation.actor import GenerationSpec
+from actors.partial.actor import PartialSpec
+from actors.publisher.actor import PublisherSpec
+from actors.reward.actor import RewardSpec
+from actors.runtime.context import ActorSpec
+from actors.runtime.prompts import DataSpec
+from actors.sampler.actor import SamplerSpec
+from actors.trainer.actor import TrainerSpec
+from actors.trainer.backend import BackendConfig
+from actors.trainer.objective.config import ObjectiveConfig
+from bus import BusConfig
+from miles_async.settings.run import RunSettings
+
+NEVER = 1 << 40  # tokens: more than any sample has
+FILTERS = {None: "none", "check_reward_nonzero_std": "nonzero_std"}
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run lies on this host: resolved directories, and facts read from the model directory."""
+
+    run_dir: str
+    model_dir: str
+    weights_dir: str
+    blob_dir: str
+    stop_token_ids: tuple[int, ...]
+    num_rollout: int
+    fingerprint: str
+    reference_dir: str = ""
+
+
+def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
+    """How this run's actors reach the bus. Large bodies go to files only where all actors share the directory."""
+    return BusConfig(
+        url=url,
+        run=settings.launch.name,
+        blob_dir=place.blob_dir if settings.bus.bus_url is None else "",
+        lease_s=settings.bus.lease_s,
+        max_deliveries=settings.bus.max_deliveries,
+        inline_limit_bytes=settings.bus.inline_limit_bytes,
+        stream_max_bytes=settings.bus.stream_max_bytes,
+    )
+
+
+def objective_config(settings: RunSettings) -> ObjectiveConfig:
+    """The objective's settings from the GRPO group."""
+    g = settings.grpo
+    correction = {"rollout_logprobs": "none"}.get(g.off_policy_correction, g.off_policy_correction)
+    one_step = settings.grpo.num_steps_per_rollout == 1
+    proximal = "rollout" if g.use_rollout_logprobs else "current" if one_step else "recompute"
+    return ObjectiveConfig(
+        advantage_estimator=g.advantage_estimator,
+        rewards_normalization=not g.disable_rewards_normalization,
+        grpo_std_normalization=not g.disable_grpo_std_normalization,
+        normalize_advantages=g.normalize_advantages,
+        gamma=g.gamma,
+        lambd=g.lambd,
+        kl_coef=g.kl_coef,
+        eps_clip=g.eps_clip,
+        eps_clip_high=g.eps_clip_high,
+        eps_clip_c=g.eps_clip_c,
+        use_kl_loss=g.use_kl_loss,
+        kl_loss_coef=g.kl_loss_coef,
+        kl_loss_type=g.kl_loss_type,
+        use_unbiased_kl=g.use_unbiased_kl,
+        entropy_coef=g.entropy_coef,
+        proximal=proximal,  # type: ignore[arg-type]
+        correction=correction,
+        allow_no_correction=g.no_correction,
+        tis_clip=g.tis_clip,
+        tis_clip_low=g.tis_clip_low,
+        tis_level=g.tis_level,
+        tis_mode=g.tis_mode,
+        tis_upper_bound=g.tis_upper_bound,
+        tis_lower_bound=g.tis_lower_bound,
+        tis_batch_normalize=g.tis_batch_normalize if g.use_mis else False,
+        use_rs=g.use_rs,
+        rs_level=g.rs_level,
+        rs_upper_bound=g.rs_upper_bound if g.use_rs else None,
+        rs_lower_bound=g.rs_lower_bound if g.use_rs else None,
+        rs_veto_threshold=g.rs_veto_threshold,
+        use_opsm=g.use_opsm,
+        opsm_delta=g.opsm_delta,
+        reduction="per_token" if g.calculate_per_token_loss else "per_sample",
+    )
+
+
+def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
+    """The training backend's settings."""
+    o, p = settings.optimizer, settings.perf
+    return BackendConfig(
+        hf_checkpoint=place.model_dir,
+        ref_load=place.reference_dir,
+        dtype=settings.model.model_dtype,
+        threads=p.trainer_threads,
+        seed=settings.launch.seed,
+        objective=objective_config(settings),
+        max_tokens_per_gpu=p.max_tokens_per_gpu,
+        use_dynamic_batch_size=p.use_dynamic_batch_size,
+        micro_batch_size=p.micro_batch_size or 1,
+        num_steps_per_rollout=settings.grpo.num_steps_per_rollout,
+        optimizer=o.optimizer,
+        lr=o.lr,
+        min_lr=o.min_lr,
+        lr_decay_style=o.lr_decay_style,
+        lr_warmup_iters=o.lr_warmup_iters,
+        num_rollout=place.num_rollout,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        ref_update_interval=settings.grpo.ref_update_interval or 0,
+    )
+
+
+def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str, label_key: str | None) -> DataSpec:
+    """How to read one prompt file."""
+    r = settings.rollout
+    return DataSpec(
+        path=path,
+        input_key=input_key,
+        label_key=label_key or "",
+        metadata_key=r.metadata_key or "",
+        tokenizer_dir=place.model_dir,
+        apply_chat_template=r.apply_chat_template,
+        max_prompt_len=r.rollout_max_prompt_len or 0,
+    )
+
+
+def generation_spec(settings: RunSettings, place: Place, *, engine_url: str = "") -> GenerationSpec:
+    """One worker's settings; also what an elastic worker gets."""
+    s = settings.sglang
+    return GenerationSpec(
+        model_path=place.model_dir,
+        engine="external" if engine_url else s.engine,
+        engine_url=engine_url,
+        threads=settings.perf.engine_threads,
+        max_running=max(1, s.sglang_server_concurrency),
+        request_deadline_s=s.sglang_request_deadline_s,
+        token_deadline_s=s.engine_token_deadline_s,
+        boot_deadline_s=s.engine_boot_deadline_s,
+        mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
+    )
+
+
+def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
+    """(actor name, room, its spec) in the order of start."""
+    r, c = settings.rollout, settings.ckpt
+    lookahead = r.staleness_lookahead if r.staleness_policy == "wait" else 0
+    interval = r.update_weights_interval
+    rooms: list[tuple[str, str, Any]] = [
+        (
+            "trainer",
+            "trainer",
+            TrainerSpec(
+                backend=backend_config(settings, place),
+                weights_dir=place.weights_dir,
+                num_rollout=place.num_rollout,
+                save="" if c.no_save else str(c.save),
+                load="" if c.no_save and c.load is None else str(c.load or ""),
+                fingerprint=place.fingerprint,
+                keep_last=c.keep_last,
+                save_trigger_sentinel=c.save_trigger_sentinel or "",
+                update_weights_interval=interval,
+                lookahead=lookahead,
+                async_save=c.async_save,
+            ),
+        ),
+        ("publisher", "publisher", PublisherSpec(weights_dir=place.weights_dir)),
+        (
+            "sampler",
+            "sampler",
+            SamplerSpec(
+                data=data_spec(settings, place, path=r.prompt_data, input_key=r.input_key, label_key=r.label_key),
+                n_samples_per_prompt=r.n_samples_per_prompt,
+                num_rollout=place.num_rollout,
+                shuffle=r.rollout_shuffle,
+                stop_token_ids=place.stop_token_ids,
+                rm_type=r.rm_type or "",
+                top_k=r.rollout_top_k,
+                lookahead=lookahead,
+                update_weights_interval=interval,
+            ),
+        ),
+        ("filter", "filter", FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS))),
+        (
+            "partial",
+            "partial",
+            PartialSpec(
+                buffer_filter=r.buffer_filter_path or "fifo", mask_offpolicy=r.mask_offpolicy_in_partial_rollout
+            ),
+        ),
+    ]
+    reward = RewardSpec(
+        rm_type=r.rm_type or "",
+        custom_rm_path=r.custom_rm_path or "",
+        rm_url=r.rm_url or "",
+        reward_key=r.reward_key or "",
+        tokenizer_dir=place.model_dir,
+    )
+    rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
+    urls = settings.sglang.rollout_external_engine_addrs or [""] * settings.sglang.num_generation_workers
+    rooms += [
+        (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url)))
+        for i, url in enumerate(urls)
+    ]
+    if settings.eval.datasets:
+        rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
+    return rooms
+
+
+def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
+    e = settings.eval
+    return EvaluatorSpec(
+        sets=tuple(
+            EvalSet(
+                name=name,
+                data=data_spec(settings, place, path=path, input_key=e.eval_input_key, label_key=e.eval_label_key),
+            )
+            for name, path in dict(e.datasets).items()
+        ),
+        n_samples_per_prompt=e.n_samples_per_eval_prompt,
+        temperature=e.eval_temperature,
+        top_p=e.eval_top_p,
+        max_response_len=e.eval_max_response_len,
+        stop_token_ids=place.stop_token_ids,
+        rm_type=settings.rollout.rm_type or "",
+        before_train=not e.skip_eval_before_train,
+    )
+
+
+def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, role: str, room: Any) -> ActorSpec:
+    """One process's whole spec."""
+    return ActorSpec(
+        name=name,
+        role=role,
+        bus=bus,
+        run_seed=settings.rollout.rollout_seed,
+        heartbeat_s=settings.launch.heartbeat_s,
+        drain_timeout_s=settings.launch.drain_timeout_s,
+        run_dir=place.run_dir,
+        room=msgspec.to_builtins(room),
+    )
+
+
+def initial_knobs(settings: RunSettings) -> dict[str, Any]:
+    """Live values at epoch 0."""
+    r, g, o = settings.rollout, settings.grpo, settings.optimizer
+    return {
+        "rollout_batch_size": r.rollout_batch_size,
+        "over_sampling_batch_size": r.over_sampling_batch_size,
+        "max_weight_staleness": r.max_weight_staleness,
+        "staleness_policy": r.staleness_policy,
+        "rollout_temperature": r.rollout_temperature,
+        "rollout_top_p": r.rollout_top_p,
+        "rollout_max_response_len": r.rollout_max_response_len,
+        "partial_save_tokens": r.partial_save_tokens if r.partial_rollout else NEVER,
+        "max_tokens_per_slice": r.max_tokens_per_slice or 0,
+        "reward_timeout_s": r.reward_timeout_s,
+        "max_waves": r.max_waves or 0,
+        "dynamic_sampling_filter": FILTERS.get(r.dynamic_sampling_filter_path, r.dynamic_sampling_filter_path)
+        if r.dynamic_sampling_filter_path is None or "." not in r.dynamic_sampling_filter_path
+        else "none",
+        "lr": o.lr,
+        "clip_grad": o.clip_grad,
+        "eps_clip": g.eps_clip,
+        "eps_clip_high": g.eps_clip if g.eps_clip_high is None else g.eps_clip_high,
+        "kl_loss_coef": g.kl_loss_coef,
+        "entropy_coef": g.entropy_coef,
+        "tis_clip": g.tis_clip,
+        "sglang_server_concurrency": settings.sglang.sglang_server_concurrency,
+        "pause_generation_mode": settings.sglang.pause_generation_mode,
+        "save_interval": settings.ckpt.save_interval or 0,
+        "eval_interval": settings.eval.eval_interval or 0,
+        "global_batch_size": g.global_batch_size,
+        "n_samples_per_prompt": r.n_samples_per_prompt,
+        "num_steps_per_rollout": g.num_steps_per_rollout,
+        "update_weights_interval": r.update_weights_interval,
+        "staleness_lookahead": r.staleness_lookahead or 0,
+        "correction": g.off_policy_correction,
+        "no_correction": g.no_correction,
+        "use_kl_loss": g.use_kl_loss,
+        "has_eval_data": bool(settings.eval.datasets),
+        "rollout_max_context_len": r.rollout_max_context_len or 0,
+    }
+
+
+def _custom(path: str | None, builtin: dict[str | None, str]) -> str:
+    return path if path is not None and "." in path and path not in builtin else ""
+
+
+def _url(address: str) -> str:
+    return address if not address or "://" in address else f"http://{address}"
+
+
+__all__ = ("Place", "actor_spec", "bus_config", "generation_spec", "initial_knobs", "room_specs")

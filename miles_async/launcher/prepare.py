@@ -1,0 +1,185 @@
+"""What must be true before any process starts: model directory, place on disk, bus, knobs, identity, restored state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
+from actors.trainer.checkpoint import latest, read_bus_state, restore_bus
+from actors.trainer.saver import fingerprint_of
+from bus import Bus, BusConfig
+from bus.errors import BusRefused
+from bus.knobs.live import publish_initial
+from miles_async.launcher.plan import Place, generation_spec, initial_knobs
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.run import RunSettings
+
+
+def model_dir(settings: RunSettings, run_dir: Path) -> Path:
+    """The checkpoint directory; a builtin model is made once per seed and kept beside the runs."""
+    builtin = settings.model.builtin_name
+    if builtin is None:
+        return Path(settings.model.hf_checkpoint).resolve()
+    from miles_async.quickstart.model import make_model
+
+    directory = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}"
+    if not (directory / "model.safetensors").exists():
+        make_model(directory, seed=settings.launch.seed)
+    return directory.resolve()
+
+
+def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
+    """Stop ids of the settings and the end-of-sequence ids of the model."""
+    ids = list(settings.rollout.rollout_stop_token_ids or ())
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.exists():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            ids += eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+    return tuple(dict.fromkeys(ids))
+
+
+def shared_memory(run_dir: Path) -> Path:
+    """Directory for published weights: shared memory where the host has it, else the run directory."""
+    digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
+    root = Path("/dev/shm")
+    if root.is_dir() and os.access(root, os.W_OK):
+        return root / f"miles_async-{os.getuid()}-{digest}" / "weights"
+    return run_dir / "weights"
+
+
+def place_of(settings: RunSettings) -> Place:
+    """Resolve directories and derived facts; makes the builtin model if need be."""
+    run_dir = settings.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    directory = model_dir(settings, run_dir)
+    identity = {
+        "prompt_data": str(settings.rollout.prompt_data),
+        "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
+        "rollout_seed": settings.rollout.rollout_seed,
+        "rollout_shuffle": settings.rollout.rollout_shuffle,
+    }
+    return Place(
+        run_dir=str(run_dir.resolve()),
+        model_dir=str(directory),
+        reference_dir=str(Path(settings.ckpt.ref_load).resolve()) if settings.ckpt.ref_load else "",
+        weights_dir=str(shared_memory(run_dir)),
+        blob_dir=str((run_dir / "blobs").resolve()),
+        stop_token_ids=stop_tokens(settings, directory),
+        num_rollout=num_rollout(settings, directory),
+        fingerprint=fingerprint_of(identity),
+    )
+
+
+def num_rollout(settings: RunSettings, directory: Path) -> int:
+    """Steps of the run: given, or epochs times prompts over batch size."""
+    r = settings.rollout
+    if r.num_rollout is not None:
+        return int(r.num_rollout)
+    spec = DataSpec(
+        path=r.prompt_data,
+        input_key=r.input_key,
+        label_key=r.label_key or "",
+        tokenizer_dir=str(directory),
+        apply_chat_template=r.apply_chat_template,
+        max_prompt_len=r.rollout_max_prompt_len or 0,
+    )
+    prompts, _ = load_prompts(spec)
+    steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
+    if steps < 1:
+        raise SettingsError(
+            f"{len(prompts)} prompts make no batch of {r.rollout_batch_size}",
+            field="num_epoch",
+            value=r.num_epoch,
+            remedy="Lower --rollout-batch-size or raise --num-epoch.",
+        )
+    return steps
+
+
+def token_counter(directory: Path, *, apply_chat_template: bool) -> Any:
+    """Tokens of one prompt value, for the length check."""
+    tokenizer = Tokenizer(str(directory), apply_chat_template=apply_chat_template)
+    return lambda prompt: len(tokenizer.encode(prompt)[1])
+
+
+async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
+    """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
+    notes: list[str] = []
+    await claim_identity(bus, settings, place)
+    await bus.make_readers()
+    load = Path(settings.ckpt.load) if settings.ckpt.load and not settings.ckpt.no_save else None
+    step = latest(load) if load is not None else None
+    knobs = initial_knobs(settings)
+    if load is not None and step is not None:
+        state = read_bus_state(load, step, run=settings.launch.name, fingerprint=place.fingerprint)
+        if await restore_bus(bus, state):
+            known = {name: value for name, value in state.knobs.items() if name in knobs}
+            knobs |= known
+            notes.append(
+                f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups "
+                "are issued again"
+            )
+    differences = await publish_initial(bus, knobs)
+    notes += [f"knob kept from the run: {text}" for text in differences]
+    return notes
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is, for whoever joins it: elastic workers and rerun commands."""
+
+    run: str
+    fingerprint: str
+    worker: dict[str, Any]
+    bus: dict[str, Any]
+    run_seed: int
+    heartbeat_s: float
+    drain_timeout_s: float
+    run_dir: str
+
+
+async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
+    """Write what this run is, or refuse a bus that holds another run of the same name."""
+    identity = Identity(
+        run=settings.launch.name,
+        fingerprint=place.fingerprint,
+        worker=msgspec.to_builtins(generation_spec(settings, place)),
+        bus=msgspec.to_builtins(msgspec.structs.replace(bus.config, url="")),
+        run_seed=settings.rollout.rollout_seed,
+        heartbeat_s=settings.launch.heartbeat_s,
+        drain_timeout_s=settings.launch.drain_timeout_s,
+        run_dir=place.run_dir,
+    )
+    present = await bus.link.run("GET", bus.keys.identity)
+    if present is not None:
+        known = msgspec.json.decode(present, type=Identity)
+        if known.fingerprint != place.fingerprint:
+            raise SettingsError(
+                f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
+                field="name",
+                value=settings.launch.name,
+                remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
+            )
+    await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
+
+
+async def read_identity(bus: Bus) -> Identity:
+    """What run this is; BusRefused when there is none of that name."""
+    raw = await bus.link.run("GET", bus.keys.identity)
+    if raw is None:
+        raise BusRefused(
+            f"no run {bus.config.run!r} on {bus.config.url}. Start it with `miles-async train`, or name another --run."
+        )
+    return msgspec.json.decode(raw, type=Identity)
+
+
+
+
+def bus_of(identity: Identity, url: str) -> BusConfig:
+    """Bus settings of a joined run, at the address the joiner uses."""
+    return msgspec.structs.replace(msgspec.convert(identity.bus, BusConfig), url=url)

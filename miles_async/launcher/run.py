@@ -1,0 +1,150 @@
+"""`miles-async train`: check, start the bus, start the actors, keep them, end with a summary and a report.
+
+Shutdown, in order: 1 trainer and evaluator are done, or the operator asks · 2 SIGTERM to all actors, which drain ·
+3 the console and the recorder stop · 4 the embedded Redis stops (its append-only file stays) · 5 report and summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from actors.reward.scorer import SCORERS
+from bus import Bus, SystemClock
+from bus.messages.policy import Finished
+from bus.server.checks import check_server, connect
+from bus.server.embedded import EmbeddedRedis
+from bus.topology import POLICY
+from miles_async.console.live import run_console
+from miles_async.console.recorder import Recorder
+from miles_async.console.report import write_report
+from miles_async.launcher.local import RunFailed, Supervisor
+from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.prepare import place_of, prepare_bus, token_counter
+from miles_async.settings.checks import preflight
+from miles_async.settings.dump import dump_toml
+from miles_async.settings.run import RunSettings
+from miles_async.settings.runs import write_run_file
+
+
+def train(settings: RunSettings) -> int:
+    """Run to the end; exit status 0 done or drained, 1 failed."""
+    names = {"rm_type": tuple(SCORERS)}
+    preflight(settings, shipped=names)
+    place = place_of(settings)
+    counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
+    preflight(settings, shipped=names, count_tokens=counter)
+    run_dir = Path(place.run_dir)
+    (run_dir / "settings.toml").write_text(dump_toml(settings))
+    return uvloop.run(_train(settings, place, run_dir))
+
+
+async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
+    embedded: EmbeddedRedis | None = None
+    url = settings.bus.bus_url
+    if url is None:
+        embedded = EmbeddedRedis(run_dir)
+        await asyncio.to_thread(embedded.start)
+        url = embedded.url
+    try:
+        client = connect(url)
+        try:
+            facts = await check_server(client, url=url)
+        finally:
+            await client.aclose()
+        for warning in facts.warnings:
+            print(f"note: {warning}", file=sys.stderr)
+        write_run_file(run_dir, run=settings.launch.name, bus_url=url)
+        async with Bus(bus_config(settings, url, place)) as bus:
+            for note in await prepare_bus(bus, settings, place):
+                print(f"note: {note}", file=sys.stderr)
+            status = await _supervise(settings, place, bus, run_dir, embedded)
+    finally:
+        if embedded is not None:
+            await asyncio.to_thread(embedded.stop)
+    if settings.launch.report:
+        report = await asyncio.to_thread(write_report, run_dir)
+        print(f"report: {report}")
+    return status
+
+
+async def _supervise(
+    settings: RunSettings, place: Place, bus: Bus, run_dir: Path, embedded: EmbeddedRedis | None
+) -> int:
+    supervisor = Supervisor(
+        run_dir,
+        SystemClock(),
+        budget=settings.launch.restart_budget,
+        threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
+    )
+    for name, role, room in room_specs(settings, place):
+        supervisor.add(actor_spec(settings, place, bus.config, name, role, room))
+    (run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    stop = asyncio.Event()
+    recorder = Recorder(bus, run_dir)
+    failure = ""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(recorder.follow(stop))
+        tasks.create_task(
+            run_console(bus, mode=settings.launch.console, total_steps=place.num_rollout, run_dir=run_dir, stop=stop)
+        )
+        if embedded is not None:
+            tasks.create_task(_keep_redis(embedded, stop))
+        watches = {name: asyncio.create_task(supervisor.watch(c)) for name, c in supervisor.children.items()}
+        try:
+            failure = await _until_over(watches, asked)
+        finally:
+            late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0)
+            await asyncio.gather(*watches.values(), return_exceptions=True)
+            stop.set()
+    last = await bus.last(POLICY)
+    finished = bool(last) and isinstance(await bus.message(last[0]), Finished)
+    for name in late:
+        print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
+    if failure:
+        print(f"miles-async: run {settings.launch.name} ended: {failure}", file=sys.stderr)
+        return 1
+    if not finished:
+        print(f"run {settings.launch.name} stopped; the same command goes on from its last checkpoint")
+    return 0
+
+
+async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Event) -> str:
+    """Waits for trainer and evaluator to be done, for a failure, or for the operator. Returns the failure, or ''."""
+    wanted = {name for name in watches if name in ("trainer", "evaluator")}
+    asking = asyncio.create_task(asked.wait())
+    try:
+        while True:
+            await asyncio.wait([asking, *watches.values()], return_when=asyncio.FIRST_COMPLETED)
+            for name, task in list(watches.items()):
+                if task.done():
+                    error = task.exception()
+                    if isinstance(error, RunFailed):
+                        return str(error)
+                    if error is not None:
+                        raise error
+                    wanted.discard(name)
+                    del watches[name]
+            if asked.is_set() or not wanted:
+                return ""
+    finally:
+        asking.cancel()
+
+
+async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:
+    """Start the embedded server again when it died; its append-only file brings the streams back."""
+    while not stop.is_set():
+        try:
+            await asyncio.wait_for(stop.wait(), 0.2)
+        except TimeoutError:
+            if not await asyncio.to_thread(embedded.is_alive):
+                await asyncio.to_thread(embedded.start)

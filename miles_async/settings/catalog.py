@@ -1,0 +1,160 @@
+"""Every settings field with its name, table, type, default and documentation, read off the group structs.
+
+The one source for flags, help text, `--dry-run`, unknown-name suggestions and the list of live fields.
+Field names are unique over all groups, because each is also a flag.
+"""
+
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from miles_async.settings.run import RunSettings
+
+Kind = Literal["bool", "int", "float", "str", "choice", "list"]
+NO_DEFAULT = msgspec.NODEFAULT
+
+_KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", str: "str"}
+_HINTS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
+_PLURALS = {"int": "whole numbers", "str": "strings"}
+
+
+class Shape(NamedTuple):
+    """What an annotation says: kind of value, kind of list items, whether it may be unset, choices, bounds."""
+
+    kind: Kind
+    item: Kind
+    optional: bool
+    choices: tuple[str, ...]
+    bounds: msgspec.Meta | None
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One settings field. `type` is its annotation with bounds, as msgspec converts to it."""
+
+    name: str
+    group: str
+    type: Any
+    default: Any
+    shape: Shape
+    meta: msgspec.Meta
+
+    @property
+    def kind(self) -> Kind:
+        return self.shape.kind
+
+    @property
+    def optional(self) -> bool:
+        return self.shape.optional
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def negative_flag(self) -> str | None:
+        """`--no-use-tis` for `--use-tis`; None for other kinds and for names that are negations already."""
+        return "--no-" + self.flag[2:] if self.kind == "bool" and not self.name.startswith("no_") else None
+
+    @property
+    def text(self) -> str:
+        return self.meta.description or ""
+
+    @property
+    def unit(self) -> str:
+        return str((self.meta.extra or {})["unit"])
+
+    @property
+    def derived(self) -> str:
+        """The rule that fills the field in when it is not given, or the empty string."""
+        return str((self.meta.extra or {})["derived"])
+
+    @property
+    def live(self) -> bool:
+        return bool((self.meta.extra or {})["live"])
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return tuple((self.meta.extra or {})["aliases"])
+
+    @property
+    def required(self) -> bool:
+        return self.default is NO_DEFAULT and not self.derived
+
+    @property
+    def expected(self) -> str:
+        """What a value must look like, for error messages."""
+        shape = self.shape
+        if shape.kind == "choice":
+            return "one of " + ", ".join(shape.choices)
+        if shape.kind == "list":
+            return f"a list of {_PLURALS[shape.item]}"
+        bounds = _bounds(shape.bounds or self.meta)
+        return f"{_HINTS[shape.kind]} {bounds}".rstrip()
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+    return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
+
+
+def _shape(annotation: Any) -> Shape:
+    """The shape of a field's type without its documentation."""
+    optional = False
+    bounds = None
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
+        if len(arms) != 1:
+            raise TypeError(f"settings fields have one type, got {annotation}")
+        annotation, optional = arms[0], True
+    if typing.get_origin(annotation) is Annotated:
+        annotation, bounds = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return Shape("choice", "str", optional, typing.get_args(annotation), bounds)
+    if origin is tuple:
+        return Shape("list", "int" if typing.get_args(annotation)[0] is int else "str", optional, (), bounds)
+    kind = _KINDS[annotation]
+    return Shape(kind, kind, optional, (), bounds)
+
+
+@cache
+def catalog() -> dict[str, FieldSpec]:
+    """Field name -> spec, in the order of the groups and of the fields in them."""
+    specs: dict[str, FieldSpec] = {}
+    for table in msgspec.structs.fields(RunSettings):
+        for field in msgspec.structs.fields(table.type):
+            bare, meta = typing.get_args(field.type)
+            spec = FieldSpec(field.name, table.name, field.type, field.default, _shape(bare), meta)
+            if field.name in specs:
+                raise TypeError(f"field {field.name} stands in [{specs[field.name].group}] and [{table.name}]")
+            specs[field.name] = spec
+    return specs
+
+
+@cache
+def groups() -> dict[str, tuple[FieldSpec, ...]]:
+    """TOML table name -> its fields."""
+    tables: dict[str, list[FieldSpec]] = {}
+    for spec in catalog().values():
+        tables.setdefault(spec.group, []).append(spec)
+    return {name: tuple(specs) for name, specs in tables.items()}
+
+
+@cache
+def names() -> dict[str, FieldSpec]:
+    """Every accepted field name, aliases included -> spec."""
+    found = dict(catalog())
+    for spec in catalog().values():
+        for alias in spec.aliases:
+            found[alias] = spec
+    return found
+
+
+def live_fields() -> tuple[str, ...]:
+    """Names of the fields that may be patched while the run goes on."""
+    return tuple(spec.name for spec in catalog().values() if spec.live)

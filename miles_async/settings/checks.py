@@ -1,0 +1,180 @@
+"""Preflight: the settings against the outside, before any model loads and any process starts.
+
+Reads files and asks the probes it is given; changes nothing. Every failure is a SettingsError, one line.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_async.settings.catalog import catalog
+from miles_async.settings.data_checks import DataInfo, check_prompt_data
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.run import RunSettings
+
+Probe = Callable[[RunSettings], None]
+CountTokens = Callable[[Any], int]
+CHECKPOINT_FILES = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin)."""
+
+    prompts: DataInfo
+    held_out: Mapping[str, DataInfo]
+    model_context: int | None
+
+
+def preflight(
+    settings: RunSettings,
+    *,
+    shipped: Mapping[str, Collection[str]] | None = None,
+    builtin_models: Collection[str] = ("arithmetic",),
+    count_tokens: CountTokens | None = None,
+    probes: Iterable[Probe] = (),
+) -> Preflight:
+    """Check data, model directory, names and the outside, in this order.
+
+    shipped: settings field -> names that this build offers for it, e.g. {"rm_type": (...)}.
+    count_tokens: tokens of one value of input_key; when given, prompts longer than the context are refused.
+    probes: further checks that raise SettingsError (ports, bus).
+    """
+    for field, valid in (shipped or {}).items():
+        check_shipped_name(settings, field, valid)
+    context = check_model(settings, builtin_models)
+    prompts, held_out = check_data(settings)
+    if count_tokens is not None:
+        check_prompt_lengths(settings, prompts, count_tokens, context)
+    for probe in probes:
+        probe(settings)
+    return Preflight(prompts, held_out, context)
+
+
+def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]) -> None:
+    """The field's value is unset, a dotted path of the user's, or one of the names that are shipped."""
+    value = getattr(getattr(settings, catalog()[field].group), field)
+    if value is None or value in valid or "." in value:
+        return
+    close = nearest(value, valid)
+    known = f"Valid names: {', '.join(sorted(valid))}."
+    raise SettingsError("unknown name", field=field, value=value, remedy=f"{close} {known}".strip())
+
+
+def check_model(settings: RunSettings, builtin_models: Collection[str]) -> int | None:
+    """The model's context in tokens, or None for a builtin model."""
+    builtin = settings.model.builtin_name
+    if builtin is not None:
+        if builtin not in builtin_models:
+            raise SettingsError(
+                "no such builtin model",
+                field="hf_checkpoint",
+                value=settings.model.hf_checkpoint,
+                remedy=f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(builtin_models))}.",
+            )
+        context = None
+    else:
+        config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
+        context = config.get("max_position_embeddings")
+        context = context if isinstance(context, int) else None
+    _check_reference(settings)
+    if context is not None:
+        _check_lengths(settings, context)
+    return context
+
+
+def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKPOINT_FILES) -> dict[str, Any]:
+    """A local Hugging Face directory; returns its config.json."""
+    path = Path(text)
+    if not path.is_dir():
+        problem = "not a directory" if path.exists() else f"no such directory (looked in {Path.cwd()})"
+        raise SettingsError(
+            problem, field=field, value=text, remedy="Give a downloaded Hugging Face directory or builtin:arithmetic."
+        )
+    for name in needed:
+        if not (path / name).is_file():
+            raise SettingsError(
+                f"the directory has no {name}",
+                field=field,
+                value=text,
+                remedy=f"Give a directory with {', '.join(needed)}.",
+            )
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"config.json cannot be read: {error}", field=field, value=text) from None
+    if not isinstance(config, dict):
+        raise SettingsError("config.json is not a JSON object", field=field, value=text)
+    return config
+
+
+def _check_reference(settings: RunSettings) -> None:
+    ref = settings.ckpt.ref_load
+    builtin = ref.startswith("builtin:")
+    if settings.grpo.needs_reference and ref != settings.model.hf_checkpoint and not builtin and not Path(ref).is_dir():
+        raise SettingsError("no such directory", field="ref_load", value=ref, remedy="A KL term needs the reference.")
+
+
+def _check_lengths(settings: RunSettings, context: int) -> None:
+    for field, length in (
+        ("rollout_max_context_len", settings.rollout.rollout_max_context_len),
+        ("rollout_max_response_len", settings.rollout.rollout_max_response_len + 1),
+        ("eval_max_response_len", settings.eval.eval_max_response_len + 1),
+    ):
+        if length is not None and length > context:
+            shown = length if field == "rollout_max_context_len" else length - 1
+            raise SettingsError(
+                f"the model's context (max_position_embeddings in config.json) is {context} tokens, prompt included",
+                field=field,
+                value=shown,
+                remedy=f"Set it to at most {context if shown == length else context - 1}.",
+            )
+
+
+def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
+    """Training prompts and every held-out set."""
+    r, e = settings.rollout, settings.eval
+    keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
+    prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys)
+    if r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
+        raise SettingsError(
+            f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
+            field="rollout_batch_size",
+            value=r.rollout_batch_size,
+            remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
+        )
+    eval_keys = {"eval_input_key": e.eval_input_key, "eval_label_key": e.eval_label_key}
+    held_out = {
+        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys)
+        for name, path in (e.datasets if e.eval_interval is not None else ())
+    }
+    return prompts, held_out
+
+
+def check_prompt_lengths(
+    settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None
+) -> None:
+    """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out."""
+    r = settings.rollout
+    limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
+    context = min(limits, default=None)
+    lengths = [count_tokens(row[r.input_key]) for row in prompts.head]
+    if r.rollout_max_prompt_len is not None:
+        lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
+        if not lengths:
+            raise SettingsError(
+                f"every prompt checked in {r.prompt_data} is longer",
+                field="rollout_max_prompt_len",
+                value=r.rollout_max_prompt_len,
+                remedy="Raise it.",
+            )
+    longest = max(lengths)
+    if context is not None and longest >= context:
+        raise SettingsError(
+            f"a prompt of {longest} tokens leaves no room for a response in a context of {context}",
+            field="prompt_data",
+            value=r.prompt_data,
+            remedy=f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out.",
+        )

@@ -1,0 +1,110 @@
+"""(pure) Fields that follow from others. Each function sees the values given so far and returns the missing one.
+
+Nothing here looks at the outside. Order matters only where a derivation reads a derived field.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from miles_async.settings.errors import SettingsError
+
+Values = dict[str, Any]
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
+
+
+def solve_four_knobs(
+    *,
+    rollout_batch_size: int,
+    n_samples_per_prompt: int,
+    global_batch_size: int | None,
+    num_steps_per_rollout: int | None,
+) -> tuple[int, int]:
+    """(global_batch_size, num_steps_per_rollout) such that rbs * n = gbs * steps, or SettingsError.
+
+    Neither given: one step over all samples. One given: the other follows, and must be whole.
+    """
+    total = rollout_batch_size * n_samples_per_prompt
+    product = f"rollout_batch_size * n_samples_per_prompt = {rollout_batch_size} * {n_samples_per_prompt} = {total}"
+    if global_batch_size is None:
+        steps = num_steps_per_rollout or 1
+        if total % steps:
+            raise SettingsError(
+                f"{product} does not divide into {steps} steps",
+                field="num_steps_per_rollout",
+                value=steps,
+                remedy=f"Set num_steps_per_rollout to a divisor of {total}, e.g. {_divisor(total, steps)}.",
+            )
+        return total // steps, steps
+    if num_steps_per_rollout is None:
+        if total % global_batch_size:
+            raise SettingsError(
+                f"{product} is not a multiple of it",
+                field="global_batch_size",
+                value=global_batch_size,
+                remedy=f"Set global_batch_size to a divisor of {total}, e.g. {_divisor(total, global_batch_size)}.",
+            )
+        return global_batch_size, total // global_batch_size
+    if global_batch_size * num_steps_per_rollout != total:
+        raise SettingsError(
+            f"global_batch_size * num_steps_per_rollout = {global_batch_size} * {num_steps_per_rollout} = "
+            f"{global_batch_size * num_steps_per_rollout}, but {product}",
+            field="global_batch_size",
+            value=global_batch_size,
+            remedy="Leave out global_batch_size or num_steps_per_rollout, and it follows.",
+        )
+    return global_batch_size, num_steps_per_rollout
+
+
+def _divisor(total: int, near: int) -> int:
+    """The largest divisor of `total` not above `near`."""
+    return next(d for d in range(min(near, total), 0, -1) if total % d == 0)
+
+
+def _workers(v: Values) -> int:
+    return len(v["rollout_external_engine_addrs"]) if v["engine"] == "external" else 2
+
+
+def _lookahead(v: Values) -> int:
+    return int(v["rollout_batch_size"]) if v["max_weight_staleness"] > 0 else 1
+
+
+# field -> how it follows. Read by `fill` in this order.
+DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
+    ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
+    ("load", lambda v: v["save"]),
+    ("ref_load", lambda v: v["hf_checkpoint"]),
+    ("over_sampling_batch_size", lambda v: v["rollout_batch_size"]),
+    ("dynamic_sampling_filter_path", lambda v: KEEP_ALL if v["n_samples_per_prompt"] == 1 else NONZERO_STD),
+    ("staleness_lookahead", _lookahead),
+    ("eval_input_key", lambda v: v["input_key"]),
+    ("eval_label_key", lambda v: v["label_key"]),
+    ("eval_temperature", lambda v: v["rollout_temperature"]),
+    ("eval_top_p", lambda v: v["rollout_top_p"]),
+    ("eval_max_response_len", lambda v: v["rollout_max_response_len"]),
+    ("log_probs_max_tokens_per_gpu", lambda v: v["max_tokens_per_gpu"]),
+    ("eps_clip_high", lambda v: v["eps_clip"]),
+    ("tis_lower_bound", lambda v: 1.0 / v["tis_upper_bound"]),
+    ("rs_lower_bound", lambda v: v["tis_lower_bound"]),
+    ("rs_upper_bound", lambda v: v["tis_upper_bound"]),
+    ("disable_grpo_std_normalization", lambda v: v["n_samples_per_prompt"] == 1),
+    ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
+    ("num_generation_workers", _workers),
+)
+
+
+def fill(given: Values, defaults: Values, *, run_name: str) -> Values:
+    """All fields: `given` over `defaults` over derivations. Raises SettingsError when the four knobs disagree."""
+    values = {**defaults, **given}
+    values.setdefault("name", run_name)
+    values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
+    values["global_batch_size"], values["num_steps_per_rollout"] = solve_four_knobs(
+        rollout_batch_size=values["rollout_batch_size"],
+        n_samples_per_prompt=values["n_samples_per_prompt"],
+        global_batch_size=given.get("global_batch_size"),
+        num_steps_per_rollout=given.get("num_steps_per_rollout"),
+    )
+    for name, derive in DERIVATIONS:
+        if name not in values:
+            values[name] = derive(values)
+    return values

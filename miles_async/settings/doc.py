@@ -1,0 +1,41 @@
+"""`doc(...)`: what a settings field means, kept beside its type so that help, checks and knobs read one source.
+
+Every group is a frozen, closed struct (unknown keys are typos and therefore errors). A field without a default is
+either required or derived from others; a derived field says from what, and is always filled in a resolved RunSettings.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+# An optional field carries its bounds on the inner type: msgspec does not take bounds on a union.
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One TOML table and one section of the help text."""
+
+
+def doc(
+    text: str,
+    *,
+    unit: str = "",
+    derived: str = "",
+    live: bool = False,
+    aliases: tuple[str, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> msgspec.Meta:
+    """Metadata of one field.
+
+    text: what it is and when to change it.    unit: of the value, as shown in help.
+    derived: the rule that fills it in when it is not given.    live: may be patched while the run goes on.
+    aliases: other names it is accepted under.    ge, gt, le, lt: bounds, checked by msgspec.
+    """
+    extra: dict[str, Any] = {"unit": unit, "derived": derived, "live": live, "aliases": aliases}
+    bounds: dict[str, Any] = {
+        name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None
+    }
+    return msgspec.Meta(description=text, extra=extra, **bounds)

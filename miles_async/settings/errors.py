@@ -1,0 +1,44 @@
+"""What a user did wrong in a settings file, a flag or the outside world, as one line.
+
+A SettingsError ends the command with exit status 2 and no traceback: it is raised only before a run starts.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+_NO_VALUE = object()
+
+
+class SettingsError(ValueError):
+    """A setting that must not be used. The text is one line: field, value, rule, remedy."""
+
+    exit_status = 2
+
+    def __init__(self, problem: str, *, field: str = "", value: object = _NO_VALUE, remedy: str = "") -> None:
+        self.field = field
+        shown = "" if value is _NO_VALUE else f" = {show(value)}"
+        head = f"{field}{shown}: " if field else ""
+        tail = f" {remedy}" if remedy else ""
+        super().__init__(" ".join(f"{head}{problem.rstrip('.')}.{tail}".split("\n")))
+
+
+def show(value: object) -> str:
+    """A value as the user would write it, cut to one readable piece."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "(unset)"
+    text = repr(list(value)) if isinstance(value, tuple) else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A sentence naming the valid name closest to `name`, or the empty string when none is close."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    items = list(names)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} or {items[-1]}"

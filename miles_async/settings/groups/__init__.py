@@ -1,0 +1,25 @@
+"""The ten argument groups, one file each."""
+
+from miles_async.settings.groups.bus import BusSettings
+from miles_async.settings.groups.ckpt import CkptSettings
+from miles_async.settings.groups.eval import EvalSettings
+from miles_async.settings.groups.grpo import GrpoSettings
+from miles_async.settings.groups.launch import LaunchSettings
+from miles_async.settings.groups.model import ModelSettings
+from miles_async.settings.groups.optimizer import OptimizerSettings
+from miles_async.settings.groups.perf import PerfSettings
+from miles_async.settings.groups.rollout import RolloutSettings
+from miles_async.settings.groups.sglang import SglangSettings
+
+__all__ = (
+    "BusSettings",
+    "CkptSettings",
+    "EvalSettings",
+    "GrpoSettings",
+    "LaunchSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PerfSettings",
+    "RolloutSettings",
+    "SglangSettings",
+)

@@ -1,0 +1,27 @@
+"""BUS: the Redis that carries every message of the run."""
+
+from typing import Annotated
+
+from miles_async.settings.doc import Group, doc
+
+
+class BusSettings(Group, frozen=True, kw_only=True):
+    """The Redis of the run and its bounds."""
+
+    bus_url: Annotated[
+        str | None,
+        doc("redis://, rediss:// or unix:// address of your Redis. Unset: the run starts a private server."),
+    ] = None
+    lease_s: Annotated[
+        float,
+        doc("A reader that does not renew its lease for so long loses the entry to a peer.", unit="seconds", gt=0),
+    ] = 6.0
+    max_deliveries: Annotated[
+        int, doc("Deliveries of one entry before it becomes a dead letter.", unit="deliveries", ge=1)
+    ] = 5
+    stream_max_bytes: Annotated[
+        int, doc("Most unacknowledged bytes on one stream; then its writers wait. 0: no bound.", unit="bytes", ge=0)
+    ] = 2 << 30
+    inline_limit_bytes: Annotated[
+        int, doc("Message bodies above this size travel as blobs.", unit="bytes", ge=256, le=16 << 20)
+    ] = 128 << 10

@@ -1,0 +1,56 @@
+"""CKPT: where training state is written, how often, and what a run starts from."""
+
+from typing import Annotated
+
+from miles_async.settings.doc import Group, doc
+
+
+class CkptSettings(Group, frozen=True, kw_only=True):
+    """Checkpoints written and read."""
+
+    load: Annotated[
+        str,
+        doc(
+            "Parent directory of the checkpoint to resume from; latest_checkpointed_iteration.txt in it selects the "
+            "step. Empty or missing directory: start from ref_load. Equal to save, so the same command resumes.",
+            derived="save",
+        ),
+    ]
+    save: Annotated[
+        str,
+        doc("Parent directory of the checkpoints that this run writes.", derived="<runs_dir>/<name>/checkpoints"),
+    ]
+    no_save: Annotated[bool, doc("Write no checkpoints: a run that is stopped starts again from the beginning.")] = (
+        False
+    )
+    save_interval: Annotated[
+        int,
+        doc(
+            "Rollouts between checkpoints; the last rollout is always saved.",
+            unit="rollouts",
+            live=True,
+            ge=1,
+        ),
+    ] = 10
+    keep_last: Annotated[int, doc("Newest checkpoints kept on disk; older ones are removed.", unit="count", ge=1)] = 3
+    async_save: Annotated[bool, doc("Write checkpoints beside training instead of between two steps.")] = True
+    ref_load: Annotated[
+        str,
+        doc(
+            "Checkpoint of the frozen reference policy, a directory or builtin name; read only when a KL term is on, "
+            "and the starting point when load holds nothing.",
+            derived="hf_checkpoint",
+        ),
+    ]
+    save_trigger_sentinel: Annotated[
+        str | None,
+        doc("Path of a file; when it exists at the end of a step a checkpoint is saved and the file is removed."),
+    ] = None
+    save_debug_rollout_data: Annotated[
+        str | None,
+        doc("Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay."),
+    ] = None
+    load_debug_rollout_data: Annotated[
+        str | None,
+        doc("Path pattern with {rollout_id}: the trainer takes recorded batches from there instead of rollouts."),
+    ] = None

@@ -1,0 +1,39 @@
+"""EVAL: held-out problems, answered by the serving engines while training goes on."""
+
+from typing import Annotated
+
+from miles_async.settings.doc import Group, PositiveInt, doc
+
+
+class EvalSettings(Group, frozen=True, kw_only=True):
+    """Evaluation during the run."""
+
+    eval_interval: Annotated[
+        PositiveInt | None,
+        doc(
+            "Rollouts between evaluations; the last rollout is always evaluated. Unset: no evaluation.",
+            unit="rollouts",
+            live=True,
+        ),
+    ] = None
+    eval_prompt_data: Annotated[
+        tuple[str, ...],
+        doc("Held-out prompts: pairs of name and path, space separated, or one path (named eval)."),
+    ] = ()
+    eval_input_key: Annotated[str, doc("Column with the prompt in eval_prompt_data.", derived="input_key")]
+    eval_label_key: Annotated[str | None, doc("Column with the answer in eval_prompt_data.", derived="label_key")]
+    n_samples_per_eval_prompt: Annotated[int, doc("Samples per held-out prompt.", unit="samples", ge=1)] = 1
+    eval_temperature: Annotated[
+        float, doc("Sampling temperature in evaluation; 0 is greedy.", derived="rollout_temperature", ge=0, le=100)
+    ]
+    eval_top_p: Annotated[float, doc("Nucleus mass in evaluation.", derived="rollout_top_p", gt=0, le=1)]
+    eval_max_response_len: Annotated[
+        int, doc("Most tokens per evaluated sample.", unit="tokens", derived="rollout_max_response_len", ge=1)
+    ]
+    skip_eval_before_train: Annotated[bool, doc("Leave out the evaluation before the first rollout.")] = False
+
+    @property
+    def datasets(self) -> tuple[tuple[str, str], ...]:
+        """(name, path) of each held-out data set, in the order given."""
+        data = self.eval_prompt_data
+        return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))

@@ -1,0 +1,142 @@
+"""GRPO: the objective. Advantages, policy loss, KL terms and off-policy corrections."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from miles_async.settings.doc import Group, PositiveInt, doc
+
+Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
+Level = Literal["token", "sequence", "geometric"]
+
+
+class GrpoSettings(Group, frozen=True, kw_only=True):
+    """The objective."""
+
+    advantage_estimator: Annotated[
+        Literal[
+            "grpo",
+            "gspo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "ppo",
+            "on_policy_distillation",
+            "rloo",
+            "cispo",
+            "maxrl",
+        ],
+        doc("How rewards become advantages, and which policy loss goes with them."),
+    ] = "grpo"
+    global_batch_size: Annotated[
+        int,
+        doc(
+            "Samples per optimizer step; global_batch_size * num_steps_per_rollout = rollout_batch_size * "
+            "n_samples_per_prompt.",
+            unit="samples",
+            derived="rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout",
+            live=True,
+            ge=1,
+        ),
+    ]
+    num_steps_per_rollout: Annotated[
+        int,
+        doc(
+            "Optimizer steps per rollout.",
+            unit="steps",
+            derived="rollout_batch_size * n_samples_per_prompt / global_batch_size, or 1",
+            live=True,
+            ge=1,
+        ),
+    ]
+    eps_clip: Annotated[float, doc("PPO clip range below 1.", live=True, gt=0, lt=1)] = 0.2
+    eps_clip_high: Annotated[
+        float, doc("PPO clip range above 1; larger than eps_clip is clip-higher.", derived="eps_clip", live=True, gt=0)
+    ]
+    eps_clip_c: Annotated[
+        Annotated[float, msgspec.Meta(gt=1)] | None,
+        doc("Dual clip: bound on the ratio for negative advantages, above 1. Unset: off.", live=True),
+    ] = None
+
+    use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
+        False
+    )
+    kl_loss_coef: Annotated[float, doc("Weight of that KL.", live=True, ge=0)] = 0.0
+    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of that KL.")] = "k1"
+    use_unbiased_kl: Annotated[bool, doc("Multiply that KL by the importance ratio, which makes it unbiased.")] = False
+    kl_coef: Annotated[float, doc("Weight of the KL taken off the reward.", live=True, ge=0)] = 0.0
+    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live=True, ge=0)] = 0.0
+    ref_update_interval: Annotated[
+        PositiveInt | None,
+        doc("Rollouts after which the reference takes the policy's weights. Unset: never.", unit="rollouts"),
+    ] = None
+
+    use_tis: Annotated[
+        bool, doc("Truncated importance sampling: weight tokens by trainer over engine probability, clamped.")
+    ] = False
+    tis_clip: Annotated[
+        float, doc("Upper bound of that weight; also of use_icepop.", aliases=("tis_threshold",), live=True, gt=0)
+    ] = 2.0
+    tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", live=True, ge=0)] = 0.0
+    use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.")] = False
+    use_mis: Annotated[bool, doc("Masked importance sampling, with the tis_* and rs_* options below.")] = False
+    tis_level: Annotated[Level, doc("For use_mis: what the weight is taken over.")] = "token"
+    tis_mode: Annotated[
+        Literal["truncate", "clip", "mask"], doc("For use_mis: what happens to weights outside the bounds.")
+    ] = "truncate"
+    tis_lower_bound: Annotated[
+        float, doc("For use_mis: lower bound of the weight.", derived="1 / tis_upper_bound", ge=0)
+    ]
+    tis_upper_bound: Annotated[float, doc("For use_mis: upper bound of the weight.", gt=0)] = 2.0
+    tis_batch_normalize: Annotated[bool, doc("For use_mis: divide weights by their mean over the batch.")] = True
+    use_rs: Annotated[bool, doc("For use_mis: also reject, that is mask, what lies outside the rs bounds.")] = False
+    rs_level: Annotated[Level, doc("For use_rs: what the ratio is taken over.")] = "token"
+    rs_lower_bound: Annotated[float, doc("For use_rs: lower bound of the ratio.", derived="tis_lower_bound", ge=0)]
+    rs_upper_bound: Annotated[float, doc("For use_rs: upper bound of the ratio.", derived="tis_upper_bound", gt=0)]
+    rs_veto_threshold: Annotated[
+        float, doc("For use_rs: one token with a smaller ratio rejects the whole sequence; 0 never does.", ge=0)
+    ] = 1e-4
+    use_decoupled_loss: Annotated[
+        bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
+    ] = False
+    use_rollout_logprobs: Annotated[
+        bool, doc("Take the engine's log-probs as the old policy in the PPO ratio and skip recomputing them.")
+    ] = False
+    use_opsm: Annotated[
+        bool, doc("Off-policy sequence mask: leave out negative-advantage sequences the policy has moved away from.")
+    ] = False
+    opsm_delta: Annotated[float, doc("For use_opsm: mean log-ratio from which a sequence is left out.", ge=0)] = 1e-4
+    no_correction: Annotated[bool, doc("Allow max_weight_staleness above 0 without any off-policy correction.")] = False
+
+    disable_grpo_std_normalization: Annotated[
+        bool,
+        doc(
+            "Do not divide advantages by the group's standard deviation.", derived="true when n_samples_per_prompt is 1"
+        ),
+    ]
+    disable_rewards_normalization: Annotated[bool, doc("Do not subtract the group's mean reward.")] = False
+    normalize_advantages: Annotated[
+        bool,
+        doc("Whiten advantages over the batch.", derived="true for reinforce_plus_plus and its baseline form"),
+    ]
+    gamma: Annotated[float, doc("Discount of later rewards.", gt=0, le=1)] = 1.0
+    lambd: Annotated[float, doc("GAE lambda of the ppo estimator.", ge=0, le=1)] = 1.0
+    calculate_per_token_loss: Annotated[
+        bool, doc("Average over all tokens of a step; off: mean per sample, then over samples.")
+    ] = False
+
+    @property
+    def off_policy_correction(self) -> Correction:
+        """The one correction in force; rules.py refuses more than one."""
+        chosen: tuple[tuple[bool, Correction], ...] = (
+            (self.use_tis, "tis"),
+            (self.use_icepop, "icepop"),
+            (self.use_mis, "mis"),
+            (self.use_decoupled_loss, "decoupled"),
+            (self.use_rollout_logprobs, "rollout_logprobs"),
+        )
+        return next((name for on, name in chosen if on), "none")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the frozen reference policy is loaded at all."""
+        return self.use_kl_loss or self.kl_coef != 0.0

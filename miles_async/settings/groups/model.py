@@ -1,0 +1,29 @@
+"""MODEL: what is trained. Architecture and vocabulary come from the checkpoint, never from flags."""
+
+from typing import Annotated, Literal
+
+from miles_async.settings.doc import Group, doc
+
+BUILTIN_PREFIX = "builtin:"
+
+
+class ModelSettings(Group, frozen=True, kw_only=True):
+    """What is trained, and from where."""
+
+    hf_checkpoint: Annotated[
+        str,
+        doc(
+            "Hugging Face directory with config.json, tokenizer.json and weights, or builtin:arithmetic for the small "
+            "model that this package makes and warm-starts itself. Gives architecture, tokenizer and first weights."
+        ),
+    ]
+    model_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        doc("Type of the policy's weights and activations. float32 on CPU, bfloat16 on GPU."),
+    ] = "float32"
+
+    @property
+    def builtin_name(self) -> str | None:
+        """Name of the builtin model, or None for a directory."""
+        named = self.hf_checkpoint.startswith(BUILTIN_PREFIX)
+        return self.hf_checkpoint.removeprefix(BUILTIN_PREFIX) if named else None

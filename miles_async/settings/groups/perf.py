@@ -1,0 +1,33 @@
+"""PERF: how a training batch is cut into micro-batches, and CPU threads."""
+
+from typing import Annotated
+
+from miles_async.settings.doc import Group, doc
+
+
+class PerfSettings(Group, frozen=True, kw_only=True):
+    """Cutting a batch into work."""
+
+    use_dynamic_batch_size: Annotated[
+        bool,
+        doc(
+            "Pack samples into micro-batches up to max_tokens_per_gpu.", derived="true unless micro_batch_size is given"
+        ),
+    ]
+    max_tokens_per_gpu: Annotated[
+        int, doc("Tokens, prompts included, in one packed micro-batch of the gradient pass.", unit="tokens", ge=1)
+    ] = 8192
+    micro_batch_size: Annotated[
+        int, doc("Samples per micro-batch when use_dynamic_batch_size is off.", unit="samples", ge=1)
+    ] = 1
+    log_probs_max_tokens_per_gpu: Annotated[
+        int,
+        doc(
+            "The same as max_tokens_per_gpu for passes without gradient.",
+            unit="tokens",
+            derived="max_tokens_per_gpu",
+            ge=1,
+        ),
+    ]
+    trainer_threads: Annotated[int, doc("CPU threads of the trainer process.", unit="threads", ge=1)] = 1
+    engine_threads: Annotated[int, doc("CPU threads of each embedded engine.", unit="threads", ge=1)] = 1

@@ -1,0 +1,148 @@
+"""ROLLOUT: prompts, sampling, rewards, oversampling, partial rollouts and staleness."""
+
+from typing import Annotated, Literal
+
+from miles_async.settings.doc import Group, PositiveInt, doc
+
+
+class RolloutSettings(Group, frozen=True, kw_only=True):
+    """From prompts to scored groups."""
+
+    prompt_data: Annotated[
+        str, doc("Training prompts, .jsonl or .parquet; path@[a:b] takes rows a to b as Python slices do.")
+    ]
+    input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
+    label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
+    metadata_key: Annotated[
+        str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
+    ] = None
+    apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
+    rollout_shuffle: Annotated[bool, doc("Shuffle the prompts anew in every epoch, from rollout_seed.")] = False
+    rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
+    num_rollout: Annotated[
+        PositiveInt | None,
+        doc("Rollouts to train on; wins over num_epoch. One of the two is required.", unit="rollouts"),
+    ] = None
+    num_epoch: Annotated[
+        PositiveInt | None,
+        doc("Passes over prompt_data; num_rollout = epochs * rows // rollout_batch_size.", unit="epochs"),
+    ] = None
+
+    rollout_batch_size: Annotated[
+        int, doc("Prompt groups per rollout, that is per training batch.", unit="groups", live=True, ge=1)
+    ] = 32
+    n_samples_per_prompt: Annotated[int, doc("Sibling samples per prompt group.", unit="samples", ge=1)] = 8
+    over_sampling_batch_size: Annotated[
+        int,
+        doc(
+            "Prompt groups kept in generation, at least rollout_batch_size; more of them feed a filter that drops "
+            "groups. Never exceeds what the staleness bound admits.",
+            unit="groups",
+            derived="rollout_batch_size",
+            live=True,
+            ge=1,
+        ),
+    ]
+    rollout_temperature: Annotated[
+        float, doc("Sampling temperature; the trainer divides its logits by it too.", live=True, gt=0, le=100)
+    ] = 1.0
+    rollout_top_p: Annotated[float, doc("Nucleus sampling: smallest set with this mass.", live=True, gt=0, le=1)] = 1.0
+    rollout_top_k: Annotated[int, doc("Sample from the k likeliest tokens; -1 means all.", live=True, ge=-1)] = -1
+    rollout_max_response_len: Annotated[
+        int, doc("Most tokens generated per sample; longer ones are cut.", unit="tokens", live=True, ge=1)
+    ] = 1024
+    rollout_max_prompt_len: Annotated[
+        PositiveInt | None, doc("Prompts longer than this are left out of the data set. Unset: none is.", unit="tokens")
+    ] = None
+    rollout_max_context_len: Annotated[
+        PositiveInt | None,
+        doc("Most tokens of prompt and response together. Unset: the model's context.", unit="tokens"),
+    ] = None
+    rollout_stop_token_ids: Annotated[
+        tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
+    ] = ()
+
+    rm_type: Annotated[str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.")] = None
+    custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
+    rm_url: Annotated[str | None, doc("Address of the reward service for rm_type remote_rm, http:// or https://.")] = (
+        None
+    )
+    reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
+    reward_timeout_s: Annotated[
+        float, doc("Deadline for scoring one sample; then it is tried again.", unit="seconds", live=True, gt=0)
+    ] = 30.0
+    reward_max_retries: Annotated[
+        int, doc("Further attempts to score a sample before it becomes a dead letter.", unit="attempts", ge=0)
+    ] = 3
+    num_reward_workers: Annotated[int, doc("Reward scorer processes.", unit="processes", ge=1)] = 1
+
+    dynamic_sampling_filter_path: Annotated[
+        str,
+        doc(
+            "Which finished groups are trained: a shipped name (check_reward_nonzero_std drops groups whose rewards "
+            "are all equal, none keeps everything) or the dotted path of your own function.",
+            derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1",
+        ),
+    ]
+    max_waves: Annotated[
+        int,
+        doc(
+            "Rollout batches' worth of groups that the filter may reject in a row before the run stops as starved.",
+            unit="waves",
+            live=True,
+            ge=1,
+        ),
+    ] = 16
+
+    partial_rollout: Annotated[
+        bool, doc("Continue interrupted samples from their saved prefix; off: generate them anew.")
+    ] = True
+    partial_save_tokens: Annotated[
+        int, doc("New tokens after which a running sample's prefix is saved.", unit="tokens", live=True, ge=1)
+    ] = 512
+    mask_offpolicy_in_partial_rollout: Annotated[
+        bool, doc("Give tokens generated before the interruption loss weight 0.")
+    ] = False
+    buffer_filter_path: Annotated[
+        str, doc("Order in which interrupted samples resume: fifo, freshness_first, restart_stale, or a dotted path.")
+    ] = "fifo"
+    max_tokens_per_slice: Annotated[
+        PositiveInt | None,
+        doc(
+            "Tokens after which a sample gives its engine slot back and resumes later. Unset: never.",
+            unit="tokens",
+            live=True,
+        ),
+    ] = None
+
+    max_weight_staleness: Annotated[
+        int,
+        doc(
+            "Most policy versions between the weights that made a token and the weights being trained. 0 is strictly "
+            "on-policy; 1 to 4 overlap generation and training and need an off-policy correction.",
+            unit="policy versions",
+            live=True,
+            ge=0,
+        ),
+    ] = 0
+    staleness_policy: Annotated[
+        Literal["mask", "wait", "drop"],
+        doc(
+            "What happens to a sample that would cross the bound: mask its old tokens, wait for the oldest open "
+            "group before going on, or drop it and issue the prompt again.",
+            live=True,
+        ),
+    ] = "mask"
+    staleness_lookahead: Annotated[
+        int,
+        doc(
+            "For staleness_policy wait: how many groups past the oldest open one the trainer may take.",
+            unit="groups",
+            derived="rollout_batch_size; 1 when max_weight_staleness is 0",
+            live=True,
+            ge=1,
+        ),
+    ]
+    update_weights_interval: Annotated[
+        int, doc("Rollouts trained between two published policy versions.", unit="rollouts", live=True, ge=1)
+    ] = 1

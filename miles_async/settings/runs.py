@@ -1,0 +1,81 @@
+"""How commands find a run: `<runs_dir>/<name>/run.json`, written by the launcher when the bus is up.
+
+run.json = {"run": name on the bus, "bus_url": address}. The newest file is the default run.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.rules import check_bus_url
+
+RUN_FILE = "run.json"
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of run.json. Unknown keys are allowed: a newer launcher may write more."""
+
+    run: str
+    bus_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRef:
+    """Where a run is. `run` is None when only a bus address was given, `run_dir` when it is on another host."""
+
+    run: str | None
+    bus_url: str
+    run_dir: Path | None
+
+
+def write_run_file(run_dir: Path, *, run: str, bus_url: str) -> Path:
+    """Write run.json by atomic rename, readable by its owner only: the address may hold a password."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / RUN_FILE
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.touch(mode=0o600)
+    fresh.write_bytes(msgspec.json.encode(RunFile(run=run, bus_url=bus_url)) + b"\n")
+    fresh.replace(path)
+    return path
+
+
+def read_run_file(path: Path) -> RunRef:
+    """The run that `path` describes."""
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=RunFile)
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not a run file: {error}", remedy="Give --bus-url and --run.") from None
+    check_bus_url(content.bus_url)
+    return RunRef(content.run, content.bus_url, path.parent)
+
+
+def list_runs(runs_dir: Path) -> list[str]:
+    """Names of the runs in `runs_dir`, newest first."""
+    found = [(path.stat().st_mtime_ns, path.parent.name) for path in runs_dir.glob(f"*/{RUN_FILE}")]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:
+    """The run that the options name: `bus_url` if given, else `<runs_dir>/<run>`, else the newest run there."""
+    if bus_url is not None:
+        check_bus_url(bus_url)
+        return RunRef(run, bus_url, None)
+    known = list_runs(runs_dir)
+    if not known:
+        raise SettingsError(
+            f"no run in {runs_dir.absolute()}",
+            remedy="Start one with miles-async train, or give --runs-dir or --bus-url.",
+        )
+    if run is not None and run not in known:
+        raise SettingsError(
+            f"no such run in {runs_dir.absolute()}",
+            field="--run",
+            value=run,
+            remedy=nearest(run, known) or f"Runs there: {', '.join(known[:5])}.",
+        )
+    return read_run_file(runs_dir / (run or known[0]) / RUN_FILE)

@@ -1,0 +1,184 @@
+"""The command as a user meets it: exit statuses, one line per refusal, help without heavy imports."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_async.cli import app
+from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.settings import SettingsError, find_run, write_run_file
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "redis", "rich", "transformers", "numpy", "pyarrow", "actors", "bus", "asyncio")
+CONFIG = """
+[model]
+hf_checkpoint = "builtin:arithmetic"
+[rollout]
+prompt_data = "train.jsonl"
+num_rollout = 3
+rm_type = "math"
+"""
+
+
+def in_process(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "miles_async", *words],
+        cwd=cwd or ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["train", "--dry-run", "c.toml"]])
+def test_help_and_dry_run_import_nothing_heavy(words, tmp_path):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    code = (
+        "import sys; from miles_async.cli.app import main; status = main(sys.argv[1:]);"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules];"
+        "print(heavy, file=sys.stderr); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+    assert done.stdout
+
+
+def test_help_shows_every_flag_with_unit_and_default(capsys):
+    from miles_async.settings.catalog import catalog
+
+    assert app.main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    text = " ".join(shown.split())
+    words = set(text.replace(",", " ").split())
+    assert {spec.flag for spec in catalog().values()} <= words
+    assert text.count("default: ") + text.count("(required)") == len(catalog())
+    assert text.count("unit: ") == sum(bool(spec.unit) for spec in catalog().values())
+    assert max(map(len, shown.splitlines())) < 140
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "Did you mean train?"),
+        (["train", "none.toml"], "no such settings file: none.toml"),
+        (["train", "a.toml", "b.toml"], "one settings file expected"),
+        (["train", "c.toml", "--rollout-bach-size", "4"], "Did you mean --rollout-batch-size?"),
+        (["train", "c.toml", "--global-batch-size", "7"], "global_batch_size = 7"),
+        (["train", "c.toml", "--dryrun"], "Did you mean --dry-run?"),
+    ],
+)
+def test_a_refusal_is_one_line_on_stderr_and_status_2(words, said, tmp_path):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    done = in_process(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert said in line and "Traceback" not in line
+
+
+def test_dry_run_prints_where_each_value_came_from(tmp_path):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    done = in_process("train", "c.toml", "--dry-run", "--lr", "1e-4", cwd=tmp_path)
+    rows = {line.split(" = ")[0]: " ".join(line.split()) for line in done.stdout.splitlines() if " = " in line}
+    assert rows["lr"] == "lr = 0.0001 # flag"
+    assert rows["num_rollout"] == "num_rollout = 3 # file"
+    assert rows["eps_clip"] == "eps_clip = 0.2 # default"
+    assert rows["name"] == 'name = "c" # derived'
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_command_shows_help_and_fails(capsys):
+    assert app.main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_not_an_error_message():
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m miles_async train --help | head -c 1"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+
+
+class _Module:
+    """A command that fails in a chosen way."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def add_arguments(self, parser) -> None:
+        add_run_options(parser)
+        add_json_option(parser)
+
+    def run(self, args) -> int:
+        raise self.error
+
+
+def _with_command(monkeypatch, error: BaseException) -> None:
+    monkeypatch.setitem(sys.modules, "fake_command", _Module(error))
+    monkeypatch.setattr(app, "COMMANDS", (app.Command("fake", "fake_command", "Fails."),))
+
+
+def test_named_failures_become_one_line_and_defects_stay_tracebacks(monkeypatch, capsys):
+    from bus import errors
+
+    for error, status in (
+        (SettingsError("no"), 2),
+        (errors.BusUnreachable("no"), 2),
+        (errors.InvariantBroken("no"), 1),
+        (KeyboardInterrupt(), 130),
+    ):
+        _with_command(monkeypatch, error)
+        assert app.main(["fake"]) == status
+        assert capsys.readouterr().err.startswith("miles-async fake: ")
+    _with_command(monkeypatch, RuntimeError("a defect"))
+    with pytest.raises(RuntimeError):
+        app.main(["fake"])
+
+
+def test_argparse_commands_refuse_in_one_line_too(monkeypatch, capsys):
+    _with_command(monkeypatch, SettingsError("never reached"))
+    assert app.main(["fake", "--nonsense"]) == 2
+    assert capsys.readouterr().err == (
+        "miles-async fake: unrecognized arguments: --nonsense. See miles-async fake --help.\n"
+    )
+
+
+def test_the_newest_run_is_found_by_default(tmp_path):
+    for age, name in enumerate(["old", "new"]):
+        path = write_run_file(tmp_path / name, run=name, bus_url=f"unix:///{name}")
+        os.utime(path, (1000 + age, 1000 + age))
+        assert path.stat().st_mode & 0o077 == 0
+    assert find_run(run=None, runs_dir=tmp_path, bus_url=None).run == "new"
+    found = find_run(run="old", runs_dir=tmp_path, bus_url=None)
+    assert (found.run, found.bus_url, found.run_dir) == ("old", "unix:///old", tmp_path / "old")
+    assert find_run(run="x", runs_dir=tmp_path, bus_url="redis://h").run_dir is None
+
+
+def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(SettingsError, match="no run in"):
+        find_run(run=None, runs_dir=tmp_path, bus_url=None)
+    write_run_file(tmp_path / "quickstart", run="quickstart", bus_url="unix:///x")
+    with pytest.raises(SettingsError, match="Did you mean quickstart"):
+        find_run(run="quikstart", runs_dir=tmp_path, bus_url=None)
+    with pytest.raises(SettingsError, match="bus_url"):
+        find_run(run=None, runs_dir=tmp_path, bus_url="http://x")
+    (tmp_path / "quickstart" / "run.json").write_text("{}")
+    with pytest.raises(SettingsError, match="is not a run file"):
+        find_run(run=None, runs_dir=tmp_path, bus_url=None)
+
+
+def test_shared_options_find_a_run(tmp_path):
+    write_run_file(tmp_path / "a", run="a", bus_url="unix:///a")
+    parser = app.OneLineParser(prog="miles-async x")
+    add_run_options(parser)
+    assert chosen_run(parser.parse_args(["--runs-dir", str(tmp_path)])).run == "a"
+    assert chosen_run(parser.parse_args(["--bus", "redis://h:1"])).bus_url == "redis://h:1"

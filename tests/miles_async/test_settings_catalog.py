@@ -1,0 +1,62 @@
+"""Every field is documented, has one flag, and its default obeys its own bounds."""
+
+import msgspec
+import pytest
+
+from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, live_fields, names
+from miles_async.settings.derive import DERIVATIONS
+
+FIELDS = list(catalog().values())
+SOLVED = {"name", "use_dynamic_batch_size", "global_batch_size", "num_steps_per_rollout"}
+
+
+def test_the_ten_groups_are_there():
+    assert list(groups()) == [
+        "model", "ckpt", "rollout", "eval", "perf", "grpo", "optimizer", "sglang", "bus", "launch",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.name)
+def test_a_field_says_what_it_is_and_its_default_is_valid(spec: FieldSpec):
+    assert spec.text.endswith(".") and len(spec.text) > 15
+    if spec.default is not NO_DEFAULT:
+        assert msgspec.convert(spec.default, spec.type) == spec.default
+        assert not spec.derived
+
+
+@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.name)
+def test_an_optional_field_is_unset_by_default_because_toml_cannot_unset_it(spec: FieldSpec):
+    if spec.optional:
+        assert spec.default is None or spec.derived
+
+
+def test_quantities_name_their_unit():
+    for spec in FIELDS:
+        if spec.name.endswith(("_s", "_bytes", "_tokens", "_len", "_batch_size", "_interval")):
+            assert spec.unit or spec.kind == "bool", spec.name
+
+
+def test_every_derived_field_has_a_derivation_and_no_other_has():
+    assert {name for name, _ in DERIVATIONS} | SOLVED == {spec.name for spec in FIELDS if spec.derived}
+
+
+def test_established_names_are_accepted():
+    for flag in (
+        "--hf-checkpoint", "--rollout-batch-size", "--n-samples-per-prompt", "--over-sampling-batch-size",
+        "--max-weight-staleness", "--global-batch-size", "--num-steps-per-rollout", "--eps-clip-high", "--kl-loss-type",
+        "--dynamic-sampling-filter-path", "--rollout-max-response-len", "--update-weights-interval", "--tis-clip-low",
+        "--calculate-per-token-loss", "--sglang-server-concurrency", "--use-dynamic-batch-size", "--max-tokens-per-gpu",
+    ):  # fmt: skip
+        assert flag in {spec.flag for spec in FIELDS}
+    assert names()["tis_threshold"].name == "tis_clip"
+
+
+def test_live_fields_cover_what_may_be_turned_while_the_run_goes_on():
+    assert {
+        "over_sampling_batch_size", "max_weight_staleness", "staleness_policy", "rollout_batch_size",
+        "global_batch_size", "rollout_temperature", "rollout_max_response_len", "lr", "eps_clip", "eps_clip_high",
+        "kl_loss_coef",
+        "sglang_server_concurrency", "pause_generation_mode", "save_interval", "eval_interval",
+        "update_weights_interval",
+    } <= set(live_fields())  # fmt: skip
+    assert not {"hf_checkpoint", "seed", "name", "bus_url", "optimizer"} & set(live_fields())

@@ -1,0 +1,153 @@
+"""Preflight against real files: every bad input is one line that names the field, before any model loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
+from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
+
+ROWS = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n", "utf-8")
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def make(data: Path | str, **fields: Any) -> RunSettings:
+    base = {"hf_checkpoint": "builtin:arithmetic", "num_rollout": 3, "rm_type": "math", "rollout_max_response_len": 64}
+    return settings_from(**{**base, "prompt_data": str(data), **fields})
+
+
+def refusal(settings: RunSettings, **options: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        preflight(settings, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_good_input_passes_and_tells_what_it_found(data, model):
+    found = preflight(make(data, hf_checkpoint=str(model), label_key="answer"), shipped={"rm_type": ["math"]})
+    assert found.prompts.rows == 10
+    assert found.prompts.head[3] == ROWS[3]
+    assert found.model_context == 256
+
+
+@pytest.mark.parametrize(
+    ("slice_text", "expected"),
+    [
+        ("", ROWS),
+        ("@[2:5]", ROWS[2:5]),
+        ("@[:3]", ROWS[:3]),
+        ("@[-2:]", ROWS[-2:]),
+        ("@[:]", ROWS),
+        ("@[8:99]", ROWS[8:]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_slices_mean_what_python_means(tmp_path, data, slice_text, expected, suffix):
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    path = tmp_path / f"train.{suffix}"
+    found = check_prompt_data(f"{path}{slice_text}", field="prompt_data", keys={"input_key": "input"})
+    assert (found.rows, list(found.head)) == (len(expected), expected)
+
+
+def test_a_path_may_hold_an_at_sign():
+    assert parse_data_spec("a@b.jsonl") == parse_data_spec("a@b.jsonl@[:]")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, ("prompt_data", "no such file")),
+        ("a.csv", b"x", (".csv", ".jsonl or .parquet")),
+        ("empty.jsonl", b"\n\n", ("prompt_data", "holds no rows")),
+        ("bad.jsonl", b'{"input": "a"}\nnot json\n', ("line 2", "is not JSON")),
+        ("bytes.jsonl", b'{"input": "\xff"}\n', ("line 1", "is not JSON")),
+        ("list.jsonl", b"[1]\n", ("line 1", "not a JSON object")),
+        ("keys.jsonl", b'{"inputs": "a"}\n', ("input_key = 'input'", "Did you mean inputs?")),
+        ("blank.jsonl", b'{"input": " "}\n', ("row 1", "non-empty string")),
+        ("number.jsonl", b'{"input": 7}\n', ("row 1", "chat messages")),
+        ("late.jsonl", b'{"input": "a"}\n\n{"other": "a"}\n', ("row 3", "no such column")),
+        ("bad.parquet", b"not parquet", ("prompt_data", "not a Parquet file")),
+    ],
+)
+def test_bad_prompt_data_is_refused(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    text = refusal(make(tmp_path / name))
+    for word in words:
+        assert word in text
+
+
+def test_bad_slices_and_wrong_keys_are_refused(data):
+    assert "selects none of the 10 rows" in refusal(make(f"{data}@[10:]"))
+    assert "Write path@[a:b]" in refusal(make(f"{data}@[a:b]"))
+    assert "label_key = 'anwser'" in refusal(make(data, label_key="anwser"))
+    assert "eval_prompt_data" in refusal(make(data, eval_interval=1, eval_prompt_data=["held", "none.jsonl"]))
+    assert "rollout_batch_size = 32" in refusal(make(data, num_rollout=None, num_epoch=3))
+
+
+def test_chat_messages_are_prompts(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"input": [{"role": "user", "content": "1+1"}]}) + "\n")
+    assert preflight(make(path)).prompts.rows == 1
+
+
+def test_an_unknown_name_lists_the_shipped_ones(data):
+    shipped = {"rm_type": ["math", "remote_rm"], "dynamic_sampling_filter_path": ["check_reward_nonzero_std", "none"]}
+    text = refusal(make(data, rm_type="mth"), shipped=shipped)
+    assert "rm_type = 'mth'" in text and "Did you mean math? Valid names: math, remote_rm." in text
+    preflight(make(data, dynamic_sampling_filter_path="my.filters.keep"), shipped=shipped)
+
+
+def test_bad_model_directories_are_refused(data, model, tmp_path):
+    assert "no such directory" in refusal(make(data, hf_checkpoint=str(tmp_path / "nowhere")))
+    assert "builtin:arithmetic" in refusal(make(data, hf_checkpoint="builtin:arithmetik"))
+    assert "ref_load" in refusal(make(data, hf_checkpoint=str(model), ref_load="nowhere", use_kl_loss=True))
+    (model / "tokenizer.json").unlink()
+    assert "hf_checkpoint" in refusal(make(data, hf_checkpoint=str(model)))
+    assert "no tokenizer.json" in refusal(make(data, hf_checkpoint=str(model)))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(make(data, hf_checkpoint=str(model)))
+
+
+def test_lengths_must_fit_the_model(data, model):
+    text = refusal(make(data, hf_checkpoint=str(model), rollout_max_response_len=256))
+    assert "rollout_max_response_len = 256" in text and "at most 255" in text
+    text = refusal(make(data, hf_checkpoint=str(model), rollout_max_context_len=512))
+    assert "rollout_max_context_len = 512" in text and "at most 256" in text
+
+
+def test_a_prompt_longer_than_the_context_is_refused_unless_it_is_left_out(data):
+    lengths = {"count_tokens": lambda prompt: 500 if prompt.startswith("7") else 5}
+    text = refusal(make(data, rollout_max_context_len=300), **lengths)
+    assert "500 tokens" in text and "--rollout-max-prompt-len 299" in text
+    preflight(make(data, rollout_max_context_len=300, rollout_max_prompt_len=200), **lengths)
+    assert "every prompt" in refusal(make(data, rollout_max_prompt_len=4), **lengths)
+
+
+def test_probes_are_asked_last_and_their_refusal_counts(data):
+    def refuse(settings: RunSettings) -> None:
+        raise SettingsError("does not answer", field="bus_url", value=settings.bus.bus_url)
+
+    assert "bus_url" in refusal(make(data, bus_url="redis://localhost:1"), probes=[refuse])

@@ -1,0 +1,168 @@
+"""Rules between fields: each refuses with the field, its value, the rule and what to do."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_async.settings import RunSettings, SettingsError, settings_from
+from miles_async.settings.derive import solve_four_knobs
+from miles_async.settings.rules import notes
+
+BASE: dict[str, Any] = {
+    "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
+}  # fmt: skip
+
+
+def make(**fields: Any) -> RunSettings:
+    return settings_from(**{**BASE, **fields})
+
+
+def without(name: str, **fields: Any) -> RunSettings:
+    return settings_from(**{key: value for key, value in {**BASE, **fields}.items() if key != name})
+
+
+knob = st.one_of(st.none(), st.integers(1, 64))
+
+
+@given(st.integers(1, 64), st.integers(1, 16), knob, knob)
+def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
+    try:
+        got_gbs, got_steps = solve_four_knobs(
+            rollout_batch_size=batch, n_samples_per_prompt=n, global_batch_size=gbs, num_steps_per_rollout=steps
+        )
+    except SettingsError as error:
+        whole = {(None, steps): (batch * n) % (steps or 1), (gbs, None): (batch * n) % (gbs or 1)}
+        assert whole.get((gbs, steps), 1 if batch * n != (gbs or 0) * (steps or 0) else 0)
+        assert str(batch * n) in str(error)
+    else:
+        assert got_gbs * got_steps == batch * n
+        assert gbs in (None, got_gbs) and steps in (None, got_steps)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "global_batch_size": 7},
+            ("global_batch_size = 7", "24", "6"),
+        ),
+        (
+            {"global_batch_size": 64, "num_steps_per_rollout": 3},
+            ("64 * 3 = 192", "rollout_batch_size * n_samples_per_prompt = 32 * 8 = 256", "Leave out"),
+        ),
+        ({"num_steps_per_rollout": 3}, ("num_steps_per_rollout = 3", "256", "e.g. 2")),
+        ({"over_sampling_batch_size": 8}, ("over_sampling_batch_size = 8", "rollout_batch_size = 32")),
+        ({"max_weight_staleness": 2}, ("max_weight_staleness = 2", "--use-tis", "--no-correction")),
+        ({"use_tis": True, "use_rollout_logprobs": True}, ("use_rollout_logprobs", "use_tis")),
+        ({"use_tis": True, "no_correction": True}, ("no_correction", "use_tis")),
+        ({"use_tis": True, "tis_clip_low": 3.0}, ("tis_clip_low = 3.0", "tis_clip = 2.0")),
+        ({"use_rs": True}, ("use_rs", "--use-mis")),
+        ({"use_mis": True, "tis_level": "geometric"}, ("tis_batch_normalize", "--no-tis-batch-normalize")),
+        ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}, ("kl_coef = 0.1", "kl_loss_coef = 0.1")),
+        ({"kl_loss_coef": 0.1}, ("kl_loss_coef = 0.1", "--use-kl-loss")),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False},
+            ("normalize_advantages", "reinforce_plus_plus"),
+        ),
+        (
+            {"n_samples_per_prompt": 1, "dynamic_sampling_filter_path": "check_reward_nonzero_std"},
+            ("dynamic_sampling_filter_path", "n_samples_per_prompt"),
+        ),
+        (
+            {"max_weight_staleness": 1, "use_tis": True, "staleness_policy": "wait", "staleness_lookahead": 34},
+            ("staleness_lookahead = 34", "max_weight_staleness = 1", "33 or less"),
+        ),
+        ({"rollout_max_context_len": 512}, ("rollout_max_response_len = 1024", "rollout_max_context_len = 512")),
+        ({"rollout_top_k": 0}, ("rollout_top_k = 0", "-1")),
+        ({"custom_rm_path": "mine.score"}, ("rm_type", "custom_rm_path")),
+        ({"rm_type": "remote_rm"}, ("rm_url", "remote_rm")),
+        ({"rm_url": "localhost:80"}, ("rm_url = 'localhost:80'", "http://")),
+        ({"buffer_filter_path": "not a path"}, ("buffer_filter_path = 'not a path'", "dotted path")),
+        ({"eval_interval": 5}, ("eval_interval = 5", "eval_prompt_data")),
+        ({"eval_prompt_data": ["a", "b", "c"]}, ("eval_prompt_data", "NAME PATH")),
+        ({"eval_prompt_data": ["a", "x", "a", "y"]}, ("eval_prompt_data", "one name")),
+        ({"min_lr": 1.0}, ("min_lr = 1.0", "lr = 1e-06")),
+        ({"engine": "external"}, ("engine = 'external'", "--rollout-external-engine-addrs")),
+        ({"rollout_external_engine_addrs": ["h:1"]}, ("rollout_external_engine_addrs", "--engine external")),
+        ({"sglang_router_ip": "10.0.0.1"}, ("sglang_router_port", "both")),
+        ({"heartbeat_s": 30.0}, ("heartbeat_s = 30.0", "lease_s = 6.0")),
+        ({"engine_token_deadline_s": 4000.0}, ("engine_token_deadline_s = 4000.0", "sglang_request_deadline_s")),
+        ({"bus_url": "http://x"}, ("bus_url = 'http://x'", "redis://")),
+        ({"name": "a/b"}, ("name = 'a/b'", "letters")),
+        ({"no_save": True, "async_save": True}, ("async_save", "no_save")),
+        ({"save_debug_rollout_data": "x.msgpack"}, ("save_debug_rollout_data", "{rollout_id}")),
+    ],
+)
+def test_a_broken_rule_says_field_value_and_remedy(fields, words):
+    with pytest.raises(SettingsError) as caught:
+        make(**fields)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_a_run_needs_an_end_and_a_reward():
+    with pytest.raises(SettingsError, match="--num-rollout N or --num-epoch N"):
+        without("num_rollout")
+    with pytest.raises(SettingsError, match="--rm-type NAME or --custom-rm-path"):
+        without("rm_type")
+    assert without("num_rollout", num_epoch=2).rollout.num_epoch == 2
+    assert without("rm_type", metadata_key="meta").rollout.rm_type is None
+
+
+def test_a_wrong_bus_address_does_not_show_its_password():
+    with pytest.raises(SettingsError) as caught:
+        make(bus_url="http://me:secret@host")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["use_tis", "use_icepop", "use_mis", "use_decoupled_loss", "use_rollout_logprobs"])
+def test_each_correction_allows_stale_data_and_is_named(flag):
+    s = make(max_weight_staleness=2, **{flag: True})
+    assert s.grpo.off_policy_correction == flag.removeprefix("use_").removesuffix("_loss")
+    assert s.max_open_groups == 96
+
+
+def test_waiting_takes_its_lookahead_off_the_admission_bound():
+    s = make(max_weight_staleness=2, use_tis=True, staleness_policy="wait")
+    assert (s.rollout.staleness_lookahead, s.lookahead_versions, s.max_open_groups) == (32, 1, 64)
+    assert make(staleness_policy="wait").max_open_groups == 32
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.sampled_from(["mask", "wait", "drop"]),
+)
+def test_open_groups_always_hold_at_least_one_version(bound, batch, interval, ahead, policy):
+    try:
+        s = make(
+            max_weight_staleness=bound, no_correction=True, rollout_batch_size=batch, staleness_lookahead=ahead,
+            update_weights_interval=interval, staleness_policy=policy,
+        )  # fmt: skip
+    except SettingsError as error:
+        assert error.field == "staleness_lookahead"
+        return
+    assert batch * interval <= s.max_open_groups <= (bound + 1) * batch * interval
+
+
+def test_single_samples_turn_off_what_needs_siblings():
+    s = make(n_samples_per_prompt=1)
+    assert s.grpo.disable_grpo_std_normalization
+    assert s.rollout.dynamic_sampling_filter_path == "none"
+
+
+def test_a_given_micro_batch_size_turns_packing_off():
+    assert make().perf.use_dynamic_batch_size
+    assert not make(micro_batch_size=4).perf.use_dynamic_batch_size
+
+
+def test_hints_name_what_is_allowed_but_surprising():
+    text = "\n".join(notes(make(num_epoch=1, over_sampling_batch_size=64, rollout_max_response_len=9000)))
+    for word in ("num_epoch = 1 has no effect", "strictly on-policy", "cut to 32", "9000"):
+        assert word in text

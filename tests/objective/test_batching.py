@@ -1,0 +1,125 @@
+"""Batch plans on random input: the promises of `batching` hold, and packing stays near the lower bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.trainer.batching import (
+    CostModel,
+    dynamic_global_batch_size,
+    plan_batches,
+    resolve_global_batch_size,
+)
+from actors.trainer.packing import BatchingError, lower_bound, strong_lower_bound
+
+LENGTHS = st.lists(st.integers(1, 3000), min_size=8, max_size=60)
+
+
+@settings(deadline=None)
+@given(
+    lengths=LENGTHS,
+    dp=st.integers(1, 4),
+    cp=st.integers(1, 2),
+    siblings=st.integers(1, 3),
+    balance=st.sampled_from(["none", "tokens", "flops"]),
+    steps=st.integers(1, 2),
+)
+def test_every_plan_keeps_its_promises(lengths, dp, cp, siblings, balance, steps):
+    rollouts = [i // siblings for i in range(len(lengths))]
+    size = max(len(set(rollouts)) // steps, 1)
+    cap = 1024 * cp
+    try:
+        plan = plan_batches(
+            lengths,
+            rollouts,
+            global_batch_size=size,
+            dp_size=dp,
+            cp_size=cp,
+            max_tokens_per_gpu=1024,
+            allow_partial=True,
+            balance=balance,
+            cost=CostModel.of_shape(hidden=64, layers=4, ffn=256, vocab=1000),
+        )
+    except BatchingError:
+        assert size * siblings < dp
+        return
+    seen = [i for step in plan.steps for rank in step.ranks for mb in rank for i in mb]
+    assert sorted(seen + list(plan.dropped)) == list(range(len(lengths)))
+    home = {}
+    for number, step in enumerate(plan.steps):
+        assert len(step.ranks) == dp and len({len(r) for r in step.ranks}) == 1
+        assert step.num_rollouts == len({rollouts[i] for i in step.samples})
+        for rank in step.ranks:
+            for mb in rank:
+                assert mb and (len(mb) == 1 or sum(lengths[i] for i in mb) <= cap)
+        for i in step.samples:
+            assert home.setdefault(rollouts[i], number) == number
+    assert set(plan.over_cap) == {i for i in seen if lengths[i] > cap}
+
+
+@pytest.mark.parametrize("dp", [1, 4, 8])
+@pytest.mark.parametrize(("mu", "sigma", "cap"), [(6, 1.0, 2048), (6.5, 0.7, 4096), (7, 1.2, 8192), (7, 0.3, 16384)])
+def test_packing_of_512_lognormal_lengths_is_near_the_lower_bound(mu, sigma, cap, dp):
+    for seed in range(3):
+        rng = random.Random(seed)
+        lengths = [min(max(1, int(rng.lognormvariate(mu, sigma))), cap) for _ in range(512)]
+        plan = plan_batches(lengths, range(512), global_batch_size=512, dp_size=dp, max_tokens_per_gpu=cap)
+        count = sum(len(rank) for rank in plan.steps[0].ranks)
+        assert lower_bound(lengths, cap, dp) <= strong_lower_bound(lengths, cap, dp) <= count
+        assert strong_lower_bound(lengths, cap, dp) / count >= 0.97
+
+
+def test_balancing_evens_out_ranks_and_keeps_the_cap():
+    rng = random.Random(0)
+    lengths = [min(max(1, int(rng.lognormvariate(6, 1.0))), 4000) for _ in range(256)]
+    cost = CostModel(quadratic=1e-3)
+
+    def gap(balance):
+        plan = plan_batches(
+            lengths, range(256), global_batch_size=256, dp_size=4, max_tokens_per_gpu=4096, balance=balance, cost=cost
+        )
+        load = [sum(cost(lengths[i]) for mb in rank for i in mb) for rank in plan.steps[0].ranks]
+        return max(load) / (sum(load) / 4)
+
+    assert gap("flops") <= gap("none")
+    assert gap("flops") < 1.01
+
+
+def test_over_cap_sample_is_alone_and_named():
+    plan = plan_batches(
+        [5000, 10, 10], range(3), global_batch_size=3, max_tokens_per_gpu=100, names=["g7/0", "g7/1", "g7/2"]
+    )
+    assert (0,) in plan.steps[0].ranks[0]
+    assert plan.warnings[0].startswith("sample g7/0: 5000 tokens")
+
+
+def test_plans_do_not_depend_on_anything_but_their_input():
+    lengths = [random.Random(3).randint(1, 900) for _ in range(64)]
+    plans = {plan_batches(lengths, range(64), global_batch_size=64, dp_size=2, max_tokens_per_gpu=1024) for _ in "ab"}
+    assert len(plans) == 1
+
+
+def test_four_knob_rule():
+    rule = {"rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    assert resolve_global_batch_size(**rule) == 32
+    assert resolve_global_batch_size(**rule, num_steps_per_rollout=2) == 16
+    assert resolve_global_batch_size(**rule, num_steps_per_rollout=3) == 10
+    assert resolve_global_batch_size(**rule, global_batch_size=8) == 8
+    for bad in ({"num_steps_per_rollout": 2, "global_batch_size": 8}, {"global_batch_size": 64}):
+        with pytest.raises(BatchingError, match="global_batch_size"):
+            resolve_global_batch_size(**rule, **bad)
+
+
+def test_dynamic_global_batch_size_takes_whole_multiples():
+    assert dynamic_global_batch_size(13, 4) == 12
+    with pytest.raises(BatchingError, match="cannot feed"):
+        dynamic_global_batch_size(3, 4)
+
+
+def test_exactly_one_kind_of_batching():
+    with pytest.raises(BatchingError, match="exactly one"):
+        plan_batches([1], [0], global_batch_size=1)

@@ -1,0 +1,230 @@
+"""Estimators, losses and corrections without golden vectors, against closed forms and brute force."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.trainer.objective import (
+    ObjectiveConfig,
+    ObjectiveConfigError,
+    TrainSample,
+    check,
+    finish,
+    learning_rate,
+    policy_loss,
+    prepare_batch,
+    problems,
+)
+from actors.trainer.objective.corrections import interpolated_proximal
+from actors.trainer.objective.losses import binary_divergence
+from actors.trainer.objective.metrics import length_bias
+from actors.trainer.objective.opd import topk_reverse_kl
+from actors.trainer.objective.rewards import normalize_group_rewards
+from actors.trainer.objective.scan import reverse_scan
+from actors.trainer.objective.selfcheck import first_step_failures
+
+
+def normalised(rewards, estimator, **kw):
+    n = len(rewards)
+    return normalize_group_rewards(rewards, [0] * n, range(n), estimator=estimator, **kw)
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    assert normalised([1.0, 0.0, 0.5], "rloo").values == pytest.approx([0.75, -0.75, 0.0])
+
+
+def test_maxrl_divides_by_the_success_rate():
+    assert normalised([1.0, 0.0, 0.0, 0.0], "maxrl").values == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert normalised([0.0, 0.0], "maxrl").values == [0.0, 0.0]
+    below = normalised([-1.0, 0.0], "maxrl")
+    assert below.values == [0.0, 0.0] and below.non_positive_mean_groups == 1
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12), st.sampled_from(["grpo", "rloo", "cispo"]))
+def test_group_advantages_add_up_to_zero_and_equal_rewards_give_exactly_zero(rewards, estimator):
+    assert sum(normalised(rewards, estimator).values) == pytest.approx(0, abs=1e-6 * (1 + max(map(abs, rewards))))
+    assert normalised([rewards[0]] * 5, estimator).values == [0.0] * 5
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 700), max_size=5), st.floats(0, 1), st.integers(0, 1000))
+def test_reverse_scan_equals_the_loop(lengths, factor, seed):
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    want = []
+    for part in torch.split(x, lengths):
+        carry, out = 0.0, []
+        for value in reversed(part.tolist()):
+            carry = value + factor * carry
+            out.append(carry)
+        want += reversed(out)
+    got = reverse_scan(x, torch.tensor(lengths, dtype=torch.int64), factor)
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def one_step(cfg, new, old, rewards=(1.0, 0.0), rollout=None, spans=None, version=None):
+    n = new.numel() // 2
+    rollout = old if rollout is None else rollout
+    samples = [
+        TrainSample(str(i), 0, n, r, old_logp=old[i * n : i * n + n], rollout_logp=rollout[i * n : i * n + n], spans=s)
+        for i, (r, s) in enumerate(zip(rewards, spans or (None, None), strict=True))
+    ]
+    prepared = prepare_batch(cfg, samples, current_version=version, dtype=torch.float64)
+    new = new.clone().requires_grad_()
+    norm = prepared.norm()
+    loss, sums = policy_loss(cfg, prepared.micro_batch([0, 1], new), norm)
+    loss.backward()
+    return loss.item(), new.grad, finish(sums, norm), prepared
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
+    old = torch.full((4,), -2.0, dtype=torch.float64)
+    new = torch.tensor([-2.0, -1.0, -2.0, -1.0], dtype=torch.float64)  # ratio e on every second token
+    cfg = check(ObjectiveConfig(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.5))
+    _, grad, report, prepared = one_step(cfg, new, old)
+    a = prepared.advantages
+    assert grad.tolist() == pytest.approx((-torch.tensor([1.0, 1.5, 1.0, 1.5]) * a / 4).tolist())
+    assert report["pg_clipfrac"] == pytest.approx(0.5)
+
+
+def test_dppo_blocks_only_updates_that_leave_the_trust_region():
+    cfg = check(ObjectiveConfig(policy_loss="dppo", dppo_delta=0.1))
+    old = torch.tensor([0.5, 0.001, 0.5, 0.5], dtype=torch.float64).log()
+    new = torch.tensor([0.8, 0.01, 0.2, 0.8], dtype=torch.float64).log()
+    _, grad, report, prepared = one_step(cfg, new, old)
+    assert prepared.advantages[0] > 0 > prepared.advantages[2]
+    # Up and far: blocked. Ratio 10 of a rare token: kept (PPO would clip it). Down and far: blocked. Coming back: kept.
+    assert (grad != 0).tolist() == [False, True, False, True]
+    assert report["pg_clipfrac"] == pytest.approx(0.5)
+
+
+def test_binary_divergences_match_their_definitions():
+    p, q = (torch.tensor([x, 1.0], dtype=torch.float64).log() for x in (0.3, 0.2))
+    kl = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)
+    assert binary_divergence("tv", p, q).tolist() == pytest.approx([0.1, 0.0])
+    assert binary_divergence("kl", p, q).tolist() == pytest.approx([kl, 0.0], abs=1e-12)
+
+
+def test_decoupled_weights_bring_the_gradient_back_to_the_behaviour_policy():
+    rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
+    old = torch.tensor([-1.5, -1.0, -1.0, -1.0], dtype=torch.float64)
+    cfg = check(ObjectiveConfig(correction="decoupled", decoupled_cap=4.0))
+    _, grad, report, prepared = one_step(cfg, old, old, rollout=rollout)  # new == old: ratio 1, weight prox/behaviour
+    weights = torch.tensor([math.exp(-0.5), 4.0, 1.0, 1.0])
+    assert grad.tolist() == pytest.approx((-weights * prepared.advantages / 4).tolist())
+    assert report["tis_clipfrac"] == pytest.approx(0.25)
+
+
+def test_interpolated_proximal_follows_staleness():
+    new, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-math.inf, -3.0, -3.0])
+    got = interpolated_proximal(new, rollout, torch.tensor([0, 1, 4]))
+    assert got.tolist() == pytest.approx([-1.0, -3.0, -1.5])
+
+
+def test_fresh_tokens_need_no_correction_under_interpolation():
+    rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
+    cfg = check(ObjectiveConfig(correction="decoupled", proximal="interpolate", max_staleness=4))
+    new = rollout + 0.1
+    fresh = [[(9, 2)], [(9, 2)]]
+    _, _, report, _ = one_step(cfg, new, rollout, rollout=rollout, spans=fresh, version=9)
+    assert report["ppo_kl"] == 0 and report["pg_clipfrac"] == 0
+    stale = [[(8, 2)], [(8, 2)]]
+    _, _, report, _ = one_step(cfg, new, rollout, rollout=rollout, spans=stale, version=9)
+    assert report["ppo_kl"] == pytest.approx(-0.1) and report["tis"] == pytest.approx(1.0)
+
+
+def test_max_difference_is_a_maximum_not_a_mean():
+    old = torch.full((4,), -1.0, dtype=torch.float64)
+    rollout = old - torch.tensor([0.0, 0.25, 0.0, 0.5], dtype=torch.float64)
+    _, _, report, _ = one_step(ObjectiveConfig(correction="tis"), old, old, rollout=rollout)
+    assert report["forward_logp_max_diff"] == pytest.approx(0.5)
+    assert report["train_rollout_logprob_abs_diff"] == pytest.approx(0.1875)
+
+
+def test_kl_coefficient_zero_only_monitors():
+    base = ObjectiveConfig(proximal="current")
+    monitored = ObjectiveConfig(proximal="current", use_kl_loss=True, kl_loss_type="k2")
+    logp = torch.tensor([-1.0, -2.0, -1.5, -0.5], dtype=torch.float64)
+    samples = [TrainSample(str(i), 0, 2, float(i), ref_logp=[-1.0, -1.0]) for i in range(2)]
+    grads = []
+    for cfg in (base, monitored):
+        new = logp.clone().requires_grad_()
+        prepared = prepare_batch(cfg, samples, dtype=torch.float64)
+        loss, sums = policy_loss(cfg, prepared.micro_batch([0, 1], new), prepared.norm())
+        loss.backward()
+        grads.append(new.grad)
+    assert torch.equal(*grads) and sums["kl_loss"] > 0
+
+
+def test_topk_reverse_kl_weights():
+    s, t = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-2.0, -1.0, -9.0]])
+    chosen = torch.tensor([[True, True, False]])
+    w = torch.softmax(torch.tensor([-1.0, -2.0]), 0)
+    assert topk_reverse_kl(s, t, chosen).item() == pytest.approx((w[0] - w[1]).item())
+    assert topk_reverse_kl(s, t, chosen, weight="none").item() == 0
+    assert topk_reverse_kl(s, t, torch.zeros_like(chosen)).item() == 0
+
+
+def test_length_bias_has_a_sign():
+    assert length_bias([10, 30], [10]) == pytest.approx(-0.5)
+    assert length_bias([], []) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_staleness": 1}, "no off-policy correction"),
+        ({"advantage_estimator": "grpoo"}, "unknown"),
+        ({"use_kl_loss": True, "kl_coef": 0.1}, "counts the KL twice"),
+        ({"eps_clip_c": 0.9}, "dual clip"),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}, "whitened"),
+        ({"proximal": "rollout", "correction": "tis"}, "every tis weight 1"),
+        ({"correction": "mis", "tis_level": "geometric", "tis_batch_normalize": True}, "geometric"),
+        ({"correction": "mis", "proximal": "current", "tis_batch_normalize": True}, "proximal=recompute"),
+        ({"tis_clip_low": 3.0}, "tis_clip"),
+    ],
+)
+def test_unsound_settings_are_refused_with_the_reason(change, words):
+    with pytest.raises(ObjectiveConfigError, match=words):
+        check(ObjectiveConfig(**change))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus", "ppo"])
+def test_stale_data_needs_a_correction_or_explicit_permission_for_every_estimator(estimator):
+    assert problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=1))
+    for allowed in (
+        {"correction": "tis"},
+        {"allow_no_correction": True},
+        {"proximal": "rollout"},
+        {"use_opsm": True},
+    ):
+        assert not problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=1, **allowed))
+    assert not problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=0))
+    assert problems(ObjectiveConfig(max_staleness=1, correction="mis", report_only=True))
+
+
+def test_schedules():
+    rate = [learning_rate(i, lr=1.0, style="linear", total=12, warmup=2, min_lr=0.1) for i in range(15)]
+    assert rate[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rate[7] == pytest.approx(0.55) and rate[12:] == pytest.approx([0.1] * 3)
+    assert learning_rate(6, lr=2.0, style="cosine", total=10, warmup=2) == pytest.approx(1.0)
+    assert learning_rate(500, lr=2.0, min_lr=0.5) == 2.0
+    with pytest.raises(ValueError, match="unknown"):
+        learning_rate(0, lr=1.0, style="square")
+
+
+def test_first_step_check_names_the_likely_cause():
+    good = {"ppo_kl": 0.0, "pg_clipfrac": 0.0, "train_rollout_logprob_abs_diff": 1e-3, "nonfinite_tokens": 0.0}
+    assert first_step_failures(good, grad_norm=0.1, reference_diff=0.0) == []
+    bad = first_step_failures(good | {"ppo_kl": 0.1, "pg_loss": math.nan}, grad_norm=math.inf, reference_diff=0.8)
+    assert [line.split(" =")[0] for line in bad] == [
+        "ppo_kl",
+        "reference log-prob difference",
+        "gradient norm",
+        "pg_loss",
+    ]
+    assert "chat template" in bad[1]
