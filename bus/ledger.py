@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from bus.errors import InvariantBroken
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
 from bus.streams.link import Script
@@ -45,6 +44,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     tokens_by_worker: dict[str, int] = {}
     tokens_by_version: dict[int, int] = {}
     tokens_trained_by_version: dict[int, int] = {}
+    other: dict[str, int] = {}
 
     @property
     def pending(self) -> int:
@@ -84,8 +84,8 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What a check found at one instant.
 
     `located`: samples found per stream. `missing`: ids of open groups in no entry. `extra`: ids in an entry although
-    their group is closed. `doubled`: ids in more than one entry. `residual`: samples that the accounts call pending, less
-    those of the open groups. `token_residual`: tokens that the accounts call pending, less those on the streams.
+    their group is closed. `doubled`: ids in more than one entry. `residual`: samples that the accounts call pending,
+    less those of the open groups. `token_residual`: tokens that the accounts call pending, less those on the streams.
     `reissuing`: the bus was lost and its open groups are being issued again, so that missing ones are expected.
     """
 
@@ -127,7 +127,7 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
         return f"{line} · {'closes' if self.closes else 'DOES NOT CLOSE'}" + "".join(f" · {f}" for f in faults)
 
 
-# -- movements: what a commit adds to its `ledger` ----------------------------------------------------------------------
+# -- movements: what a commit adds to its `ledger` --------------------------------------------------------------------
 
 
 def issued(n_samples: int) -> dict[str, int]:
@@ -174,31 +174,30 @@ def _add(moves: dict[str, int], account: str, n: int) -> None:
     moves[account] = moves.get(account, 0) + n
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def accounts_of(ledger: Mapping[str, int]) -> Accounts:
-    """The ledger hash as accounts; unknown names are InvariantBroken, because nothing may be counted elsewhere."""
+    """The ledger hash as accounts. Names of another release go to `other`; the equation does not know them."""
     plain: dict[str, int] = {}
     tables: dict[str, dict[str, int]] = {}
     for name, n in ledger.items():
-        head, _, tail = name.rpartition("/")
-        if name in ("issued", "trained", "tokens/generated", "tokens/trained"):
-            plain[name] = n
-        elif head in _TABLES:
-            tables.setdefault(head, {})[tail] = n
+        head = next((table for table in _TABLES if name.startswith(f"{table}/")), "")
+        if head:
+            tables.setdefault(head, {})[name[len(head) + 1 :]] = n
         else:
-            raise InvariantBroken(f"account {name!r} is none of the ledger's; the run was written by another release")
+            plain[name] = n
     return Accounts(
-        issued=plain.get("issued", 0),
-        trained=plain.get("trained", 0),
+        issued=plain.pop("issued", 0),
+        trained=plain.pop("trained", 0),
         dropped=tables.get("dropped", {}),
-        tokens_generated=plain.get("tokens/generated", 0),
-        tokens_trained=plain.get("tokens/trained", 0),
+        tokens_generated=plain.pop("tokens/generated", 0),
+        tokens_trained=plain.pop("tokens/trained", 0),
         tokens_dropped=tables.get("tokens/dropped", {}),
         tokens_by_worker=tables.get("tokens/generated/worker", {}),
         tokens_by_version=_by_int(tables.get("tokens/generated/version", {})),
         tokens_trained_by_version=_by_int(tables.get("tokens/trained/version", {})),
+        other=plain,
     )
 
 

@@ -1,11 +1,12 @@
 """What the objective costs beside a training step of a 0.5B-shaped model, and how tightly lengths are packed.
 
-    python scripts/bench_objective.py [--samples 128] [--tokens 256] [--threads 1]
+    python scripts/bench_objective.py                              scaled measurement, a small CPU is enough
+    python scripts/bench_objective.py --full --device cuda         the whole model, bfloat16, one micro-batch
 
-The model step is measured scaled down, because 24 layers do not fit a small machine's patience: forward and
-backward of one and of two transformer layers of the Qwen2.5-0.5B shape give the cost per layer (their difference),
-times 24; the vocabulary head with log-softmax is measured on 64 tokens and scaled; embedding, optimizer and
-gradient reduction are left out. All of that makes the model look cheaper, so the share printed is an upper bound.
+Scaled: forward and backward of one and of two transformer layers of the Qwen2.5-0.5B shape give the cost per layer
+(their difference), times 24; the vocabulary head with log-softmax is measured the same way, on 64 and 128 tokens.
+Embedding, prompts, optimizer and gradient reduction are left out, so the model looks cheaper than it is and the
+share printed is on the high side. It says nothing about other devices: there, use --full.
 """
 
 from __future__ import annotations
@@ -58,28 +59,36 @@ CONFIGS = {
 }
 
 
-def median_s(work: Callable[[], object], repeat: int) -> float:
-    """Median wall seconds of `repeat` calls, after one to warm up."""
-    work()
-    times = []
-    for _ in range(repeat):
+def median_s(work: Callable[[], object], repeat: int, device: str = "cpu") -> float:
+    """Median wall seconds of `repeat` calls, after one to warm up; waits for the device."""
+
+    def once() -> float:
         begin = time.perf_counter()
         work()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    once()
+    return statistics.median(once() for _ in range(repeat))
+
+
+def shaped_model(layers: int, vocab: int) -> Qwen2Model:
+    return Qwen2Model(
+        Qwen2Config(
+            hidden_size=HIDDEN,
+            num_hidden_layers=layers,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            intermediate_size=FFN,
+            vocab_size=vocab,
+        )
+    )
 
 
 def layers_s(count: int, repeat: int) -> float:
     """Forward and backward of `count` layers over one sequence of 512 tokens."""
-    config = Qwen2Config(
-        hidden_size=HIDDEN,
-        num_hidden_layers=count,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        intermediate_size=FFN,
-        vocab_size=128,
-    )
-    model = Qwen2Model(config)
+    model = shaped_model(count, 128)
     tokens = torch.randint(0, 128, (1, SEQUENCE))
 
     def step() -> None:
@@ -88,12 +97,39 @@ def layers_s(count: int, repeat: int) -> float:
     return median_s(step, repeat)
 
 
-def head_s(repeat: int) -> float:
-    """Vocabulary projection, log-probs and their backward over 64 tokens."""
+def head_s(tokens: int, repeat: int) -> float:
+    """Vocabulary projection, log-probs and their backward."""
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
-    hidden = torch.randn(HEAD_TOKENS, HIDDEN, requires_grad=True)
-    targets = torch.randint(0, VOCAB, (HEAD_TOKENS,))
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    targets = torch.randint(0, VOCAB, (tokens,))
     return median_s(lambda: token_logprobs(hidden @ weight.T, targets)[0].sum().backward(), repeat)
+
+
+def scaled_step_s(tokens: int, repeat: int) -> float:
+    """Estimated seconds of forward and backward over `tokens` tokens, from the scaled measurement; prints its parts."""
+    per_layer = (layers_s(2, repeat) - layers_s(1, repeat)) / SEQUENCE
+    head = (head_s(2 * HEAD_TOKENS, repeat) - head_s(HEAD_TOKENS, repeat)) / HEAD_TOKENS
+    print(f"model, scaled: {LAYERS} layers x {per_layer * 1e6:.0f} us/token (2 layers minus 1, {SEQUENCE} tokens)")
+    print(f"  + head {head * 1e6:.0f} us/token ({2 * HEAD_TOKENS} minus {HEAD_TOKENS} tokens), float32, CPU")
+    return tokens * (LAYERS * per_layer + head)
+
+
+def full_step_s(tokens: int, micro_tokens: int, repeat: int, device: str) -> float:
+    """Measured seconds of one micro-batch of the whole model, times the micro-batches `tokens` need."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model: torch.nn.Module = shaped_model(LAYERS, VOCAB)
+    model.to(device=device, dtype=dtype)
+    rows = max(micro_tokens // SEQUENCE, 1)
+    ids = torch.randint(0, VOCAB, (rows, SEQUENCE), device=device)
+    head = next(p for name, p in model.named_parameters() if name.startswith("embed_tokens"))
+
+    def step() -> None:
+        hidden = model(input_ids=ids, use_cache=False).last_hidden_state
+        token_logprobs(hidden.flatten(0, 1) @ head.T, ids.flatten())[0].mean().backward()
+
+    seconds = median_s(step, repeat, device)
+    print(f"model, measured: {LAYERS} layers and head, {rows * SEQUENCE} tokens in {seconds * 1e3:.1f} ms ({device})")
+    return seconds * tokens / (rows * SEQUENCE)
 
 
 def make_batch(samples: int, tokens: int) -> list[TrainSample]:
@@ -121,7 +157,7 @@ def make_batch(samples: int, tokens: int) -> list[TrainSample]:
     return out
 
 
-def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: int, repeat: int) -> float:
+def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: int, repeat: int, device: str) -> float:
     """A whole step: plan, prepare, loss and backward (to the log-probs) of every micro-batch, metrics."""
     lengths = [s.response_length + 64 for s in samples]
     new = [torch.as_tensor(s.old_logp) + 0.01 for s in samples]
@@ -136,22 +172,21 @@ def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: 
         total: dict[str, torch.Tensor] = {}
         for ids in plan.steps[0].ranks[0]:
             if ids not in inputs:  # the model's output: not the objective's cost
-                inputs[ids] = torch.cat([new[i] for i in ids]).requires_grad_()
+                inputs[ids] = torch.cat([new[i] for i in ids]).to(device).requires_grad_()
             loss, sums = policy_loss(cfg, prepared.micro_batch(ids, inputs[ids]), norm)
             loss.backward()
             merge(total, sums)
         return finish(total, norm)
 
-    return median_s(step, repeat)
+    return median_s(step, repeat, device)
 
 
 def packing_report() -> None:
     print(
-        "\npacking, 512 log-normal lengths, worst of 5 batches (bound: Martello-Toth L2; simple: token sum and halves)"
+        "\npacking of 512 log-normal lengths, worst of 5 batches; bounds: Martello-Toth L2, and token sum with halves"
     )
-    print(
-        f"{'mu':>5} {'sigma':>5} {'cap':>6} {'dp':>3} {'tokens/capacity':>16} {'of bound':>9} {'of simple':>10} {'plan ms':>8}"
-    )
+    names = ("mu", "sigma", "cap", "dp", "tokens/capacity", "of L2 bound", "of simple bound", "plan ms")
+    print("".join(f"{name:>16}" for name in names))
     for mu, sigma, cap in ((6.0, 1.0, 2048), (6.5, 0.7, 4096), (7.0, 1.2, 8192), (7.0, 0.3, 16384), (7.0, 0.3, 2048)):
         for dp in (1, 8):
             use, strong, simple, spent = 1.0, 1.0, 1.0, 0.0
@@ -165,7 +200,8 @@ def packing_report() -> None:
                 use = min(use, sum(lengths) / (count * cap))
                 strong = min(strong, strong_lower_bound(lengths, cap, dp) / count)
                 simple = min(simple, lower_bound(lengths, cap, dp) / count)
-            print(f"{mu:5} {sigma:5} {cap:6} {dp:3} {use:16.3f} {strong:9.3f} {simple:10.3f} {spent * 1e3:8.1f}")
+            row = (mu, sigma, cap, dp, f"{use:.3f}", f"{strong:.3f}", f"{simple:.3f}", f"{spent * 1e3:.1f}")
+            print("".join(f"{value:>16}" for value in row))
 
 
 def main() -> None:
@@ -174,26 +210,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="mean response length")
     parser.add_argument("--micro-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--full", action="store_true", help="measure the whole model instead of scaling")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     samples = make_batch(args.samples, args.tokens)
     tokens = sum(s.response_length for s in samples)
-    one, two = layers_s(1, args.repeat), layers_s(2, args.repeat)
-    per_layer = (two - one) / SEQUENCE
-    head = head_s(args.repeat) / HEAD_TOKENS
-    model = tokens * (LAYERS * per_layer + head)
-    print(
-        f"model step of 0.5B shape, scaled: {LAYERS} layers x {per_layer * 1e6:.0f} us/token/layer (measured: 2 layers"
-    )
-    print(
-        f"minus 1, {SEQUENCE} tokens) + head {head * 1e6:.0f} us/token (measured on {HEAD_TOKENS} tokens), {args.threads} thread(s),"
-    )
-    print(f"float32 CPU; no embedding, optimizer or prompts: {model:.1f} s for {tokens} response tokens")
+    print(f"{args.samples} samples, {tokens} response tokens, {args.threads} thread(s)")
+    if args.full:
+        model = full_step_s(tokens, args.micro_tokens, args.repeat, args.device)
+    else:
+        model = scaled_step_s(tokens, args.repeat)
+    print(f"  forward and backward of all response tokens: {model:.2f} s")
     for name, cfg in CONFIGS.items():
-        cost = objective_s(check(cfg), samples, args.micro_tokens, args.repeat)
-        print(f"objective ({name}): {cost * 1e3:.1f} ms = {100 * cost / model:.3f} % of the scaled model step")
+        cost = objective_s(check(cfg), samples, args.micro_tokens, args.repeat, args.device)
+        print(f"objective ({name}): {cost * 1e3:.1f} ms = {100 * cost / model:.3f} % of that")
     packing_report()
 
 

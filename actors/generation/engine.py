@@ -1,4 +1,5 @@
-"""The inference engine as the generation room sees it: values that cross the border, the Engine protocol, its two failures.
+"""The inference engine as the generation room sees it: values that cross the border, the Engine protocol, its two
+failures.
 
 Always true: a Chunk holds tokens of one policy version only, and the version is the one the engine stated for them.
 """
@@ -26,7 +27,7 @@ class GenerateRequest:
     """One sample to generate. Tokens in, tokens out: text is never sent."""
 
     rid: str
-    """Names the sample in `abort` and in the engine's log; unique among requests in flight on one client."""
+    """Names the sample in `abort` and, as a part, in the engine's log."""
     input_ids: list[int]
     """Prompt, followed by the prefix of a resumed sample."""
     max_new_tokens: int
@@ -76,12 +77,12 @@ class Engine(Protocol):
         ...
 
     async def abort(self, rid: str) -> None:
-        """The request ends with what it has (finish "abort"). Idempotent; an unknown id is not an error."""
+        """Requests of this name sent from here end with what they have (finish "abort"). An unknown id is not an error."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep their
-        keys and values; abort: they end."""
+        """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep
+        their keys and values; abort: they end."""
         ...
 
     async def resume(self) -> None: ...
@@ -91,8 +92,8 @@ class Engine(Protocol):
         ...
 
     async def update_weights_from_disk(self, path: str, version: str) -> None:
-        """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do not
-        fit; call it between `pause` and `resume`."""
+        """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do
+        not fit; call it between `pause` and `resume`."""
         ...
 
     async def set_version(self, version: str) -> None:

@@ -1,13 +1,16 @@
-"""Engine over SGLang's HTTP interface: the only client, for real SGLang (0.5.12 and like), its router, and the embedded engine.
+"""Engine over SGLang's HTTP interface: the only client, for real SGLang (0.5.12 and like), its router, and the embedded
+engine.
 
-Owns one connection pool and the names of its requests in flight. Always true: tokens of a request are handed out once, in
-order, whether the server streams cumulative or incremental chunks (each is placed by its `completion_tokens`).
+Owns one connection pool and the names of its requests in flight. Always true: tokens of a request are handed out once,
+in order, whether the server streams cumulative or incremental chunks (each is placed by its `completion_tokens`).
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, NoReturn
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +25,8 @@ from actors.generation.engine import (
     RequestRefused,
 )
 from actors.generation.sse import SseParser
+
+T = TypeVar("T")
 
 _ERROR_CHARS = 300
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -55,8 +60,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 class SGLangClient:
     """One engine (or router) at `base_url`.
 
-    request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the first
-    token included). control_deadline_s: any other call. Must be created inside a running event loop.
+    request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
+    first token included). control_deadline_s: any other call. Must be created inside a running event loop.
     """
 
     def __init__(
@@ -73,21 +78,25 @@ class SGLangClient:
             read_bufsize=1 << 20,
         )
         self._numbers = itertools.count()
-        self._flying: dict[str, str] = {}
+        self._nonce = uuid.uuid4().hex[:8]
+        self._flying: dict[str, set[str]] = {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        if request.rid in self._flying:
-            raise RequestRefused(f"request {request.rid} is already in flight to {self.base_url}; end it before sending it again.")
-        # SGLang aborts by prefix of the id: a leading number of fixed width keeps any id from being a prefix of another.
-        name = f"{next(self._numbers):09d}-{request.rid}"
-        self._flying[request.rid] = name
+        # The engine knows the request by another name: unique among all clients and attempts, and no name is a prefix of
+        # another, because SGLang aborts by prefix.
+        name = f"{self._nonce}-{next(self._numbers):08d}-{request.rid}"
+        names = self._flying.setdefault(request.rid, set())
+        names.add(name)
         try:
-            async for chunk in self._stream(request, name):
-                yield chunk
+            async with aclosing(self._stream(request, name)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
-            del self._flying[request.rid]
+            names.discard(name)
+            if not names:
+                self._flying.pop(request.rid, None)
 
-    async def _stream(self, request: GenerateRequest, name: str) -> AsyncIterator[Chunk]:
+    async def _stream(self, request: GenerateRequest, name: str) -> AsyncGenerator[Chunk, None]:
         end_s = asyncio.get_running_loop().time() + self._request_deadline_s
         headers = {"Content-Type": "application/json"}
         if request.routing_key is not None:
@@ -109,8 +118,8 @@ class SGLangClient:
                     chunk = self._chunk(payload, request.rid, seen)
                     seen += len(chunk.token_ids)
                     if chunk.finish is not None:
-                        # Let the tail pass, so that the connection can be used again.
-                        await self._within(response.content.read(), end_s, request.rid, seen)
+                        with suppress(EngineUnavailable):  # the sample is whole; the tail only frees the connection
+                            await self._within(response.content.read(), end_s, request.rid, seen)
                         yield chunk
                         return
                     if chunk.token_ids:
@@ -123,7 +132,9 @@ class SGLangClient:
         try:
             event = _decode_event(payload)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"{self.base_url} sent an event of request {rid} that is not understood: {error}.") from None
+            raise EngineUnavailable(
+                f"{self.base_url} sent an event of request {rid} that is not understood: {error}."
+            ) from None
         if event.error is not None:
             raise RequestRefused(f"{self.base_url} refused request {rid}: {event.error.message}")
         meta, reason = event.meta_info, event.meta_info.finish_reason
@@ -145,8 +156,7 @@ class SGLangClient:
         )
 
     async def abort(self, rid: str) -> None:
-        name = self._flying.get(rid)
-        if name is not None:
+        for name in tuple(self._flying.get(rid, ())):
             await self._post("/abort_request", {"rid": name})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -162,7 +172,8 @@ class SGLangClient:
         return status == 200
 
     async def update_weights_from_disk(self, path: str, version: str) -> None:
-        # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be declined.
+        # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be
+        # declined.
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
         await self._post("/update_weights_from_disk", body)
 
@@ -200,7 +211,9 @@ class SGLangClient:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?") from None
+            raise EngineUnavailable(
+                f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?"
+            ) from None
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         data = None if body is None else msgspec.json.encode(body)
@@ -209,27 +222,35 @@ class SGLangClient:
             async with asyncio.timeout(self._control_deadline_s):
                 async with self._http.request(method, self.base_url + path, data=data, headers=headers) as response:
                     return response.status, await response.text()
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable(f"{self.base_url}{path} cannot be reached: {_say(error)}.") from None
         except TimeoutError:
             raise EngineUnavailable(
                 f"{self.base_url}{path} did not answer within {self._control_deadline_s:g} s; the engine is stuck or overloaded."
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise EngineUnavailable(f"{self.base_url}{path} cannot be reached: {_say(error)}.") from None
 
-    async def _within(self, wait: Any, end_s: float, rid: str, seen: int) -> Any:
+    async def _within(self, wait: Awaitable[T], end_s: float, rid: str, seen: int) -> T:
         """One wait of a stream, under both deadlines."""
         left_s = end_s - asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(min(left_s, self._token_deadline_s)):
                 return await wait
+        except aiohttp.ClientError as error:
+            raise self._broken_off(rid, seen, error) from None
         except TimeoutError:
             whole = left_s <= self._token_deadline_s
-            limit = f"request deadline of {self._request_deadline_s:g} s" if whole else f"{self._token_deadline_s:g} s of silence"
+            name, limit_s = ("request", self._request_deadline_s) if whole else ("token", self._token_deadline_s)
             raise EngineUnavailable(
-                f"{self.base_url} gave request {rid} {seen} tokens, then its {limit} passed; the engine is stuck, paused or overloaded."
+                f"{self.base_url} gave request {rid} {seen} tokens, then its {name} deadline of {limit_s:g} s passed; "
+                "the engine is stuck, paused or overloaded."
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.") from None
+        except OSError as error:
+            raise self._broken_off(rid, seen, error) from None
+
+    def _broken_off(self, rid: str, seen: int, error: BaseException) -> EngineUnavailable:
+        return EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.")
 
     async def _raise_for(self, response: aiohttp.ClientResponse, what: str) -> NoReturn:
         end_s = asyncio.get_running_loop().time() + self._control_deadline_s

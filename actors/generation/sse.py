@@ -2,8 +2,8 @@
 
 
 class SseParser:
-    """Feed bytes, get the data of each event that became complete. Lines may end in LF or CRLF; comments and other fields are
-    ignored; several data lines of one event are joined by LF."""
+    """Feed bytes, get the data of each event that became complete. Lines may end in LF or CRLF; comments and other
+    fields are ignored; several data lines of one event are joined by LF."""
 
     __slots__ = ("_rest",)
 

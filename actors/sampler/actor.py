@@ -105,6 +105,33 @@ class Sampler:
         kept = {entry.fields.get("group", "") for entry in await bus.scan_all(GROUPS)}
         for group_id in await bus.hash_of(bus.keys.open_groups):
             self._progress.issued(group_id, kept=group_id in kept)
+        await self._issue_again()
+
+    async def _issue_again(self) -> None:
+        """After the bus was lost and restored from a checkpoint, every open group's samples are gone: put them back.
+        The state field `reissue` says how far this came, so that a kill in between repeats nothing."""
+        bus = self._context.bus
+        done = await bus.state("reissue")
+        if not done.startswith("pending"):
+            return
+        groups = sorted((await bus.hash_of(bus.keys.open_groups)).items())
+        for group_id, raw in groups:
+            if group_id <= done.partition(":")[2]:
+                continue
+            opened = msgspec.msgpack.decode(raw, type=OpenGroup)
+            row = self._row_of.get(opened.prompt_id)
+            if row is None:
+                raise Refused(
+                    f"open group {group_id} is of prompt {opened.prompt_id}, which {self._spec.data.path} does not hold. "
+                    "Give the data set the run began with."
+                )
+            tasks = self._tasks(group_id, self._prompts[row], opened.attempt, self._context.knobs)
+            then = f"pending:{group_id}"
+            outs = [Out(PROMPTS, task) for task in tasks]
+            await bus.commit(Commit(append=outs, guard=Guard("reissue", done, then), bounded=True))
+            done = then
+        await bus.commit(Commit(guard=Guard("reissue", done, "done")))
+        await self._context.event("issued again", f"{len(groups)} groups of a lost bus")
 
     async def _fill(self) -> int:
         """Issue what fits; returns the number of groups issued."""

@@ -136,7 +136,8 @@ def plan_batches(
     Dynamic: max_tokens_per_gpu * cp_size tokens per micro-batch. Static: micro_batch_size samples each, in order,
     dealt round-robin; the count must be a multiple of dp_size * mb_group (mb_group: micro-batches per group of an
     interleaved pipeline). balance="flops" evens out `cost` between micro-batches and ranks, the cap still holds.
-    Raises BatchingError when there is no full step, or too few samples for the ranks.
+    Raises BatchingError when there is no full step, or when a step has fewer samples than the ranks need micro-batches
+    (possible with a handful of samples near the cap: a micro-batch is never empty and never exceeds the cap).
     """
     if (max_tokens_per_gpu is None) == (micro_batch_size is None):
         raise BatchingError("give exactly one of max_tokens_per_gpu (dynamic) and micro_batch_size (static).")

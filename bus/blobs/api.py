@@ -36,9 +36,21 @@ def parse_ref(ref: str, store: str) -> tuple[str, int]:
     """Reference to (id, bytes); BadMessage when it is not one of `store`."""
     kind, _, rest = ref.partition(":")
     blob_id, _, size = rest.partition(":")
-    if kind != store or not blob_id.isalnum() or not size.isdigit():
+    sound = ref.isascii() and blob_id.isalnum() and size.isdecimal() and len(ref) <= 100
+    if kind != store or not sound:
         raise BadMessage(f"blob reference {ref!r} is not one of the {store} store")
     return blob_id, int(size)
 
 
-__all__ = ("BlobStore", "parse_ref")
+def ids_of(refs: list[str], store: str) -> list[str]:
+    """Blob ids of those references that are of `store`; what else an entry may claim names nothing of ours."""
+    ids: list[str] = []
+    for ref in refs:
+        try:
+            ids.append(parse_ref(ref, store)[0])
+        except BadMessage:
+            continue
+    return ids
+
+
+__all__ = ("BlobStore", "ids_of", "parse_ref")

@@ -8,7 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
-from bus.blobs.api import parse_ref
+from bus.blobs.api import ids_of, parse_ref
 from bus.errors import BadMessage, BusFull
 
 _INLINE_IO_BYTES = 1 << 20  # below this a thread costs more than the copy into shared memory
@@ -60,8 +60,8 @@ class FileBlobs:
         return await asyncio.to_thread(self._read, blob_id, size)
 
     async def delete(self, refs: list[str]) -> None:
-        for ref in refs:
-            self._path(parse_ref(ref, "file")[0]).unlink(missing_ok=True)
+        for blob_id in ids_of(refs, "file"):
+            self._path(blob_id).unlink(missing_ok=True)
 
     async def list_ids(self) -> list[tuple[str, float]]:
         now = time.time()

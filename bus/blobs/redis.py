@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 
-from bus.blobs.api import parse_ref
+from bus.blobs.api import ids_of, parse_ref
 from bus.errors import BadMessage
 from bus.streams.keys import Keys
 from bus.streams.link import Link, call
@@ -44,8 +44,8 @@ class RedisBlobs:
         return body
 
     async def delete(self, refs: list[str]) -> None:
-        if refs:
-            await self._link.run("UNLINK", *(self._keys.blob(parse_ref(ref, "redis")[0]) for ref in refs))
+        if ids := ids_of(refs, "redis"):
+            await self._link.run("UNLINK", *map(self._keys.blob, ids))
 
     async def list_ids(self) -> list[tuple[str, float]]:
         pattern = self._keys.blob("*").replace("{", "[{]").replace("}", "[}]")

@@ -59,7 +59,7 @@ for _, ack in ipairs(acks) do
   redis.call('XACK', ack[1], ack[2], ack[3])
   if ack[5] == '0' then
     redis.call('XDEL', ack[1], ack[3])
-    redis.call('HINCRBY', KEYS[4], ack[1], -ack[4])
+    if ack[4] > 0 then redis.call('HINCRBY', KEYS[4], ack[1], string.format('-%.0f', ack[4])) end
   end
 end
 local reply = {'ok'}

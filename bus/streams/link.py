@@ -127,20 +127,6 @@ class Link:
         except NoScriptError:
             return await self.run("EVAL", script.source, len(keys), *keys, *args)
 
-    async def send(self, commands: Sequence[Command], *, repeat: bool) -> None:
-        """Commands in one pipeline, apart from the shared queue. `repeat`: send all again over a lost connection;
-        otherwise BusUnreachable, and what was written is unknown."""
-        try:
-            replies = await (self.retry(lambda: self._send(list(commands))) if repeat else self._send(list(commands)))
-        except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
-            raise BusUnreachable(
-                f"Redis at {self.url} went away while {len(commands)} commands were written ({error}); how many it took is "
-                "unknown. Look at the stream before writing them again."
-            ) from error
-        for reply in replies:
-            if isinstance(reply, RedisError):
-                raise translate(reply, self.url)
-
     async def _write_all(self) -> None:
         try:
             while self._queue:

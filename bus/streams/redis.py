@@ -72,7 +72,7 @@ class Bus:
     async def append(self, outs: Sequence[Out], *, repeatable: bool = False) -> None:
         """Append without condition, in order, in one pipeline. News and tools use it; hops use `commit`.
 
-        `repeatable`: twice is harmless (news, announcements), so a lost connection is waited out. Otherwise it is an
+        `repeatable`: twice is harmless, as for all mere news, so a lost connection is waited out. Otherwise it is an
         error, because an outcome that is unknown must not be doubled.
         """
         commands: list[tuple[Any, ...]] = []
@@ -84,12 +84,13 @@ class Bus:
                 commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields))
             else:
                 commands.append(("XADD", key, "*", *fields))
+            if out.stream.is_data:
                 added[key] = added.get(key, 0) + size
         for key, total in added.items():
             if self.config.stream_max_bytes:
                 await self._wait_for_room(key, total)
             commands.append(("HINCRBY", self.keys.in_flight_bytes, key, total))
-        await self.link.run_many(commands, repeatable=repeatable)
+        await self.link.run_many(commands, repeatable=repeatable or all(out.stream.cap for out in outs))
 
     async def commit(self, commit: Commit) -> CommitResult:
         """One atomic step, safe to repeat: it takes effect once, or not at all.
@@ -309,7 +310,7 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
     body: bytes = pairs.pop(b"body", b"")
     blob = _text(pairs.pop(b"blob", b""))
-    size = int(blob.rpartition(":")[2] or 0) if blob.count(":") == 2 and blob[-1:].isdigit() else len(body)
+    size = _blob_bytes(blob) if blob else len(body)
     fields = {_text(k): _text(v) for k, v in pairs.items()}
     return Entry(
         id=_text(entry_id),
@@ -321,6 +322,12 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         blob=blob,
         deliveries=deliveries,
     )
+
+
+def _blob_bytes(ref: str) -> int:
+    """Accounted bytes of a reference, 0 for one that is none: whoever reads the message finds out."""
+    size = ref.rpartition(":")[2]
+    return int(size) if size.isascii() and size.isdecimal() and len(size) <= 12 else 0
 
 
 def _text(value: bytes | str | int) -> str:

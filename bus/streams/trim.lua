@@ -40,5 +40,5 @@ while true do
   from = '(' .. page[#page][1]
 end
 reply[1] = redis.call('XTRIM', KEYS[1], 'MINID', low)
-if bytes > 0 then redis.call('HINCRBY', KEYS[2], KEYS[1], -bytes) end
+if bytes > 0 then redis.call('HINCRBY', KEYS[2], KEYS[1], string.format('-%.0f', bytes)) end
 return reply

@@ -86,8 +86,16 @@ def test_trajectory_with_two_different_rewards_is_masked_and_named():
 
 @pytest.mark.parametrize(
     ("reward", "key", "want"),
-    [(1, None, 1.0), (True, None, 1.0), ({"acc": 0.5}, "acc", 0.5), ({"acc": 0.5}, "score", None)]
-    + [({"acc": 0.5}, None, None), (None, None, None), ("1", None, None), ({"acc": None}, "acc", None)],
+    [
+        (1, None, 1.0),
+        (True, None, 1.0),
+        ({"acc": 0.5}, "acc", 0.5),
+        ({"acc": 0.5}, "score", None),
+        ({"acc": 0.5}, None, None),
+        ({"acc": None}, "acc", None),
+        (None, None, None),
+        ("1", None, None),
+    ],
 )
 def test_reward_value_finds_a_number_or_says_there_is_none(reward, key, want):
     assert reward_value(reward, key) == want

@@ -1,8 +1,8 @@
-"""Process of the embedded engine: flags, port, signals. Exit status 0 after SIGTERM or SIGINT, 2 for a refused start, 1 when
-the model's thread died.
+"""Process of the embedded engine: flags, port, signals. Exit status 0 after SIGTERM or SIGINT, 2 for a refused start, 1
+when the model's thread died.
 
-Shutdown: (1) refuse new requests, (2) end running ones with what they have (finish_reason abort), (3) send those answers,
-(4) close.
+Shutdown: (1) refuse new requests, (2) end running ones with what they have (finish_reason abort), (3) send those
+answers, (4) close.
 """
 
 import argparse
@@ -20,9 +20,12 @@ DEFAULT_TOTAL_TOKENS = 1 << 18
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m actors.generation.embedded", description="Small CPU inference server speaking SGLang's HTTP subset."
+        prog="python -m actors.generation.embedded",
+        description="Small CPU inference server speaking SGLang's HTTP subset.",
     )
-    parser.add_argument("--model-path", type=Path, required=True, help="directory with config.json and model*.safetensors")
+    parser.add_argument(
+        "--model-path", type=Path, required=True, help="directory with config.json and model*.safetensors"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0 chooses a free port (default)")
     parser.add_argument("--port-file", type=Path, help="written with the real port once the engine answers")
@@ -55,7 +58,9 @@ def main() -> int:
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
-        return _refuse(f"cannot listen on {args.host}:{args.port} ({error.strerror}); choose another --port, or 0 for a free one.")
+        return _refuse(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}); choose another --port, or 0 for a free one."
+        )
     try:
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(args, listener))
@@ -88,7 +93,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
 
     from actors.generation.embedded.config import read_config
     from actors.generation.embedded.model import Decoder
-    from actors.generation.embedded.scheduler import Scheduler
+    from actors.generation.embedded.scheduler import Posted, Scheduler
     from actors.generation.embedded.server import EngineServer, Served
     from actors.generation.embedded.weights import load_weights
 
@@ -103,6 +108,9 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     stop = asyncio.Event()
     deaths: list[BaseException] = []
 
+    def post(posted: Posted) -> None:
+        loop.call_soon_threadsafe(server.deliver, posted)
+
     def died(error: BaseException) -> None:
         deaths.append(error)
         loop.call_soon_threadsafe(stop.set)
@@ -111,7 +119,8 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         model_path=str(args.model_path),
         config=config,
         max_running=args.max_running_requests,
-        max_total_tokens=args.max_total_tokens or _default_total_tokens(config.layers * config.kv_heads * config.head_dim * 8),
+        max_total_tokens=args.max_total_tokens
+        or _default_total_tokens(config.layers * config.kv_heads * config.head_dim * 8),
         stream_interval=args.stream_interval,
         incremental=args.incremental_streaming_output,
     )
@@ -122,7 +131,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         max_running=served.max_running,
         max_total_tokens=served.max_total_tokens,
         stream_interval=served.stream_interval,
-        post=lambda posted: loop.call_soon_threadsafe(server.deliver, posted),
+        post=post,
         on_death=died,
     )
     server.scheduler.start()
@@ -134,7 +143,10 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     port = listener.getsockname()[1]
     if args.port_file is not None:
         _write_port(args.port_file, port)
-    print(f"embedded engine: serving {args.model_path} at http://{args.host}:{port} with {args.threads} thread(s)", flush=True)
+    print(
+        f"embedded engine: serving {args.model_path} at http://{args.host}:{port} with {args.threads} thread(s)",
+        flush=True,
+    )
     gc.collect()
     gc.freeze()  # the model and the libraries live as long as the process: keep them out of every collection
 

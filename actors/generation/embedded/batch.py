@@ -1,7 +1,7 @@
 """The running batch: which request sits in which row, and one model step over all rows.
 
-Rows 0..n-1 are taken without a gap. Row state lives in numpy arrays that torch reads in place. The cache always holds keys
-and values of every token of a row but its last one, which the next decode step feeds in.
+Rows 0..n-1 are taken without a gap. Row state lives in numpy arrays that torch reads in place. The cache always holds
+keys and values of every token of a row but its last one, which the next decode step feeds in.
 """
 
 import numpy as np
@@ -43,13 +43,15 @@ class Batch:
     def prefill(self, joining: list[Request]) -> list[Request]:
         """Compute each request's prompt and what it has made so far, sample its next token, give it a row.
 
-        Returns those that ended with this token; they take no row. Equal prompts (siblings of one group) are computed once.
+        Returns those that ended with this token; they take no row. Equal prompts (siblings of one group) are computed
+        once.
         """
         ended = []
         order = sorted(joining, key=lambda r: r.length)
         while order:
             width = order[-1].length
-            part, distinct = [], {}
+            part: list[tuple[Request, int]] = []
+            distinct: dict[tuple[int, ...], int] = {}
             # From the longest down: padded to its length, at most doubling the work, within the token budget.
             while order and (not part or 2 * order[-1].length > width):
                 key = tuple(order[-1].prompt + order[-1].tokens)
@@ -59,7 +61,9 @@ class Batch:
             ended += self._prefill_part([r for r, _ in part], list(distinct), torch.tensor([s for _, s in part]))
         return ended
 
-    def _prefill_part(self, joining: list[Request], distinct: list[tuple[int, ...]], source: torch.Tensor) -> list[Request]:
+    def _prefill_part(
+        self, joining: list[Request], distinct: list[tuple[int, ...]], source: torch.Tensor
+    ) -> list[Request]:
         first = len(self.requests)
         width = max(map(len, distinct))
         prompts = torch.tensor([seq + (0,) * (width - len(seq)) for seq in distinct])
@@ -99,7 +103,8 @@ class Batch:
         return out
 
     def _finish_step(self, logits: torch.Tensor, first: int) -> list[Request]:
-        """Sample the next token of rows first..n-1 (logits [n - first, vocab]), hand it to the requests, drop ended rows."""
+        """Sample the next token of rows first..n-1 (logits [n - first, vocab]), hand it to the requests, drop ended
+        rows."""
         rows = slice(first, len(self.requests))
         requests = self.requests[first:]
         tokens, logprobs = sample(
@@ -114,7 +119,9 @@ class Batch:
         self._last[rows] = tokens.numpy()
         ended = [
             (row, request)
-            for row, (request, token, logprob) in enumerate(zip(requests, tokens.tolist(), logprobs.tolist(), strict=True), first)
+            for row, (request, token, logprob) in enumerate(
+                zip(requests, tokens.tolist(), logprobs.tolist(), strict=True), first
+            )
             if request.append(token, logprob)
         ]
         for row, _ in reversed(ended):

@@ -1,8 +1,8 @@
 """Keys and values of the running rows.
 
-One float32 tensor [layers, 2, rows, kv_heads, length, head_dim]; running requests occupy rows 0..n-1 without a gap, so that a
-decode step reads a plain prefix of it. Always true: every element is finite (zero or once written), because masked positions
-still enter a product with weight 0.
+One float32 tensor [layers, 2, rows, kv_heads, length, head_dim]; running requests occupy rows 0..n-1 without a gap, so
+that a decode step reads a plain prefix of it. Always true: every element is finite (zero or once written), because
+masked positions still enter a product with weight 0.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Reads a Hugging Face model directory's `config.json` into the few numbers the embedded forward needs.
 
-Families: llama, qwen2, qwen3 (dense). What the forward does not implement is refused here, by name, before any weight is read.
+Families: llama, qwen2, qwen3 (dense). What the forward does not implement is refused here, by name, before any weight
+is read.
 """
 
 import json
@@ -43,7 +44,8 @@ class ModelConfig:
     """Rotary frequencies, [head_dim / 2]."""
 
     def rotations(self) -> torch.Tensor:
-        """complex64 [context, head_dim / 2]: cos + i sin of each position's angles (computed in float32, as the trainer does)."""
+        """complex64 [context, head_dim / 2]: cos + i sin of each position's angles (computed in float32, as the trainer
+        does)."""
         angles = torch.outer(torch.arange(self.context, dtype=torch.float32), torch.tensor(self.inv_freq))
         return torch.complex(angles.cos(), angles.sin())
 
@@ -53,7 +55,9 @@ def read_config(model_dir: Path) -> ModelConfig:
     raw = _read_json(model_dir / "config.json")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ModelRefused(f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang.")
+        raise ModelRefused(
+            f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang."
+        )
     for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("quantization_config", None)):
         if raw.get(field, wanted) != wanted:
             raise ModelRefused(f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.")
@@ -82,7 +86,9 @@ def read_config(model_dir: Path) -> ModelConfig:
             inv_freq=_inv_freq(raw, head_dim, model_dir),
         )
     except KeyError as missing:
-        raise ModelRefused(f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained.") from None
+        raise ModelRefused(
+            f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained."
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -123,5 +129,7 @@ def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[floa
         blend = ((old / wave - low) / (high - low)).clamp(0.0, 1.0)
         freq = (1 - blend) * freq / rope["factor"] + blend * freq
     elif kind != "default":
-        raise ModelRefused(f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang.")
+        raise ModelRefused(
+            f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang."
+        )
     return tuple(freq.tolist())

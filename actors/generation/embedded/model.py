@@ -1,9 +1,10 @@
 """A lean float32 forward of the Llama and Qwen decoders, for decode batches of many short sequences on one CPU thread.
 
 Three liberties against the textbook layout, all exact up to float rounding (transformers is the oracle in the tests):
-query, key and value projections are one matrix, gate and up are another; and the rows of each query and key head are stored
-interleaved (i, i + head_dim/2 side by side), so that the rotary embedding is one complex multiplication. Dot products of
-queries with keys do not change under a permutation both share. `slots` says where each checkpoint tensor lies.
+query, key and value projections are one matrix, gate and up are another; and the rows of each query and key head are
+stored interleaved (i, i + head_dim/2 side by side), so that the rotary embedding is one complex multiplication. Dot
+products of queries with keys do not change under a permutation both share. `slots` says where each checkpoint tensor
+lies.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from torch import Tensor
 from actors.generation.embedded.cache import KvCache
 from actors.generation.embedded.config import ModelConfig
 
-BLOCK_ROWS = 32
-"""Decode attention runs in blocks of rows, each as long as its longest row, so that one long row does not pad all others."""
+BLOCK_ROWS = 64
+"""Decode attention runs in blocks of rows, each as long as its longest row, so that one long row does not pad all
+others."""
 
 WINDOW_STEP = 8
 
@@ -27,7 +29,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Slot(NamedTuple):
-    """Where one checkpoint tensor lies in our storage; `view` may have more dimensions, and a leading one that repeats."""
+    """Where one checkpoint tensor lies in our storage; `view` may have more dimensions, and a leading one that
+    repeats."""
 
     shape: tuple[int, ...]
     view: Tensor
@@ -96,8 +99,8 @@ class Decoder:
     def decode(self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache) -> Tensor:
         """One token for each of rows 0..B-1.
 
-        tokens, positions: int64 [B]; positions[b] is the index of tokens[b] in its sequence. windows: longest row (tokens,
-        this one included) of each block of BLOCK_ROWS rows. Returns logits float32 [B, vocab].
+        tokens, positions: int64 [B]; positions[b] is the index of tokens[b] in its sequence. windows: longest row
+        (tokens, this one included) of each block of BLOCK_ROWS rows. Returns logits float32 [B, vocab].
         """
         c, n = self.config, tokens.numel()
         heads = torch.arange(n * c.kv_heads).view(n, c.kv_heads) * cache.length

@@ -1,7 +1,7 @@
 """One request inside the embedded engine: what was asked, what was made, what the HTTP side was told.
 
-The scheduler's thread writes it; the HTTP side reads only prefixes whose length it was told through `Progress`, so neither
-needs a lock: lists only grow, and a Progress is posted after the tokens it counts.
+The scheduler's thread writes it; the HTTP side reads only prefixes whose length it was told through `Progress`, so
+neither needs a lock: lists only grow, and a Progress is posted after the tokens it counts.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""Pure sampling of one token per row. The draw depends on (seed, position) and the row's own distribution, on nothing else.
+"""Pure sampling of one token per row. The draw depends on (seed, position) and the row's own distribution, on nothing
+else.
 
-Log-probabilities are those of softmax(logits / temperature) before any top-k or top-p cut, as SGLang reports them; a greedy
-row (temperature 0) reports the untempered ones.
+Log-probabilities are those of softmax(logits / temperature) before any top-k or top-p cut, as SGLang reports them; a
+greedy row (temperature 0) reports the untempered ones.
 """
 
 import numpy as np
@@ -41,8 +42,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [B] and their log-probabilities float32 [B].
 
-    logits: float32 [B, V], not kept. temperatures: float32 [B], 1 for greedy rows. draws: [B] in [0, 1). greedy: rows that
-    take the most likely token. cut: rows with a top-k or top-p restriction, whose limits stand in top_k and top_p [B].
+    logits: float32 [B, V], not kept. temperatures: float32 [B], 1 for greedy rows. draws: [B] in [0, 1). greedy: rows
+    that take the most likely token. cut: rows with a top-k or top-p restriction, whose limits stand in top_k and top_p
+    [B].
     """
     logprobs = torch.log_softmax(logits.div_(temperatures.unsqueeze(1)), -1)
     if len(greedy) == logits.shape[0]:
@@ -59,7 +61,9 @@ def sample(
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _sample_cut(logprobs: Tensor, draws: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+def _sample_cut(
+    logprobs: Tensor, draws: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float32]
+) -> Tensor:
     """As above among the k most likely tokens, and of these the fewest whose mass reaches p (at least one)."""
     probs, order = torch.sort(logprobs.exp(), stable=True, dim=-1, descending=True)
     before = probs.cumsum(-1) - probs

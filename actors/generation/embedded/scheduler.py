@@ -1,8 +1,10 @@
-"""Continuous batching on one thread: admits waiting requests, steps the batch, and serves control commands between steps.
+"""Continuous batching on one thread: admits waiting requests, steps the batch, and serves control commands between
+steps.
 
-Owns the model, the batch, the waiting queue and the served version; nobody else touches them. Everything asked from outside is
-a function run on this thread between two steps, so a token's version is exact: the version changes only where no step runs,
-and tokens made before it are reported (`Progress`) before it. Waits only when idle or paused, for the next command.
+Owns the model, the batch, the waiting queue and the served version; nobody else touches them. Everything asked from
+outside is a function run on this thread between two steps, so a token's version is exact: the version changes only
+where no step runs, and tokens made before it are reported (`Progress`) before it. Waits only when idle or paused, for
+the next command.
 """
 
 import threading
@@ -84,7 +86,7 @@ class Scheduler:
         def command() -> None:
             try:
                 result = function()
-            except Exception as error:  # handed to whoever asked
+            except Exception as error:  # noqa: BLE001 - handed to whoever asked
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -112,11 +114,13 @@ class Scheduler:
     # control, through `call`
 
     def load(self) -> Load:
-        return Load(len(self._batch.requests), len(self._waiting), self._paused is not None, self._version, self._meter.rate)
+        return Load(
+            len(self._batch.requests), len(self._waiting), self._paused is not None, self._version, self._meter.rate
+        )
 
     def pause(self, mode: PauseMode) -> None:
-        """No token is made until `resume`. retract: rows give up their keys and values, and are computed anew; in_place: they
-        keep them; abort: all end with what they have."""
+        """No token is made until `resume`. retract: rows give up their keys and values, and are computed anew;
+        in_place: they keep them; abort: all end with what they have."""
         if mode == "abort":
             self._abort(None)
         elif mode == "retract":
@@ -140,7 +144,8 @@ class Scheduler:
         self._version = version
 
     def update_weights(self, model_dir: Path, version: str | None) -> None:
-        """All or nothing (see weights.py). Unless paused in place, no row goes on with keys and values of the old weights."""
+        """All or nothing (see weights.py). Unless paused in place, no row goes on with keys and values of the old
+        weights."""
         load_weights(self._decoder, model_dir)
         self._report_all()
         if version is not None:
@@ -158,8 +163,13 @@ class Scheduler:
                     self._serve_commands()
                     self._step()
                     self._hand_out()
-        except BaseException as error:
-            gone: FinishReason = {"type": "abort", "message": f"engine failed: {error}", "status_code": 500, "err_type": None}
+        except Exception as error:  # noqa: BLE001 - told to everyone waiting, then the process ends
+            gone: FinishReason = {
+                "type": "abort",
+                "message": f"engine failed: {error}",
+                "status_code": 500,
+                "err_type": None,
+            }
             for request in (*self._batch.requests, *self._waiting):
                 self._end(request, gone)
             self._hand_out()
@@ -167,7 +177,7 @@ class Scheduler:
 
     def _serve_commands(self) -> None:
         idle = self._paused is not None or not (self._batch.requests or self._waiting)
-        if idle and not self._outbox:
+        if idle:
             self._meter.stop()
             self._commands.get()()
         while True:
@@ -216,7 +226,9 @@ class Scheduler:
 
     def _shed(self) -> None:
         """Rows outgrew the token budget: those that lose least go back to the head of the queue."""
-        while len(self._batch.requests) > 1 and not self._batch.cache.fits(len(self._batch.requests), self._batch.longest()):
+        while len(self._batch.requests) > 1 and not self._batch.cache.fits(
+            len(self._batch.requests), self._batch.longest()
+        ):
             request = min(self._batch.requests, key=lambda r: r.length)
             self._batch.remove(request)
             request.retractions += 1

@@ -1,14 +1,14 @@
 """The HTTP face of the embedded engine, as SGLang 0.5.12 answers (paths, bodies, statuses).
 
-Owns the table of live requests. Every handler waits either for Progress of its request, which ends when the client leaves, or
-for the scheduler's thread with a deadline. Streamed answers are cumulative (each chunk repeats all tokens) unless
-`incremental`, as with SGLang's `--incremental-streaming-output`; no chunk mixes tokens of two versions.
+Owns the table of live requests. Every handler waits either for Progress of its request, which ends when the client
+leaves, or for the scheduler's thread with a deadline. Streamed answers are cumulative (each chunk repeats all tokens)
+unless `incremental`, as with SGLang's `--incremental-streaming-output`; no chunk mixes tokens of two versions.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,7 +113,9 @@ class EngineServer:
             if request.finish is None:  # the client left
                 self.scheduler.abort(rid)
 
-    async def _stream(self, http: web.Request, request: Request, with_logprobs: bool, started: float) -> web.StreamResponse:
+    async def _stream(
+        self, http: web.Request, request: Request, with_logprobs: bool, started: float
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         start = 0
@@ -176,7 +178,8 @@ class EngineServer:
     # state
 
     async def _health(self, http: web.Request) -> web.Response:
-        """200 when the model's thread answers; `/health_generate` also makes one token if nothing else is being made."""
+        """200 when the model's thread answers; `/health_generate` also makes one token if nothing else is being
+        made."""
         if self._closing:
             return web.Response(status=503)
         load = await self._load()
@@ -276,11 +279,14 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 
 @web.middleware
-async def _refusals(http: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
-        response: web.StreamResponse = await handler(http)
+        return await handler(request)
     except BadRequest as error:
         return _json({"error": {"message": str(error)}}, 400)
     except TimeoutError:
-        return _json({"error": {"message": f"the engine did not answer {http.path} in time; it is overloaded or stuck."}}, 503)
-    return response
+        return _json(
+            {"error": {"message": f"the engine did not answer {request.path} in time; it is overloaded or stuck."}}, 503
+        )

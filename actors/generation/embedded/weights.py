@@ -1,7 +1,7 @@
 """Loads safetensors from a directory into a Decoder, in place.
 
-Always true: names, shapes and types of every tensor are checked before the first byte is copied, so a refused directory leaves
-the model exactly as it was. Files are memory-mapped; nothing is unpickled.
+Always true: names, shapes and types of every tensor are checked before the first byte is copied, so a refused directory
+leaves the model exactly as it was. Files are memory-mapped; nothing is unpickled.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,9 @@ def load_weights(decoder: Decoder, model_dir: Path) -> int:
     """
     files = sorted(model_dir.glob("model*.safetensors"))
     if not files:
-        raise ModelRefused(f"{model_dir} has no model*.safetensors; weights unchanged. Give a directory of safetensors.")
+        raise ModelRefused(
+            f"{model_dir} has no model*.safetensors; weights unchanged. Give a directory of safetensors."
+        )
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for path in files:

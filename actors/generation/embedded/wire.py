@@ -1,4 +1,5 @@
-"""Bodies of the HTTP interface, shaped as SGLang 0.5.12 shapes them. Decoding checks types; `to_request` checks meaning."""
+"""Bodies of the HTTP interface, shaped as SGLang 0.5.12 shapes them. Decoding checks types; `to_request` checks
+meaning."""
 
 from typing import Any, Literal
 
@@ -81,7 +82,9 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
     if not prompt:
         raise BadRequest("input_ids is empty; send at least one token.")
     if min(prompt) < 0 or max(prompt) >= config.vocab:
-        raise BadRequest(f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer.")
+        raise BadRequest(
+            f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer."
+        )
     if len(prompt) >= room or len(prompt) + limit > room:
         raise BadRequest(
             f"{len(prompt)} input tokens + {limit} new tokens exceed the context length of {room} tokens; "
@@ -113,7 +116,8 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
 
 
 def answer(request: Request, progress: Progress, start: int, with_logprobs: bool, latency_s: float) -> bytes:
-    """JSON of one response or one stream chunk holding tokens start..n_tokens (start is 0 where answers are cumulative)."""
+    """JSON of one response or one stream chunk holding tokens start..n_tokens (start is 0 where answers are
+    cumulative)."""
     n = progress.n_tokens
     meta: dict[str, Any] = {
         "id": request.rid,

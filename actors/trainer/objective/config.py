@@ -108,7 +108,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss_constant: float = 1.0
     """Divisor per rollout of reduction=constant (Dr. GRPO: the longest response)."""
     value_clip: float = 0.2
-    ppo_metrics: bool = True
+    diagnostics: bool = True
     """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
 
     @property

@@ -106,7 +106,7 @@ def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) ->
         x = CorrectionInputs(gap, known, mb.index, mb.counts, norm.weight_mean, mb.segment_sum)
         result = CORRECTIONS[cfg.correction](cfg, x)
         t.raw_rows |= result.metrics
-        if cfg.correction == "mis" and cfg.ppo_metrics:
+        if cfg.correction == "mis" and cfg.diagnostics:
             t.raw_rows |= perplexity_metrics(keep(known, t.old_logp), keep(known, rollout), x)
     if cfg.report_only:
         return
@@ -146,7 +146,7 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
         sums["kl_nonfinite_tokens"] = bad.sum()
     sums["loss"] = total.detach()
     with torch.no_grad():
-        if cfg.ppo_metrics:
+        if cfg.diagnostics:
             _diagnostics(mb, t, norm, sums)
         sums["nonfinite_tokens"] = (mb.mask & ~t.usable).sum()
         same = t.accepted is t.usable

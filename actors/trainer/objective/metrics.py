@@ -33,7 +33,8 @@ def flatten(metrics: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(all sums as one float64 vector, all maxima as one), names sorted: what ranks all-reduce (SUM and MAX)."""
     sums = [v.double().reshape(-1) for k, v in sorted(metrics.items()) if k not in MAXIMA]
     tops = [v.double().reshape(-1) for k, v in sorted(metrics.items()) if k in MAXIMA]
-    return torch.cat([*sums, torch.zeros(0)]), torch.cat([*tops, torch.zeros(0)])
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return torch.cat(sums) if sums else nothing, torch.cat(tops) if tops else nothing
 
 
 def unflatten(metrics: Mapping[str, Tensor], sums: Tensor, tops: Tensor) -> dict[str, Tensor]:
@@ -57,7 +58,7 @@ def ess_sum(w: Tensor, w2: Tensor, tokens: Tensor, *, per_token: bool = False) -
     w, w2, tokens float [R], pooled over all samples of a rollout and scale-invariant; rollouts with nothing
     trained add 0. per_token weighs each rollout by its tokens.
     """
-    w, w2, tokens = w.double(), w2.double(), tokens.double()
+    w, w2, tokens = w.double(), w2.double(), tokens.to(w.device).double()
     scale = torch.where(w2 > 0, w2, torch.ones_like(w2)) * tokens.clamp(min=1)
     ess = w * w / scale
     return float((ess * tokens if per_token else ess).sum())

@@ -1,4 +1,4 @@
-"""First-step self-check: what must hold before the first update, and the likely cause when it does not. Reference 1.2."""
+"""First-step self-check: what must hold before the first update, and the likely cause if not. Reference 1.2."""
 
 from __future__ import annotations
 
@@ -67,7 +67,5 @@ def first_step_failures(
     check("non-finite tokens", report.get("nonfinite_tokens"), 0.0, "NaN log-probs: check weights and precision.")
     for name in ("pg_loss", "kl_loss", "entropy_loss"):
         if name in report and not math.isfinite(report[name]):
-            failures.append(
-                f"{name} = {report[name]}. Likely cause: overflow in half precision or a corrupt checkpoint."
-            )
+            failures.append(f"{name} = {report[name]}. Likely cause: half-precision overflow or a corrupt checkpoint.")
     return failures

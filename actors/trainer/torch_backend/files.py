@@ -1,0 +1,184 @@
+"""Safetensors files written and checked byte by byte: one pass writes, hashes and flushes; nothing is pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bus.errors import CheckpointRefused
+
+INDEX = "index.json"
+PIECE = 1 << 24
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """Size and blake2b-128 of one file."""
+
+    n_bytes: int
+    blake2b: str
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """`index.json`, written last: without it the directory is no checkpoint."""
+
+    schema: int = 1
+    model_type: str
+    n_params: int
+    fingerprint: str
+    """blake2b-128 over names and shapes of the weights"""
+    files: dict[str, FileEntry]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def digest() -> hashlib.blake2b:
+    """The house's checksum: blake2b-128."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """blake2b-128 over names, types, shapes and bytes of CPU tensors, by name."""
+    total = digest()
+    for name in sorted(tensors):
+        t = tensors[name]
+        total.update(f"{name} {_CODES[t.dtype]} {list(t.shape)}\n".encode())
+        total.update(tensor_bytes(t))
+    return total.hexdigest()
+
+
+def shape_fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """blake2b-128 over names and shapes."""
+    total = digest()
+    for name in sorted(shapes):
+        total.update(f"{name} {list(shapes[name])}\n".encode())
+    return total.hexdigest()
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: length of the header, header, tensors in order of name."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors):
+        t = tensors[name]
+        begin, end = end, end + t.numel() * t.element_size()
+        header[name] = {"dtype": _CODES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in sorted(tensors):
+        view = tensor_bytes(tensors[name])
+        for at in range(0, len(view), PIECE):
+            yield view[at : at + PIECE]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool) -> FileEntry:
+    """Write CPU tensors as one safetensors file; complete or absent under its name."""
+    return _write(path, _pieces(tensors), durable=durable)
+
+
+def write_bytes(path: Path, data: bytes, *, durable: bool) -> FileEntry:
+    """Write a small file; complete or absent under its name."""
+    return _write(path, iter((data,)), durable=durable)
+
+
+def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool) -> FileEntry:
+    part, total, size = path.with_name(f".{path.name}.part"), digest(), 0
+    with part.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            total.update(piece)
+            size += len(piece)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.rename(part, path)
+    return FileEntry(size, total.hexdigest())
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make names inside a directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a checkpoint directory, its files checked against it. CheckpointRefused, in one line, otherwise."""
+    path = directory / INDEX
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+    except OSError as error:
+        raise _refused(directory, f"{INDEX} cannot be read ({error.strerror}): it was never finished") from error
+    except msgspec.MsgspecError as error:
+        raise _refused(directory, f"{INDEX} is damaged ({error})") from error
+    for name, entry in index.files.items():
+        if "/" in name or name.startswith("."):
+            raise _refused(directory, f"{INDEX} names a file outside ({name!r})")
+        _verify(directory, name, entry)
+    return index
+
+
+def _verify(directory: Path, name: str, entry: FileEntry) -> None:
+    path, total = directory / name, digest()
+    try:
+        size = path.stat().st_size
+        if size != entry.n_bytes:
+            raise _refused(directory, f"{name} has {size} bytes instead of {entry.n_bytes}: it is cut or overwritten")
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                total.update(piece)
+    except OSError as error:
+        raise _refused(directory, f"{name} cannot be read ({error.strerror})") from error
+    if total.hexdigest() != entry.blake2b:
+        raise _refused(directory, f"{name} does not match its checksum: it is damaged")
+
+
+def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
+    """All tensors of a verified file, on the CPU."""
+    try:
+        with safe_open(directory / name, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise _refused(directory, f"{name} is not safetensors ({error})") from error
+
+
+def _refused(directory: Path, what: str) -> CheckpointRefused:
+    return CheckpointRefused(f"checkpoint {directory} refused: {what}. Nothing was changed. Load an older checkpoint.")
+
+
+__all__ = (
+    "INDEX",
+    "FileEntry",
+    "Index",
+    "digest",
+    "fsync_dir",
+    "hash_tensors",
+    "read_index",
+    "read_tensors",
+    "shape_fingerprint",
+    "tensor_bytes",
+    "write_bytes",
+    "write_tensors",
+)

@@ -1,0 +1,110 @@
+"""From hidden states to log-probs of the sampled tokens, without keeping [tokens, vocabulary] in float32.
+
+The forward goes over rows in chunks and keeps two numbers per row; the backward makes each chunk's logits again. Where all
+rows fit into KEEP_ELEMENTS (small vocabularies), the log-probabilities are kept and nothing is computed twice.
+Same values as `objective.token_logprobs`; the gradient is written out, with z = logits / temperature:
+    d logp / d z_j = 1[j = target] - p_j,    d H / d z_j = -p_j (log p_j + H).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEEP_ELEMENTS = 1 << 23
+"""Entries (32 MiB in float32) up to which the log-probabilities are kept for the backward."""
+CHUNK_ELEMENTS = 1 << 27
+"""Entries (512 MiB in float32) of one chunk of logits."""
+
+
+def token_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    *,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    keep_elements: int = KEEP_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy of its distribution), float32 or wider [R].
+
+    hidden [R, D], weight [V, D] of one float type, targets int64 [R], temperature > 0 as one value or float32 [R].
+    The entropy carries gradient only if asked to.
+    """
+    chunk = max(1, chunk_elements // weight.shape[0])
+    keep = hidden.shape[0] <= chunk and hidden.shape[0] * weight.shape[0] <= keep_elements
+    logp, entropy = _TokenHead.apply(hidden, weight, targets, temperature, chunk, keep, entropy_gradient)
+    return logp, entropy
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tensor:
+    """float32 or wider [R, V]."""
+    z = hidden @ weight.T
+    z = z if z.dtype in (torch.float32, torch.float64) else z.float()
+    if isinstance(temperature, Tensor):
+        z = z / temperature[:, None]
+    elif temperature != 1.0:
+        z = z / temperature
+    return torch.log_softmax(z, -1)
+
+
+def _rows(x: float | Tensor, part: slice) -> float | Tensor:
+    return x[part] if isinstance(x, Tensor) else x
+
+
+class _TokenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        chunk: int,
+        keep: bool,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logp = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        entropy = torch.empty_like(logp)
+        kept = []
+        for first in range(0, hidden.shape[0], chunk):
+            part = slice(first, first + chunk)
+            log_p = _log_softmax(hidden[part], weight, _rows(temperature, part))
+            logp[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            entropy[part] = -(log_p.exp() * log_p).sum(1)
+            if keep:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
+        # Chunks add up in float32: a bf16 sum of many chunks would lose the small ones.
+        wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
+        for first in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(first, first + ctx.chunk)
+            warm = _rows(ctx.temperature, part)
+            log_p = kept[0] if kept else _log_softmax(hidden[part], weight, warm)
+            g = grads[0][part, None]
+            d = -log_p.exp() * (g + (log_p + entropy[part, None]) * grads[1][part, None] if ctx.entropy_gradient else g)
+            d.scatter_add_(1, targets[part, None], g)
+            if isinstance(warm, Tensor):
+                d /= warm[:, None]
+            elif warm != 1.0:
+                d /= warm
+            d = d.to(hidden.dtype)
+            grad_hidden[part] = d @ weight
+            grad_weight += d.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+__all__ = ("CHUNK_ELEMENTS", "KEEP_ELEMENTS", "token_head")

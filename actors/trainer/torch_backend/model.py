@@ -1,0 +1,134 @@
+"""The policy as one module: packed tokens in, log-probs of the response tokens out.
+
+Owns nothing but the transformers model inside. Nothing from a model directory is executed or unpickled: safetensors only,
+no remote code. A directory that lacks a tensor of the model is refused, never filled with random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.runtime.run import Refused
+from actors.trainer.torch_backend import attention
+from actors.trainer.torch_backend.head import token_head
+from actors.trainer.torch_backend.layout import MicroBatch
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+class Policy(nn.Module):
+    """A causal language model that answers with log-probs. Parameters keep their Hugging Face names under `hf.`."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the R response tokens, float32 [R]; entropies carry gradient only if asked to."""
+        out = self.hf.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            layout=batch.layout,
+        )
+        # Only rows that predict a response token meet the vocabulary.
+        hidden = out.last_hidden_state[0].index_select(0, batch.rows)
+        weight = self.hf.lm_head.weight
+        return token_head(hidden, weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.hf.model.layers)
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Parameters under their Hugging Face names, tied ones once."""
+        return dict(self.hf.named_parameters())
+
+
+def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = False) -> Policy:
+    """The model of a Hugging Face directory in float32 on the CPU. Raises Refused, in one line, when it cannot be trained."""
+    attention.register()
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory.") from error
+    check_family(path, config)
+    try:
+        hf, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, attn_implementation=attention.PACKED, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Refused(f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model.") from error
+    lost = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if lost:
+        raise Refused(f"{path} lacks {len(lost)} tensors of its model, first {lost[0]}. Give complete safetensors.")
+    hf = hf.to(torch.float32)
+    for p in hf.parameters():
+        p.requires_grad_(trainable)
+    if trainable and activation_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        hf.train()
+    else:
+        hf.eval()
+    return Policy(hf)
+
+
+def check_family(path: str, config: Any) -> None:
+    """Refuse by name what the packed forward does not implement."""
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        raise Refused(f"{path}: model_type {family!r} is not trained here. Use one of {', '.join(FAMILIES)}.")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise Refused(f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json.")
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto: cuda when there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Type the model computes in; auto: bfloat16 on a GPU, float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise Refused(f"dtype={name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def export_files(path: str, hf: Any, dtype: torch.dtype) -> dict[str, bytes]:
+    """What lies beside exported weights: config.json (with their type), generation_config.json where the source has one."""
+    source = Path(path) / "config.json"
+    config = json.loads(source.read_text()) if source.is_file() else hf.config.to_dict()
+    name = str(dtype).removeprefix("torch.")
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = name
+    files = {"config.json": json.dumps(config, indent=2).encode()}
+    extra = Path(path) / "generation_config.json"
+    if extra.is_file():
+        files[extra.name] = extra.read_bytes()
+    return files
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return text if text.endswith(".") else f"{text}."
+
+
+__all__ = ("Policy", "check_family", "export_files", "load_policy", "resolve_device", "resolve_dtype")

@@ -1,0 +1,49 @@
+"""A clock that stands still until it is told to advance."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+
+
+class ManualClock:
+    """`Clock` for tests. Sleepers wake in the order of their times when `advance` passes them."""
+
+    def __init__(self, wall: float = 1_700_000_000.0) -> None:
+        self._start = wall
+        self._now = 0.0
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
+
+    def wall(self) -> float:
+        return self._start + self._now
+
+    def monotonic(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.Event()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
+        await woken.wait()
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass; each sleeper runs at its own time before the next one wakes."""
+        end = self._now + seconds
+        while self._sleepers and self._sleepers[0][0] <= end:
+            self._now, _, woken = heapq.heappop(self._sleepers)
+            woken.set()
+            for _ in range(3):  # let the woken task run up to its next wait
+                await asyncio.sleep(0)
+        self._now = end
+
+    @property
+    def sleeping(self) -> int:
+        """How many tasks wait for time to pass."""
+        return len(self._sleepers)
+
+
+__all__ = ("ManualClock",)

@@ -1,0 +1,162 @@
+"""Dead letters: list, retry, drop. One script each way, so that a letter is never both gone and not retried.
+
+What follows a dead sample was done when it died: a marker went on in its place and its group is dropped, in the same
+commit. Putting the old sample back then would leave it at the filter for ever. So a retry has three answers: the group
+still needs the sample (the entry goes back as it was), the group is closed (its prompt starts again as a new group), or
+there is nothing left to retry (said so, and nothing changes).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from bus import BY_NAME, Bus
+from bus.errors import BadMessage, MilesAsyncError
+from bus.messages.codec import encode
+from bus.messages.control import DeadLetter
+from bus.messages.policy import GroupsGivenUp
+from bus.messages.samples import RolloutLost
+from bus.streams.entry import Entry
+from bus.topology import DEAD, POLICY, ROLLOUTS, SCORED
+from miles_async.console.heads import all_heads
+
+BODY_LIMIT = 65536  # what a letter keeps of a body
+
+# Take the letter away and, if it was there, append. KEYS 1 dead  2 target  3 bytes
+# ARGV letter id, bytes to account, n, n x field/value      Returns new id | "" (nothing to append) | false (no letter)
+_MOVE = """
+if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return false end
+local n = tonumber(ARGV[3])
+if n == 0 then return '' end
+local id = redis.call('XADD', KEYS[2], '*', unpack(ARGV, 4, 3 + 2 * n))
+if tonumber(ARGV[2]) > 0 then redis.call('HINCRBY', KEYS[3], KEYS[2], ARGV[2]) end
+return id
+"""
+
+
+class Letter(msgspec.Struct, frozen=True):
+    """A dead letter and the id it is called by."""
+
+    id: str
+    letter: DeadLetter
+
+
+class Retried(msgspec.Struct, frozen=True):
+    """What a retry did: `again` (the entry is back) or `reissued` (its prompt will start as a new group)."""
+
+    how: Literal["again", "reissued"]
+    stream: str
+    entry_id: str
+    text: str
+
+
+class CannotRetry(MilesAsyncError):
+    """Nothing was changed; the text says why and what to do instead."""
+
+
+async def read_letters(bus: Bus) -> list[Letter]:
+    """All dead letters, oldest first; unreadable ones are left out."""
+    found: list[Letter] = []
+    for entry in await bus.scan_all(DEAD):
+        try:
+            found.append(Letter(entry.id, await bus.message(entry)))
+        except BadMessage:
+            continue
+    return found
+
+
+async def find_letter(bus: Bus, name: str) -> Letter:
+    """By its own id, by the id its entry had, or by sample id (the newest)."""
+    for item in reversed(await read_letters(bus)):
+        if name in (item.id, item.letter.entry_id, item.letter.sample_id):
+            return item
+    raise CannotRetry(f"no dead letter {name!r}. miles-async bus dead list shows their ids; nothing was changed.")
+
+
+async def drop(bus: Bus, item: Letter) -> None:
+    """Forget a letter. The accounts already hold its sample as dropped."""
+    if await _move(bus, item.id, DEAD.name, [], 0) is None:
+        raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
+
+
+async def retry(bus: Bus, item: Letter) -> Retried:
+    """Give the work another chance; CannotRetry when there is none left, and nothing has changed then."""
+    letter = item.letter
+    message = _decode(bus, letter)
+    group_id = letter.group_id or str(getattr(message, "group_id", ""))
+    if getattr(_task(message), "eval_name", ""):
+        raise CannotRetry(
+            f"{letter.sample_id} was counted as lost in its evaluation, which may be over. The next evaluation asks the same "
+            f"prompt again; miles-async bus dead drop {item.id} forgets the letter."
+        )
+    opened = await bus.hash_of(bus.keys.open_groups) if group_id else {}
+    if not group_id or (group_id in opened and not await _given_up(bus, letter.sample_id)):
+        fields = ["type", letter.fields.get("type", ""), *_flat(letter.fields), "body", letter.body]
+        new_id = await _move(bus, item.id, letter.stream, fields, len(letter.body))
+        if new_id is None:
+            raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
+        return Retried("again", letter.stream, new_id, f"{letter.sample_id or letter.entry_id} is back on {letter.stream} as {new_id}")
+    if group_id in opened:
+        raise CannotRetry(f"group {group_id} is being closed without {letter.sample_id}. Try again in some seconds.")
+    return await _reissue(bus, item, group_id, str(getattr(_task(message), "prompt_id", "")))
+
+
+async def _reissue(bus: Bus, item: Letter, group_id: str, prompt_id: str) -> Retried:
+    if not prompt_id:
+        raise CannotRetry(f"group {group_id} was closed without it, and the letter does not name its prompt: nothing to retry.")
+    message = GroupsGivenUp(groups=(), prompts=(prompt_id,), reissue=True)
+    fields = ["type", "policy.given_up", *message.header().fields(), "body", encode(message)]
+    new_id = await _move(bus, item.id, POLICY.name, fields, 0)
+    if new_id is None:
+        raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
+    text = f"group {group_id} was closed without {item.letter.sample_id or 'it'}; prompt {prompt_id} starts again as a new group"
+    return Retried("reissued", POLICY.name, new_id, text)
+
+
+def _decode(bus: Bus, letter: DeadLetter) -> Any:
+    """The message the letter holds; CannotRetry when it cannot be a message again."""
+    stream = BY_NAME.get(letter.stream)
+    if stream is None or not stream.is_data:
+        raise CannotRetry(f"a letter from stream {letter.stream!r} cannot be retried: nobody consumes that stream.")
+    if not letter.body or len(letter.body) >= BODY_LIMIT:
+        size = "its body lay in a blob that is gone" if not letter.body else f"only {BODY_LIMIT} bytes of its body were kept"
+        raise CannotRetry(f"{letter.sample_id or letter.entry_id} cannot be put back: {size}. Drop the letter.")
+    entry = Entry(id="0-0", stream=stream, readers="", fields={}, body=letter.body, size=len(letter.body))
+    try:
+        return bus._decoders[entry.stream.name].decode(letter.body)
+    except BadMessage as error:
+        raise CannotRetry(f"{letter.entry_id} would die again: {error}. Drop the letter.") from error
+
+
+def _task(message: Any) -> Any:
+    """The sample task inside whatever travels, or the message itself."""
+    for name in ("task", "rollout"):
+        inner = getattr(message, name, None)
+        if inner is not None:
+            return _task(inner)
+    return message
+
+
+async def _given_up(bus: Bus, sample_id: str) -> bool:
+    """Whether the marker of a lost sample is on its way to the filter or there already."""
+    reasons = {"poison", "evicted", "cancelled", "malformed"}
+    for stream in (ROLLOUTS, SCORED):
+        for head in await all_heads(bus, stream):
+            if head.sample == sample_id and (head.fields.get("type") == RolloutLost.__struct_config__.tag or head.fields.get("note") in reasons):
+                return True
+    return False
+
+
+def _flat(fields: dict[str, str]) -> list[str]:
+    return [part for name, value in fields.items() if name not in ("type", "body", "blob") for part in (name, value)]
+
+
+async def _move(bus: Bus, letter_id: str, stream: str, fields: list[Any], size: int) -> str | None:
+    keys = [bus.keys.stream(DEAD.name), bus.keys.stream(stream), bus.keys.in_flight_bytes]
+    reply = await bus.link.run("EVAL", _MOVE, len(keys), *keys, letter_id, size, len(fields) // 2, *fields)
+    return None if reply is None else reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+__all__ = ("CannotRetry", "Letter", "Retried", "drop", "find_letter", "read_letters", "retry")

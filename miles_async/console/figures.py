@@ -1,0 +1,93 @@
+"""Numbers that the live view and the report both show, derived from a history (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from miles_async.console.history import History, Step
+
+RECENT = 20
+
+
+class TimeSplit(msgspec.Struct, frozen=True):
+    """Seconds of one step on the trainer: waiting for rollouts, training, and the rest (publishing, checkpoints)."""
+
+    wait_s: float
+    train_s: float
+    publish_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.wait_s + self.train_s + self.publish_s
+
+
+def time_split(step: Step) -> TimeSplit:
+    """The split of one step. What the trainer does not name, up to the next step's end, counts as publishing."""
+    wait, train = step.get("perf/wait_s"), step.get("perf/train_s")
+    publish = step.metrics.get("perf/publish_s")
+    if publish is None:
+        publish = max(0.0, step.gap_s - wait - train) if step.gap_s else 0.0
+    return TimeSplit(wait, train, float(publish))
+
+
+def shares(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """(waiting, training, publishing) as shares of the time of these steps; zeros without any."""
+    splits = [time_split(s) for s in steps]
+    total = sum(s.total_s for s in splits)
+    if total <= 0:
+        return 0.0, 0.0, 0.0
+    return (
+        sum(s.wait_s for s in splits) / total,
+        sum(s.train_s for s in splits) / total,
+        sum(s.publish_s for s in splits) / total,
+    )
+
+
+def throughput(steps: Sequence[Step]) -> float:
+    """Response tokens trained per wall second over these steps; the trainer's own figure when there is no clock yet."""
+    timed = [s for s in steps if s.gap_s > 0]
+    seconds = sum(s.gap_s for s in timed)
+    if seconds > 0:
+        return sum(s.get("rollout/tokens") for s in timed) / seconds
+    return steps[-1].get("perf/tokens_per_s") if steps else 0.0
+
+
+def seconds_per_step(history: History) -> float:
+    """Typical wall seconds of a recent step: the median, so that one save or restart does not count. 0 = unknown."""
+    gaps = [s.gap_s for s in history.steps[-RECENT:] if s.gap_s > 0]
+    return median(gaps) if gaps else 0.0
+
+
+def eta_s(history: History, total_steps: int) -> float | None:
+    """Seconds to the last step at the present pace; None when nothing can be said."""
+    pace = seconds_per_step(history)
+    if not pace or not history.steps or total_steps <= 0:
+        return None
+    return max(0, total_steps - history.steps[-1].step) * pace
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` values at each place, of fewer at the start."""
+    out: list[float] = []
+    total = 0.0
+    for i, value in enumerate(values):
+        total += value
+        if i >= window:
+            total -= values[i - window]
+        out.append(total / min(i + 1, window))
+    return out
+
+
+__all__ = (
+    "RECENT",
+    "TimeSplit",
+    "eta_s",
+    "moving_average",
+    "seconds_per_step",
+    "shares",
+    "throughput",
+    "time_split",
+)

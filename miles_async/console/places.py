@@ -1,0 +1,152 @@
+"""Where every sample under way lies: its stream, its entry, who holds it. From one look at the heads of the streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from bus import Bus, Stream
+from bus.messages.groups import OpenGroup
+from bus.topology import (
+    EVAL_PROMPTS,
+    EVAL_ROLLOUTS,
+    EVAL_SCORED,
+    GROUPS,
+    PARKED,
+    PREFIXES,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+)
+from miles_async.console.heads import Head, Pending, all_heads, pending_entries, readers_of
+
+HOME = (PROMPTS, PARKED, PREFIXES, ROLLOUTS, SCORED, GROUPS)
+EVAL_HOME = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED)
+DOING = {
+    "prompts": "to be generated",
+    "prefixes": "to be resumed",
+    "parked": "parked",
+    "rollouts": "to be scored",
+    "scored": "scored, waiting for its siblings",
+    "groups": "with the trainer",
+    "eval.prompts": "to be generated",
+    "eval.rollouts": "to be scored",
+    "eval.scored": "scored, waiting for its evaluation",
+}
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One entry, and its holder if it was delivered."""
+
+    head: Head
+    pending: Pending | None = None
+
+    def text(self, now: float) -> str:
+        """`leased by worker-1 on prompts 1712-0, renewed 0.4 s ago, 2nd delivery` or `not delivered on prompts 1712-0`."""
+        where = f"{self.head.stream} {self.head.id}"
+        waited = f"there for {max(0.0, now - self.head.wall):.0f} s"
+        if self.pending is None:
+            return f"not delivered yet on {where}, {waited}"
+        p = self.pending
+        again = f", delivered {p.deliveries} times" if p.deliveries > 1 else ""
+        return f"held by {p.owner} on {where}, {waited}, lease renewed {p.idle_s:.0f} s ago{again}"
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Entries of the data streams with their holders, and the open groups."""
+
+    heads: dict[str, list[Head]]
+    pending: dict[tuple[str, str], Pending]
+    groups: dict[str, OpenGroup]
+
+    def place(self, head: Head) -> Place:
+        """An entry with its holder."""
+        return Place(head, self.pending.get((head.stream, head.id)))
+
+    def by_sample(self) -> dict[str, Place]:
+        """Training samples not yet in a kept group. Of several entries the one furthest along counts."""
+        found: dict[str, Place] = {}
+        for stream in HOME[:-1]:
+            for head in self.heads.get(stream.name, ()):
+                found[head.sample] = self.place(head)
+        return found
+
+    def kept(self) -> dict[str, Place]:
+        """Whole groups that lie with the trainer."""
+        return {head.group: self.place(head) for head in self.heads.get(GROUPS.name, ())}
+
+    def incomplete(self) -> list[Incomplete]:
+        """Open groups of which the filter has some samples but not all, oldest first."""
+        samples, kept = self.by_sample(), self.kept()
+        found: list[Incomplete] = []
+        for group in sorted(self.groups.values(), key=lambda g: g.group_id):
+            if group.group_id in kept:
+                continue
+            ids = [f"{group.group_id}/{i}" for i in range(group.n_samples)]
+            here = [s for s in ids if s in samples and samples[s].head.stream == SCORED.name]
+            if here and len(here) < len(ids):
+                since = min(samples[s].head.wall for s in here)
+                missing = {s: samples.get(s) for s in ids if s not in here}
+                found.append(Incomplete(group.group_id, len(here), len(ids), since, missing))
+        return found
+
+    def stages(self) -> dict[str, int]:
+        """Open groups by how far their slowest sample is: generation, reward, filter, kept, nowhere."""
+        samples, kept = self.by_sample(), self.kept()
+        stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
+        names = ("nowhere", "generation", "reward", "filter", "kept")
+        count = dict.fromkeys(names[::-1], 0)
+        for group in self.groups.values():
+            if group.group_id in kept:
+                count["kept"] += 1
+                continue
+            places = [samples.get(f"{group.group_id}/{i}") for i in range(group.n_samples)]
+            count[names[min((stage_of[p.head.stream] if p else 0 for p in places), default=0)]] += 1
+        return count
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    """A group at the filter that waits for siblings. `since`: wall time of its first scored sample."""
+
+    group_id: str
+    here: int
+    wanted: int
+    since: float
+    missing: Mapping[str, Place | None]
+
+
+async def read_places(bus: Bus, *, evals: bool = False) -> Places:
+    """Heads and holders of all data streams."""
+    streams = (*HOME, *EVAL_HOME) if evals else HOME
+    opened, *found = await asyncio.gather(
+        bus.hash_of(bus.keys.open_groups), *(_stream_with_holders(bus, stream) for stream in streams)
+    )
+    heads: dict[str, list[Head]] = {}
+    pending: dict[tuple[str, str], Pending] = {}
+    for stream, (rows, held) in zip(streams, found, strict=True):
+        heads[stream.name] = rows
+        pending |= {(p.stream, p.id): p for p in held}
+    groups = {name: msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in opened.items()}
+    return Places(heads, pending, groups)
+
+
+async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], list[Pending]]:
+    rows = await all_heads(bus, stream)
+    held: list[Pending] = []
+    for info in await readers_of(bus, stream):
+        name = info["name"]
+        held += await pending_entries(bus, stream, name.decode() if isinstance(name, bytes) else str(name))
+    return rows, held
+
+
+def owners(pending: Iterable[Pending]) -> dict[str, int]:
+    """Holder -> entries held."""
+    count: dict[str, int] = {}
+    for p in pending:
+        count[p.owner] = count.get(p.owner, 0) + 1
+    return count
+
+
+__all__ = ("DOING", "EVAL_HOME", "HOME", "Incomplete", "Place", "Places", "owners", "read_places")

@@ -1,0 +1,246 @@
+"""A run on one screen (pure): snapshot and history to rich renderables, and to one line per step for plain output.
+
+Wide terminals show streams and actors side by side; below WIDE they stand under each other, below NARROW columns that
+explain leave first. Colours only repeat what the words say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bus.ledger import accounts_of
+from miles_async.console.figures import RECENT, eta_s, shares, throughput
+from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from miles_async.console.snapshot import ActorFacts, Snapshot
+from miles_async.console.text import duration, human_bytes, human_count, percent, progress_bar, shorten, sparkline
+
+WIDE, NARROW = 118, 72
+LIFE_STYLE = {"alive": "", "ended": "dim", "late": "yellow", "dead": "bold red"}
+STATE_STYLE = {"running": "green", "waiting": "", "starting": "cyan", "draining": "cyan", "stalled": "bold red",
+               "stopped": "dim", "failed": "bold red"}  # fmt: skip
+LEVEL_STYLE = {"warning": "yellow", "error": "red"}
+
+
+def screen(
+    snapshot: Snapshot, history: History, *, total_steps: int, width: int, silent_s: float = 0.0, height: int = 50
+) -> RenderableType:
+    """The whole view. `silent_s`: how long the bus has not answered; shown when it is long enough to matter."""
+    parts: list[RenderableType] = [_title(snapshot, history, total_steps, width)]
+    if silent_s > 3:
+        parts.append(Text(f"the bus has not answered for {duration(silent_s)}; trying again", style="bold red"))
+    parts += [Text(), *_learning(snapshot, history, width), Text()]
+    streams, actors = _streams(snapshot, width), _actors(snapshot, width)
+    if width >= WIDE:
+        grid = Table.grid(padding=(0, 4))
+        grid.add_row(streams, actors)
+        parts.append(grid)
+    else:
+        parts += [streams, Text(), actors]
+    parts += [Text(), *_accounts(snapshot, history, width)]
+    parts += _faults(history, width, 3 if height >= 36 else 1)
+    return Group(*parts)
+
+
+def _title(snapshot: Snapshot, history: History, total_steps: int, width: int) -> RenderableType:
+    step = history.steps[-1].step if history.steps else snapshot.policy.step
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{snapshot.run} ", style="bold")
+    line.append(f" step {step}" + (f"/{total_steps}" if total_steps > 0 else ""), style="bold")
+    if total_steps > 0:
+        cells = max(8, min(40, width - 62))
+        line.append(f"  {progress_bar(step / total_steps, cells)} {100 * step / total_steps:.0f}%", style="cyan")
+    elapsed = max(0.0, snapshot.wall - history.first_wall) if history.first_wall else 0.0
+    line.append(f"   {duration(elapsed)}")
+    left = eta_s(history, total_steps)
+    if snapshot.policy.finished or history.finished:
+        line.append("   finished", style="green")
+    elif left is not None:
+        line.append(f"   {duration(left)} left")
+    if history.lost_steps:
+        line.append(f"   {history.lost_steps} steps done again", style="yellow")
+    return line
+
+
+def _learning(snapshot: Snapshot, history: History, width: int) -> list[RenderableType]:
+    rows: list[tuple[str, Text]] = []
+    steps = history.steps
+    cells = max(10, min(60, width - 34))
+    if steps:
+        rewards = [s.get(REWARD) for s in steps]
+        text = Text(f"{_mean(rewards[-RECENT:]):.3f}  ")
+        text.append(sparkline(rewards, cells), style="green")
+        rows.append(("reward", text))
+    else:
+        rows.append(("reward", Text("no step yet", style="dim")))
+    for name in history.eval_names():
+        evals = history.evals_of(name)
+        text = Text(f"{percent(evals[-1].score):>6} ", style="bold")
+        text.append(f" at step {evals[-1].step}, from {percent(evals[0].score)}", style="")
+        if len(evals) > 1:
+            text.append("  " + sparkline([e.score for e in evals], 24), style="green")
+        rows.append((shorten(name, 10), text))
+    recent = steps[-RECENT:]
+    if recent:
+        wait, train, publish = shares(recent)
+        text = Text(human_count(throughput(recent)), style="bold")
+        text.append(f"   waiting {wait:.0%} · training {train:.0%} · publishing {publish:.0%}")
+        rows.append(("tokens/s", text))
+        last = recent[-1]
+        text = Text(f"{last.get(AVG_STALENESS):.2f} avg, {last.get(MAX_STALENESS):.0f} max")
+        length, longest = last.get("rollout/response_len/mean"), last.get("rollout/response_len/max")
+        text.append(f"   response {length:.0f} tokens avg, {longest:.0f} max")
+        rows.append(("staleness", text))
+    policy = snapshot.policy
+    text = Text(f"v{policy.announced}" if policy.announced >= 0 else "none announced", style="bold")
+    if policy.announced >= 0:
+        text.append(f" announced {duration(policy.announced_age_s)} ago")
+        text.append(f"   serving {_serving(policy.serving)}" if policy.serving else "   no engine serves yet")
+    rows.append(("policy", text))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in rows:
+        grid.add_row(name, value)
+    return [grid]
+
+
+def _serving(serving: dict[str, int]) -> str:
+    by_version: dict[int, int] = {}
+    for version in serving.values():
+        by_version[version] = by_version.get(version, 0) + 1
+    parts = [f"{'none yet' if v < 0 else f'v{v}'} ×{n}" for v, n in sorted(by_version.items(), reverse=True)]
+    return ", ".join(parts)
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, show_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _streams(snapshot: Snapshot, width: int) -> RenderableType:
+    columns = [("stream", "left"), ("depth", "right"), ("held", "right"), ("oldest", "right")]
+    if width >= NARROW:
+        columns.append(("bytes", "right"))
+    table = _table(*columns)
+    for facts in snapshot.streams.values():
+        if not facts.is_data or (facts.name.startswith("eval") and not facts.length):
+            continue
+        oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
+        row = [facts.name, str(facts.length), str(facts.pending), duration(oldest) if facts.pending else ""]
+        if width >= NARROW:
+            row.append(human_bytes(facts.n_bytes) if facts.n_bytes else "")
+        table.add_row(*row, style="" if facts.length else "dim")
+    return table
+
+
+def _actors(snapshot: Snapshot, width: int) -> RenderableType:
+    columns = [("actor", "left"), ("state", "left"), ("version", "right"), ("busy", "right")]
+    if width >= NARROW:
+        columns.append(("waits for", "left"))
+    table = _table(*columns)
+    room = max(16, (width - 90) if width >= WIDE else (width - 44))
+    for actor in snapshot.actors:
+        vitals = actor.vitals
+        version = f"v{vitals.version}" if vitals.version >= 0 else ""
+        row = [vitals.actor, state_text(actor), version, str(vitals.in_flight) if vitals.in_flight else ""]
+        if width >= NARROW:
+            row.append(shorten(waits_text(actor, snapshot.wall), room))
+        table.add_row(*row, style=LIFE_STYLE[actor.life] or STATE_STYLE.get(vitals.state, ""))
+    if not snapshot.actors:
+        table.add_row("none yet", "", "", "", *([""] if width >= NARROW else []), style="dim")
+    return table
+
+
+def state_text(actor: ActorFacts) -> Text:
+    """State, or what the heartbeat says when it is missing."""
+    life, state = actor.life, actor.vitals.state
+    if life in ("late", "dead"):
+        return Text(f"{'dead' if life == 'dead' else 'silent'} {duration(actor.age_s)}", style=LIFE_STYLE[life])
+    return Text(state, style=STATE_STYLE.get(state, ""))
+
+
+def waits_text(actor: ActorFacts, wall: float) -> str:
+    """What it waits for and how long, or its note; empty when it works."""
+    vitals = actor.vitals
+    if actor.life == "ended":
+        return vitals.note
+    if not vitals.waits_for:
+        return vitals.note
+    since = f" {duration(wall - vitals.waits_since)}" if vitals.waits_since and wall - vitals.waits_since >= 1 else ""
+    return f"{vitals.waits_for}{since}"
+
+
+def _accounts(snapshot: Snapshot, history: History, width: int) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    accounts = accounts_of(snapshot.ledger)
+    dropped = sorted(accounts.dropped.items(), key=lambda item: -item[1])
+    if dropped:
+        shown = " · ".join(f"{reason} {human_count(n)}" for reason, n in dropped[:6])
+        lines.append(_labelled("dropped", Text(shown, no_wrap=True, overflow="ellipsis")))
+    if accounts.issued:
+        lines.append(_labelled("ledger", Text(ledger_line(snapshot), no_wrap=True, overflow="ellipsis")))
+    if dead := snapshot.streams["dead"].length:
+        lines.append(_labelled("dead", Text(f"{dead} entries: miles-async bus dead list", style="red")))
+    if snapshot.knob_epoch > 0 and history.knobs:
+        patch = history.knobs[-1]
+        values = ", ".join(f"{k}={v}" for k, v in patch["values"].items())
+        lines.append(_labelled("knobs", Text(shorten(f"epoch {snapshot.knob_epoch}: {values}", width - 12))))
+    return lines
+
+
+def _labelled(label: str, text: Text) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, width=9)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_row(label, text)
+    return grid
+
+
+def ledger_line(snapshot: Snapshot) -> str:
+    """The equation in samples, and whether it holds against the open groups."""
+    a = accounts_of(snapshot.ledger)
+    dropped = sum(a.dropped.values())
+    off = a.pending - snapshot.open_samples
+    state = "" if not off else f"  OFF BY {off:+d}: miles-async ledger --check"
+    return f"issued {a.issued:,} = trained {a.trained:,} + dropped {dropped:,} + pending {a.pending:,}{state}"
+
+
+def _faults(history: History, width: int, count: int) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for record in history.faults[-count:]:
+        text = f"{record['actor']}: {record['event']}: {record['text']}"
+        lines.append(Text(shorten(text, width - 1), style=LEVEL_STYLE.get(str(record["level"]), "")))
+    return [Text(), *lines] if lines else []
+
+
+def step_line(step: Step, history: History, *, total_steps: int) -> str:
+    """One training step as one line of plain text."""
+    of = f"/{total_steps}" if total_steps > 0 else ""
+    parts = [
+        f"step {step.step}{of}",
+        f"reward {step.get(REWARD):.3f}",
+        f"tokens/s {human_count(throughput([s for s in history.steps if s.step <= step.step][-RECENT:]))}",
+        f"staleness {step.get(AVG_STALENESS):.2f}/{step.get(MAX_STALENESS):.0f}",
+        f"len {step.get('rollout/response_len/mean'):.1f}",
+        f"wait {step.get('perf/wait_s'):.2f} s",
+        f"train {step.get('perf/train_s'):.2f} s",
+    ]
+    if history.drops:
+        parts.append(f"dropped {sum(history.drops.values())} groups")
+    left = eta_s(history, total_steps)
+    if left:
+        parts.append(f"{duration(left)} left")
+    return "  ".join(parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+__all__ = ("NARROW", "WIDE", "ledger_line", "screen", "state_text", "step_line", "waits_text")

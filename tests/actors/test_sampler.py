@@ -1,0 +1,140 @@
+"""The sampler room: no prompt skipped, none issued twice, never more open than the bound allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from actors.runtime.prompts import DataSpec
+from actors.runtime.run import Refused
+from actors.sampler.actor import Sampler, SamplerSpec, run
+from bus import Commit
+from bus.messages.groups import GroupVerdict, OpenGroup
+from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.versions import PolicyVersion
+from bus.topology import ACTIVE, POLICY, PROMPTS, VERDICTS
+from tests.actors.house import messages, open_bus, put, running, until
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
+    vocabulary = {"<unk>": 0} | {c: i + 1 for i, c in enumerate("0123456789+=")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    rows = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) for i in range(10)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    return DataSpec(path=str(tmp_path / "data.jsonl"), tokenizer_dir=str(tmp_path))
+
+
+def spec(data: DataSpec, **more: object) -> SamplerSpec:
+    return SamplerSpec(data=data, n_samples_per_prompt=2, num_rollout=100, **more)
+
+
+async def activate(bus, step: int) -> None:
+    await put(bus, ACTIVE, PolicyActive(version=PolicyVersion(step + 1, step), serving={"w": step + 1}))
+
+
+async def test_nothing_starts_before_a_version_is_active(redis_url: str, run_name: str, data: DataSpec) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+            assert await bus.length(PROMPTS) == 0
+            await activate(bus, 0)
+            await until(lambda: _length(bus, 6))  # over-sampling 3 groups of 2
+
+
+async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    async with open_bus(redis_url, run_name, knobs={"over_sampling_batch_size": 64}) as bus:
+        async with running(bus, "sampler", run, spec(data)):
+            await activate(bus, 0)
+            await until(lambda: _length(bus, 8))  # (1 + 1) * 2 groups of 2
+            done = StepDone(
+                step=1, version=PolicyVersion(2, 1), trained_on=PolicyVersion(1, 0), groups=("g0000001", "g0000002")
+            )
+            await put(bus, POLICY, done)
+            await activate(bus, 1)
+            await until(lambda: _length(bus, 12))
+            open_now = await bus.hash_of(bus.keys.open_groups)
+            assert len(open_now) == 6, "trained groups stay listed until their checkpoint"
+
+
+async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        await activate(bus, 0)
+        async with running(bus, "sampler", run, spec(data, shuffle=True)):
+            await until(lambda: _length(bus, 6))
+        async with running(bus, "sampler", run, spec(data, shuffle=True)):
+            for n in range(1, 8):
+                group_id = f"g{n:07d}"
+                await until(lambda group_id=group_id: _is_open(bus, group_id))
+                await put(bus, VERDICTS, GroupVerdict(group_id=group_id, prompt_id="p", kept=False, reason="zero_std_0"))
+                await bus.commit(Commit(close_groups=(group_id,)))
+            await until(lambda: _length(bus, 20))
+        tasks = await messages(bus, PROMPTS)
+        first_epoch = [t.prompt_id for t in tasks if t.index == 0][:10]
+        assert sorted(first_epoch) == sorted(f"p{i}" for i in range(10))
+        assert len({t.sample_id for t in tasks}) == len(tasks)
+        assert len({t.sampling.seed for t in tasks}) == len(tasks)
+
+
+async def test_given_up_prompts_start_again_once(redis_url: str, run_name: str, data: DataSpec) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        await activate(bus, 0)
+        async with running(bus, "sampler", run, spec(data)):
+            await until(lambda: _length(bus, 6))
+            await bus.commit(Commit(close_groups=("g0000001",)))
+            await put(bus, POLICY, GroupsGivenUp(groups=(("g0000001", "stale"),), prompts=("p0",), reissue=True))
+            await until(lambda: _length(bus, 8))
+        again = [t for t in await messages(bus, PROMPTS) if t.prompt_id == "p0" and t.index == 0]
+        assert [t.attempt for t in again] == [0, 1]
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+        assert await bus.length(PROMPTS) == 8, "a restarted sampler does not issue it a second time"
+
+
+async def test_open_groups_of_a_lost_bus_are_issued_again(redis_url: str, run_name: str, data: DataSpec) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        opened = OpenGroup(group_id="g0000004", prompt_id="p3", n_samples=2, attempt=1, source_index=3)
+        await bus.commit(
+            Commit(
+                open_groups={"g0000004": msgspec.msgpack.encode(opened)},
+                state={"sampler": "0:4:4@0-0", "reissue": "pending"},
+            )
+        )
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+        tasks = await messages(bus, PROMPTS)
+        assert [(t.sample_id, t.attempt) for t in tasks] == [("g0000004/0", 1), ("g0000004/1", 1)]
+        assert await bus.state("reissue") == "done"
+
+
+async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    async with open_bus(redis_url, run_name, knobs={"max_waves": 2}) as bus:
+        async with running(bus, "sampler", run, spec(data)) as context:
+            sampler = Sampler(context, spec(data))
+            sampler._progress = type("P", (), {"drops_in_a_row": 6, "finished": False})()
+            with pytest.raises(Refused, match="filter starving: 6 groups in a row"):
+                await sampler._fill()
+
+
+async def _length(bus, n: int) -> bool:
+    return await bus.length(PROMPTS) >= n
+
+
+async def _is_open(bus, group_id: str) -> bool:
+    return group_id in await bus.hash_of(bus.keys.open_groups)
+
+
+async def _waits(context) -> bool:
+    return bool(context.vitals().waits_for)

@@ -1,0 +1,161 @@
+"""Engines under test: the embedded one as a real process on tiny random models, or any running server.
+
+Set MILES_ASYNC_TEST_ENGINE_URL and MILES_ASYNC_TEST_ENGINE_MODEL (directory the server can read, of the model it serves) to
+run the conformance suite against a real SGLang server instead.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from actors.generation.sglang_client import SGLangClient
+from tests.engine.models import FAMILIES, Oracle, make_model
+from tests.engine.processes import BOOT_DEADLINE_S, until
+
+CONTROL_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server under test and the models that fit it: `model_dir` as booted, `other_dir` the same shape, other weights."""
+
+    url: str
+    family: str
+    model_dir: Path
+    other_dir: Path
+    oracle: Oracle
+    other: Oracle
+    embedded: bool
+    logprob_tolerance: float
+
+
+@contextmanager
+def engine_process(model_dir: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running embedded engine: its URL and process. Ended (and reaped) on exit."""
+    with TemporaryDirectory(prefix="ma-engine-") as folder:
+        port_file = Path(folder) / "port"
+        argv = [sys.executable, "-m", "actors.generation.embedded", "--model-path", str(model_dir)]
+        with (Path(folder) / "log").open("w+") as log:
+            process = subprocess.Popen([*argv, "--port-file", str(port_file), *flags], stdout=log, stderr=log, text=True)
+            try:
+
+                def up() -> bool:
+                    if process.poll() is not None:
+                        log.seek(0)
+                        raise RuntimeError(f"engine exited with {process.returncode}: {log.read()}")
+                    return port_file.exists()
+
+                until(up, "embedded engine starts", BOOT_DEADLINE_S)
+                yield f"http://127.0.0.1:{port_file.read_text().strip()}", process
+            finally:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """family -> two directories of one shape with different weights, made once."""
+    torch.set_num_threads(1)
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def pair(family: str) -> tuple[Path, Path]:
+        if family not in made:
+            root = tmp_path_factory.mktemp(family)
+            for seed, name in enumerate(("first", "second")):
+                make_model(family, root / name, seed=seed)
+            made[family] = (root / "first", root / "second")
+        return made[family]
+
+    return pair
+
+
+@pytest.fixture(scope="session", params=["given"] if os.environ.get("MILES_ASYNC_TEST_ENGINE_URL") else FAMILIES)
+def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]]) -> Iterator[Target]:
+    """One engine for all conformance tests of a family."""
+    if request.param == "given":
+        url, model_dir = os.environ["MILES_ASYNC_TEST_ENGINE_URL"], Path(os.environ["MILES_ASYNC_TEST_ENGINE_MODEL"])
+        other_dir = Path(os.environ.get("MILES_ASYNC_TEST_ENGINE_OTHER", model_dir))
+        yield Target(url, "given", model_dir, other_dir, Oracle(model_dir), Oracle(other_dir), False, 0.1)
+        return
+    first, second = models(request.param)
+    with engine_process(first) as (url, _):
+        yield Target(url, request.param, first, second, Oracle(first), Oracle(second), True, 1e-4)
+
+
+@pytest.fixture
+async def target(booted: Target) -> AsyncIterator[Target]:
+    """The engine as booted: running, idle, first weights, version "default". Put back after each test."""
+    yield booted
+    async with aiohttp.ClientSession(booted.url) as http:
+        for path, body in (
+            ("/abort_request", {"abort_all": True}),
+            ("/pause_generation", {"mode": "abort"}),
+            ("/update_weights_from_disk", {"model_path": str(booted.model_dir), "weight_version": "default"}),
+            ("/continue_generation", {}),
+        ):
+            async with http.post(path, json=body) as response:
+                assert response.status == 200, await response.text()
+
+
+@pytest.fixture
+async def client(target: Target) -> AsyncIterator[SGLangClient]:
+    client = SGLangClient(
+        target.url, request_deadline_s=60.0, token_deadline_s=30.0, control_deadline_s=CONTROL_DEADLINE_S
+    )
+    yield client
+    await client.close()
+
+
+class Http:
+    """Raw requests, for what the client hides."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        async with self.session.post(path, json=body) as response:
+            return response.status, await _content(response)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(path) as response:
+            return response.status, await _content(response)
+
+    async def generate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        status, answer = await self.post(
+            "/generate", {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        )
+        assert status == 200, answer
+        return answer
+
+    async def running(self) -> int:
+        """Requests that run or wait (embedded engine)."""
+        _, info = await self.get("/server_info")
+        state = info["internal_states"][0]
+        return int(state["num_running_reqs"]) + int(state["num_waiting_reqs"])
+
+
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    return await (response.json() if response.content_type == "application/json" else response.text())
+
+
+@pytest.fixture
+async def http(target: Target) -> AsyncIterator[Http]:
+    timeout = aiohttp.ClientTimeout(total=CONTROL_DEADLINE_S)
+    async with aiohttp.ClientSession(target.url, timeout=timeout) as session:
+        yield Http(session)
