@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from actors.reward.mathexpr import NoExpression, Node, is_literal, is_reduced, parse, same_value
+from actors.reward.mathexpr import Node, NoExpression, is_literal, is_reduced, parse, same_value
 
 TAIL_CHARS = 2000  # free text is searched this far from its end
 MAX_ANSWER_CHARS = 1000
@@ -44,6 +44,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _LEFT_SIDE = re.compile(r"^(?:[A-Za-z]|[A-Za-z]\([A-Za-z]\)|[A-Za-z]_\{?\w\}?)\s*=\s*([^=]+)$")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]+(?!\S)")  # `it is 5` is a sentence, not a product
 _NUMBER = re.compile(
     r"-?\s?\\[dtc]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|"
     r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?|-?\.\d+"
@@ -89,7 +90,7 @@ def final_answer(text: str) -> str | None:
     if marked := list(_MARKER.finditer(tail)):
         return _trim_sentence(marked[-1].group(1))
     whole = tail.strip()
-    if len(whole) <= 80 and _expression(whole) is not None:
+    if len(whole) <= 80 and not _LONE_WORD.search(normalize(whole)) and _expression(whole) is not None:
         return whole
     numbers = _NUMBER.findall(tail.translate(_UNICODE))
     return numbers[-1].strip() if numbers else None
@@ -130,7 +131,7 @@ def normalize(answer: str) -> str:
 
 
 def _fold(text: str) -> str:
-    """Spaces go where they part nothing (`1 2` is not 12); case goes from words only (x is not X)."""
+    """Spaces go where they part nothing (`1 2` is not 12); case goes from words and choices only (2x is not 2X)."""
     text = _IDLE_SPACE.sub("", text)
     return text.casefold() if _WORD.search(text) or text.isalpha() else text
 

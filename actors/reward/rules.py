@@ -23,8 +23,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _DAPO_TAIL_CHARS = 300
 _DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
-    r"\b(?:answer|option|choice)\b(?:\s+(?:is|would\s+be))?[\s:*]*(?:option\s+|choice\s+)?[\s*$({\[]*([A-Z])(?![A-Za-z])"
-    r"|\b(?i:answer)\b(?:\s+(?i:is))?[\s:*]*[\s*$({\[]*([A-Z])(?![A-Za-z])"
+    r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would\s+be))?[\s:*]*(?:option\s+|choice\s+)?[\s*$({\[]*)([A-Z])(?![A-Za-z])"
 )
 _CHOICE_LINE = re.compile(r"^\W*([A-Z])(?:[).:*\]}]|\W*$)", re.MULTILINE)
 _CHOICE_BRACKETS = re.compile(r"\(([A-Z])\)")
@@ -44,6 +43,11 @@ def math_answer(sample: Sample) -> Value:
     """1 when the final answer (last box, `answer is`, last number) equals the label."""
     answer = final_answer(sample.response)
     return float(answer is not None and same_answer(answer, reference_answer(sample.label)))
+
+
+def math_whole(sample: Sample) -> Value:
+    """1 when the whole response, as mathematics, equals the label: `19` and nothing around it."""
+    return float(same_answer(sample.response, reference_answer(sample.label)))
 
 
 def dapo(sample: Sample) -> Value:
@@ -124,8 +128,7 @@ def chosen_letter(text: str, valid: set[str]) -> str | None:
         inside = re.sub(r"\\[a-z]+\s*\{?", "", boxed).strip("(){}[]. ").upper()
         return inside if inside in valid else None
     for pattern in (_CHOICE_PHRASE, _CHOICE_LINE, _CHOICE_BRACKETS):
-        found = [next(letter for letter in match.groups() if letter) for match in pattern.finditer(tail)]
-        if letters := [letter for letter in found if letter in valid]:
+        if letters := [letter for letter in pattern.findall(tail) if letter in valid]:
             return letters[-1]
     return None
 
@@ -167,11 +170,15 @@ RULES: dict[str, Rule] = {
     "gpqa": gpqa,
     "length": length,
     "math": math_answer,
+    "math_whole": math_whole,
     "random": random_bit,
 }
 """Every shipped rule by the name that `rm_type` gives it."""
 
+BOXED_RULES: dict[str, Rule] = {**RULES, "math": math_whole}
+"""What follows the prefix `boxed_`: the content of the box is all of the answer already."""
+
 DEFAULT_KEYS: dict[str, str] = {"dapo": "score"}
 """Which part of a rule's table is the reward when no reward_key is set."""
 
-__all__ = ("DEFAULT_KEYS", "RULES", "Rule", "chosen_letter")
+__all__ = ("BOXED_RULES", "DEFAULT_KEYS", "RULES", "Rule", "chosen_letter")

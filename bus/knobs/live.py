@@ -203,12 +203,16 @@ class LiveKnobs:
 
     async def open(self, *, deadline_s: float = 20.0) -> None:
         """Read all epochs so far; waits for the first until the deadline (woken by the blocking read), or BusRefused."""
-        await self._reload()
         until = self._bus.clock.monotonic() + deadline_s
-        while self._current is None:
-            if self._bus.clock.monotonic() > until:
-                raise BusRefused(_no_knobs(self._bus))
-            await self._read(min(0.5, deadline_s))
+        try:
+            await self._reload()
+            while self._current is None:
+                if self._bus.clock.monotonic() > until:
+                    raise BusRefused(_no_knobs(self._bus))
+                await self._read(min(0.5, deadline_s))
+        except BaseException:
+            await self._tail.close()
+            raise
 
     def snapshot(self) -> KnobValues:
         """The present values; they do not change under the caller."""

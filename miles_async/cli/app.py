@@ -31,6 +31,13 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("train", "miles_async.cli.train", "Train a policy as a settings file says."),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
+    Command("status", "miles_async.cli.status", "Show actors and streams of a running run."),
+    Command("doctor", "miles_async.cli.doctor", "Say who waits for what and why, and what is wrong."),
+    Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
+    Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
+    Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
+    Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
+    Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
 )
 
 

@@ -1,7 +1,7 @@
 """From the options that name a run to a connection to its bus, or one line that says why there is none.
 
-Reads run.json beyond what settings need: `pid` and `host` of the launcher, `blob_dir` of large bodies. All are optional,
-a run on another host has none of them.
+Reads what the launcher left: its process id in the run's folder, and on the bus the run's identity with the limits that
+its actors use. A run on another host may have neither within reach.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from bus import Bus, BusConfig
@@ -19,45 +21,66 @@ from bus.errors import BusRefused, BusUnreachable
 from bus.server import connect, without_secrets
 from bus.streams.link import call
 from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.runs import RUN_FILE, RunRef
+from miles_async.settings.runs import RunRef
 
 ANSWER_DEADLINE_S = 5.0
+PID_FILE = "launcher.pid"
 
 
-class RunDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher wrote about itself; zero and empty mean unknown."""
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a run's identity that tools need; the launcher writes it (launcher/prepare.py)."""
 
-    pid: int = 0
-    host: str = ""
-    blob_dir: str = ""
-    started: float = 0.0
+    bus: dict[str, Any] = {}
+    heartbeat_s: float = 2.0
+    run_dir: str = ""
 
 
-def read_details(run_dir: Path | None) -> RunDetails:
-    """Details from run.json; all unknown when there is no such file."""
+def launcher_pid(run_dir: Path | None) -> int:
+    """Process id that the launcher wrote into the run's folder; 0 when there is none."""
     if run_dir is None:
-        return RunDetails()
+        return 0
     try:
-        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunDetails)
-    except (OSError, msgspec.DecodeError):
-        return RunDetails()  # settings/runs.py has read the same file and complains about it
+        text = (run_dir / PID_FILE).read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else 0
+
+
+async def read_identity(bus: Bus) -> Identity:
+    """The run's identity; defaults for a run without one."""
+    raw = await bus.link.run("GET", bus.keys.identity)
+    if raw is None:
+        return Identity()
+    try:
+        return msgspec.json.decode(raw, type=Identity)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Identity()  # of another release; defaults serve for looking
 
 
 @asynccontextmanager
 async def attached(ref: RunRef) -> AsyncIterator[Bus]:
     """The run's bus, for looking and for tools. Raises BusUnreachable or BusRefused in one line; creates nothing."""
     run = await _ask(ref)
-    config = BusConfig(
-        url=ref.bus_url, run=run, blob_dir=_blob_dir(ref), deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S
-    )
+    plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
+    async with Bus(plain) as first:
+        config = _like_actors(plain, await read_identity(first))
     async with Bus(config) as bus:
         yield bus
 
 
-def _blob_dir(ref: RunRef) -> str:
-    directory = read_details(ref.run_dir).blob_dir
-    # A directory that is not there must not be made by a tool that only looks.
-    return directory if directory and Path(directory).is_dir() else ""
+def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:
+    """Limits of the run's own actors, so that the doctor judges by them. A blob directory that is not on this host is left
+    out: a tool that only looks must not make it."""
+    known: dict[str, Any] = {
+        name: identity.bus[name] for name in ("lease_s", "max_deliveries", "stream_max_bytes") if name in identity.bus
+    }
+    blob_dir = str(identity.bus.get("blob_dir", ""))
+    if blob_dir and Path(blob_dir).is_dir():
+        known["blob_dir"] = blob_dir
+    try:
+        return msgspec.convert({**msgspec.to_builtins(config), **known}, BusConfig)
+    except msgspec.ValidationError:
+        return config
 
 
 async def _ask(ref: RunRef) -> str:
@@ -75,7 +98,9 @@ async def _ask(ref: RunRef) -> str:
     except RedisError as error:
         if isinstance(error.__cause__, OSError) or "onnect" in str(error):
             raise BusUnreachable(_gone(ref, _why(error))) from error
-        raise BusRefused(f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url.") from error
+        raise BusRefused(
+            f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url."
+        ) from error
     finally:
         await client.aclose()
     if ref.run is not None:
@@ -84,7 +109,8 @@ async def _ask(ref: RunRef) -> str:
                 f"no such run on the bus at {without_secrets(ref.bus_url)}",
                 field="--run",
                 value=ref.run,
-                remedy=nearest(ref.run, known) or (f"Runs there: {', '.join(known[:8])}." if known else "It holds none."),
+                remedy=nearest(ref.run, known)
+                or (f"Runs there: {', '.join(known[:8])}." if known else "It holds none."),
             )
         return ref.run
     if len(known) == 1:
@@ -92,16 +118,18 @@ async def _ask(ref: RunRef) -> str:
     where = without_secrets(ref.bus_url)
     if not known:
         raise SettingsError(f"no run on the bus at {where}", remedy="Start one with miles-async train.")
-    raise SettingsError(f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}.")
+    raise SettingsError(
+        f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}."
+    )
 
 
-async def _runs_there(client: object) -> list[str]:
+async def _runs_there(client: Redis) -> list[str]:
     """Names of all runs on a server, from keys that every run has."""
     names: set[str] = set()
-    for pattern in ("ma:{*}:vitals", "ma:{*}:state", "ma:{*}:events"):
+    for pattern in ("ma:{*}:identity", "ma:{*}:vitals", "ma:{*}:state"):
         cursor: bytes = b"0"
         while True:
-            cursor, keys = await call(client, "SCAN", cursor, "MATCH", pattern, "COUNT", 1000)  # type: ignore[arg-type]
+            cursor, keys = await call(client, "SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             names |= {key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0] for key in keys}
             if cursor == b"0":
                 break
@@ -130,4 +158,4 @@ def _why(error: BaseException) -> str:
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 
 
-__all__ = ("ANSWER_DEADLINE_S", "RunDetails", "attached", "read_details")
+__all__ = ("ANSWER_DEADLINE_S", "PID_FILE", "Identity", "attached", "launcher_pid", "read_identity")

@@ -14,11 +14,10 @@ import msgspec
 
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage, MilesAsyncError
-from bus.messages.codec import encode
+from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter
 from bus.messages.policy import GroupsGivenUp
 from bus.messages.samples import RolloutLost
-from bus.streams.entry import Entry
 from bus.topology import DEAD, POLICY, ROLLOUTS, SCORED
 from miles_async.console.heads import all_heads
 
@@ -84,7 +83,7 @@ async def drop(bus: Bus, item: Letter) -> None:
 async def retry(bus: Bus, item: Letter) -> Retried:
     """Give the work another chance; CannotRetry when there is none left, and nothing has changed then."""
     letter = item.letter
-    message = _decode(bus, letter)
+    message = _decode(letter)
     group_id = letter.group_id or str(getattr(message, "group_id", ""))
     if getattr(_task(message), "eval_name", ""):
         raise CannotRetry(
@@ -93,11 +92,13 @@ async def retry(bus: Bus, item: Letter) -> Retried:
         )
     opened = await bus.hash_of(bus.keys.open_groups) if group_id else {}
     if not group_id or (group_id in opened and not await _given_up(bus, letter.sample_id)):
-        fields = ["type", letter.fields.get("type", ""), *_flat(letter.fields), "body", letter.body]
+        kind = str(message.__struct_config__.tag)
+        fields = ["type", kind, *_flat(letter.fields), "body", letter.body]
         new_id = await _move(bus, item.id, letter.stream, fields, len(letter.body))
         if new_id is None:
             raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
-        return Retried("again", letter.stream, new_id, f"{letter.sample_id or letter.entry_id} is back on {letter.stream} as {new_id}")
+        name = letter.sample_id or letter.entry_id
+        return Retried("again", letter.stream, new_id, f"{name} is back on {letter.stream} as {new_id}")
     if group_id in opened:
         raise CannotRetry(f"group {group_id} is being closed without {letter.sample_id}. Try again in some seconds.")
     return await _reissue(bus, item, group_id, str(getattr(_task(message), "prompt_id", "")))
@@ -105,27 +106,31 @@ async def retry(bus: Bus, item: Letter) -> Retried:
 
 async def _reissue(bus: Bus, item: Letter, group_id: str, prompt_id: str) -> Retried:
     if not prompt_id:
-        raise CannotRetry(f"group {group_id} was closed without it, and the letter does not name its prompt: nothing to retry.")
+        raise CannotRetry(
+            f"group {group_id} was closed without it, and the letter does not name its prompt: nothing to retry. Drop it."
+        )
     message = GroupsGivenUp(groups=(), prompts=(prompt_id,), reissue=True)
     fields = ["type", "policy.given_up", *message.header().fields(), "body", encode(message)]
     new_id = await _move(bus, item.id, POLICY.name, fields, 0)
     if new_id is None:
         raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
-    text = f"group {group_id} was closed without {item.letter.sample_id or 'it'}; prompt {prompt_id} starts again as a new group"
+    who = item.letter.sample_id or "it"
+    text = f"group {group_id} was closed without {who}; prompt {prompt_id} starts again as a new group"
     return Retried("reissued", POLICY.name, new_id, text)
 
 
-def _decode(bus: Bus, letter: DeadLetter) -> Any:
+def _decode(letter: DeadLetter) -> Any:
     """The message the letter holds; CannotRetry when it cannot be a message again."""
     stream = BY_NAME.get(letter.stream)
     if stream is None or not stream.is_data:
         raise CannotRetry(f"a letter from stream {letter.stream!r} cannot be retried: nobody consumes that stream.")
     if not letter.body or len(letter.body) >= BODY_LIMIT:
-        size = "its body lay in a blob that is gone" if not letter.body else f"only {BODY_LIMIT} bytes of its body were kept"
+        size = (
+            f"only {BODY_LIMIT} bytes of its body were kept" if letter.body else "its body lay in a blob that is gone"
+        )
         raise CannotRetry(f"{letter.sample_id or letter.entry_id} cannot be put back: {size}. Drop the letter.")
-    entry = Entry(id="0-0", stream=stream, readers="", fields={}, body=letter.body, size=len(letter.body))
     try:
-        return bus._decoders[entry.stream.name].decode(letter.body)
+        return Decoder[Any](stream.union, stream.name).decode(letter.body)
     except BadMessage as error:
         raise CannotRetry(f"{letter.entry_id} would die again: {error}. Drop the letter.") from error
 
@@ -141,11 +146,11 @@ def _task(message: Any) -> Any:
 
 async def _given_up(bus: Bus, sample_id: str) -> bool:
     """Whether the marker of a lost sample is on its way to the filter or there already."""
-    reasons = {"poison", "evicted", "cancelled", "malformed"}
+    lost = str(RolloutLost.__struct_config__.tag)
     for stream in (ROLLOUTS, SCORED):
-        for head in await all_heads(bus, stream):
-            if head.sample == sample_id and (head.fields.get("type") == RolloutLost.__struct_config__.tag or head.fields.get("note") in reasons):
-                return True
+        found = await all_heads(bus, stream)
+        if any(head.sample == sample_id and head.fields.get("type") == lost for head in found):
+            return True
     return False
 
 

@@ -108,7 +108,8 @@ async def pending_page(bus: Bus, stream: Stream, readers: str, *, start: str = "
     """Up to `count` pending entries from `start` on; the readers must exist."""
     rows = await bus.link.run("XPENDING", bus.keys.stream(stream.name), readers, start, "+", count)
     return [
-        Pending(stream.name, readers, _text(row[0]), _text(row[1]), int(row[2]) / 1000, int(row[3])) for row in rows or []
+        Pending(stream.name, readers, _text(row[0]), _text(row[1]), int(row[2]) / 1000, int(row[3]))
+        for row in rows or []
     ]
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Literal, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -112,11 +112,11 @@ class _Screen:
                 self._snapshot = await read_snapshot(self._bus)
                 self._seen = self._bus.clock.monotonic()
             except BusUnreachable:
-                continue
+                pass  # the frame shows for how long
             if await _stopped(stop, SNAPSHOT_S):
                 return
 
-    def _frame(self) -> object:
+    def _frame(self) -> RenderableType:
         if self._snapshot is None:
             return Text("waiting for the bus", style="dim")
         size = self._console.size

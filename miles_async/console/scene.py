@@ -1,20 +1,42 @@
-"""Reads what the doctor looks at, and keeps looking: the watchdog turns what stays wrong into an event on the bus."""
+"""All that the doctor looks at, read at one go."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
-from bus import Bus, Out
-from bus.errors import BusUnreachable
+import msgspec
+
+from bus import Bus
 from bus.knobs.live import read_history, values_at
-from bus.ledger import check
-from bus.messages.control import Event
-from bus.topology import DEAD, EVENTS, VERDICTS
-from miles_async.console.doctor import Finding, Scene, diagnose
-from miles_async.console.heads import newest_heads
-from miles_async.console.places import read_places
-from miles_async.console.server import read_server
-from miles_async.console.snapshot import read_snapshot
+from bus.ledger import LedgerCheck, check
+from bus.topology import DEAD, VERDICTS
+from miles_async.console.heads import Head, newest_heads
+from miles_async.console.places import Places, read_places
+from miles_async.console.server import ServerState, read_server
+from miles_async.console.snapshot import Snapshot, read_snapshot
+
+
+class Scene(msgspec.Struct, frozen=True, kw_only=True):
+    """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time."""
+
+    snapshot: Snapshot
+    places: Places
+    server: ServerState
+    ledger: LedgerCheck
+    verdicts: list[Head]
+    dead: list[Head]
+    knobs: Mapping[str, Any]
+    now: float
+    lease_s: float
+    stream_max_bytes: int
+
+    @property
+    def over(self) -> bool:
+        """The trainer did its last step, or everything was stopped on purpose."""
+        actors = self.snapshot.actors
+        return self.snapshot.policy.finished or (bool(actors) and all(a.vitals.state == "stopped" for a in actors))
 
 
 async def read_scene(bus: Bus) -> Scene:
@@ -43,39 +65,4 @@ async def read_scene(bus: Bus) -> Scene:
     )
 
 
-async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist_s: float = 25.0) -> None:
-    """Until `stop`: look every `every_s`; an error or warning that stays for `persist_s` becomes one event `stall`, again
-    only after it had gone. A stall is named in under persist_s + 2 * every_s."""
-    first_seen: dict[tuple[str, str], float] = {}
-    told: set[tuple[str, str]] = set()
-    while not stop.is_set():
-        try:
-            scene = await read_scene(bus)
-            present = {(f.rule, f.about): f for f in diagnose(scene) if f.level != "info"}
-            now = bus.clock.monotonic()
-            first_seen = {key: first_seen.get(key, now) for key in present}
-            told &= present.keys()
-            for key, finding in present.items():
-                if key not in told and now - first_seen[key] >= persist_s:
-                    told.add(key)
-                    await bus.append([Out(EVENTS, _event(finding, bus.clock.wall()))])
-        except BusUnreachable:
-            first_seen.clear()  # the actors meet the same silence; their supervisor deals with it
-        try:
-            await asyncio.wait_for(stop.wait(), every_s)
-        except TimeoutError:
-            continue
-
-
-def _event(finding: Finding, wall: float) -> Event:
-    return Event(
-        actor="watchdog",
-        kind="stall",
-        text=finding.text[:500],
-        wall=wall,
-        level="error" if finding.level == "error" else "warning",
-        data={"rule": finding.rule, "about": finding.about, "since_s": finding.since_s},
-    )
-
-
-__all__ = ("read_scene", "watch")
+__all__ = ("Scene", "read_scene")

@@ -15,9 +15,10 @@ from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import PolicyActive
 from bus.topology import ACTIVE, EVAL_RESULTS, POLICY
+from miles_async.console.attach import read_identity
 from miles_async.console.heads import Head, newest_heads, order_of, wall_of
 
-LATE_S = 7.0  # three heartbeats at the default of 2 s, and one to spare
+LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as silent
 ENDED = ("stopped", "failed")
 
 # KEYS streams   Returns {server time, {length, newest id, {readers, consumers, pending, lag or -1, oldest pending...}...}...}
@@ -86,13 +87,14 @@ class ActorFacts(msgspec.Struct, frozen=True):
     vitals: Vitals
     age_s: float
     process: bool | None
+    late_s: float = 7.0
 
     @property
     def life(self) -> str:
         """`alive`, `ended` (it said so), `late` (no heartbeat), or `dead` (no heartbeat and no process)."""
         if self.vitals.state in ENDED:
             return "ended"
-        if self.age_s <= LATE_S:
+        if self.age_s <= self.late_s:
             return "alive"
         return "dead" if self.process is False else "late"
 
@@ -138,7 +140,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 async def read_snapshot(bus: Bus) -> Snapshot:
     """Read everything. Raises BusUnreachable after the bus's deadline."""
     keys = [bus.keys.stream(s.name) for s in STREAMS]
-    facts, small, n_bytes, vitals, policy, active, evals = await asyncio.gather(
+    facts, small, n_bytes, vitals, policy, active, evals, identity = await asyncio.gather(
         bus.link.run("EVAL", _FACTS, len(keys), *keys),
         bus.snapshot(),
         bus.hash_of(bus.keys.in_flight_bytes),
@@ -146,6 +148,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         newest_heads(bus, POLICY, 64),
         bus.last(ACTIVE, 8),
         bus.last(EVAL_RESULTS, 8),
+        read_identity(bus),
     )
     now = int(facts[0][0]) + int(facts[0][1]) / 1e6
     wall = bus.clock.wall()
@@ -162,7 +165,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
             stream.name: _stream(stream.name, stream.writer, stream.is_data, row, now, n_bytes.get(key, b"0"))
             for stream, key, row in zip(STREAMS, keys, facts[1], strict=True)
         },
-        actors=_actors(vitals, wall),
+        actors=_actors(vitals, wall, max(5.0, LATE_BEATS * identity.heartbeat_s)),
         ledger=small.ledger,
         open_groups=len(groups),
         open_samples=sum(g.n_samples for g in groups),
@@ -210,7 +213,7 @@ def _readers(group: Any, length: int, now: float) -> ReadersFacts:
     )
 
 
-def _actors(raw: dict[str, bytes], wall: float) -> tuple[ActorFacts, ...]:
+def _actors(raw: dict[str, bytes], wall: float, late_s: float) -> tuple[ActorFacts, ...]:
     here = socket.gethostname()
     found: list[ActorFacts] = []
     for body in raw.values():
@@ -218,7 +221,8 @@ def _actors(raw: dict[str, bytes], wall: float) -> tuple[ActorFacts, ...]:
             vitals = msgspec.msgpack.decode(body, type=Vitals)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of a release that speaks otherwise; it shows on the events stream as well
-        found.append(ActorFacts(vitals, max(0.0, wall - vitals.wall), exists(vitals.pid) if vitals.host == here else None))
+        process = exists(vitals.pid) if vitals.host == here else None
+        found.append(ActorFacts(vitals, max(0.0, wall - vitals.wall), process, late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 
@@ -275,7 +279,6 @@ def _text(value: bytes | str | int) -> str:
 
 __all__ = (
     "ENDED",
-    "LATE_S",
     "ActorFacts",
     "PolicyFacts",
     "ReadersFacts",

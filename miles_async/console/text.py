@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -83,7 +84,7 @@ def compress(values: Sequence[float], width: int) -> list[float]:
     if n <= width:
         return list(values)
     edges = [i * n // width for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def progress_bar(share: float, width: int) -> str:

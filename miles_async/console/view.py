@@ -148,7 +148,12 @@ def _actors(snapshot: Snapshot, width: int) -> RenderableType:
     for actor in snapshot.actors:
         vitals = actor.vitals
         version = f"v{vitals.version}" if vitals.version >= 0 else ""
-        row = [vitals.actor, state_text(actor), version, str(vitals.in_flight) if vitals.in_flight else ""]
+        row: list[RenderableType] = [
+            vitals.actor,
+            state_text(actor),
+            version,
+            str(vitals.in_flight) if vitals.in_flight else "",
+        ]
         if width >= NARROW:
             row.append(shorten(waits_text(actor, snapshot.wall), room))
         table.add_row(*row, style=LIFE_STYLE[actor.life] or STATE_STYLE.get(vitals.state, ""))

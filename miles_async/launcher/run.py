@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from actors.reward.scorer import SCORERS
+from actors.reward.scorer import RM_TYPES
 from bus import Bus, SystemClock
 from bus.messages.policy import Finished
 from bus.server.checks import check_server, connect
@@ -22,7 +22,6 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.console.live import run_console
 from miles_async.console.recorder import Recorder
-from miles_async.console.report import write_report
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
 from miles_async.launcher.prepare import place_of, prepare_bus, token_counter
@@ -34,7 +33,7 @@ from miles_async.settings.runs import write_run_file
 
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed."""
-    names = {"rm_type": tuple(SCORERS)}
+    names = {"rm_type": RM_TYPES}
     preflight(settings, shipped=names)
     place = place_of(settings)
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
@@ -68,6 +67,8 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
         if embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if settings.launch.report:
+        from miles_async.console.report import write_report  # matplotlib: only when there is something to draw
+
         report = await asyncio.to_thread(write_report, run_dir)
         print(f"report: {report}")
     return status

@@ -12,7 +12,7 @@ import pytest
 from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis, find_server
 from bus.server.binary import packaged_binary
-from bus.testing import blobs, conformance, faults
+from bus.testing import blobs, conformance, faults, flow
 from bus.testing.conformance import Check, MakeBus
 from bus.testing.faults import ReplyCheck, ServerCheck
 from bus.testing.proxy import LossyProxy
@@ -49,6 +49,11 @@ def make_bus(request: pytest.FixtureRequest, run_name: str, tmp_path: Path) -> M
 
 @pytest.mark.parametrize("check", conformance.CHECKS.values(), ids=lambda check: check.__name__)
 async def test_delivery(check: Check, make_bus: MakeBus) -> None:
+    await check(make_bus)
+
+
+@pytest.mark.parametrize("check", flow.CHECKS.values(), ids=lambda check: check.__name__)
+async def test_flow(check: Check, make_bus: MakeBus) -> None:
     await check(make_bus)
 
 

@@ -48,7 +48,9 @@ def engine_process(model_dir: Path, *flags: str) -> Iterator[tuple[str, subproce
         port_file = Path(folder) / "port"
         argv = [sys.executable, "-m", "actors.generation.embedded", "--model-path", str(model_dir)]
         with (Path(folder) / "log").open("w+") as log:
-            process = subprocess.Popen([*argv, "--port-file", str(port_file), *flags], stdout=log, stderr=log, text=True)
+            process = subprocess.Popen(
+                [*argv, "--port-file", str(port_file), *flags], stdout=log, stderr=log, text=True
+            )
             try:
 
                 def up() -> bool:

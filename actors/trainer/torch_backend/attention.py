@@ -91,15 +91,15 @@ def find_varlen() -> Varlen | None:
             else:
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         at, n = layout.cu_seqlens, layout.longest
-        out: Tensor = varlen_attn(q, k, v, at, at, n, n, scale=scale, **causal, **extra)
-        return out
+        out = varlen_attn(q, k, v, at, at, n, n, scale=scale, **causal, **extra)
+        return out if isinstance(out, Tensor) else out[0]
 
     return torch_varlen
 
 
 def _flash_attn() -> Varlen | None:
     try:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return None
 

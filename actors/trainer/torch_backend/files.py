@@ -47,7 +47,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest() -> hashlib.blake2b:

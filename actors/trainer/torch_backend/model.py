@@ -64,14 +64,19 @@ def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = 
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Refused(f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory.") from error
+        raise Refused(
+            f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory."
+        ) from error
     check_family(path, config)
     try:
-        hf, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, attn_implementation=attention.PACKED, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise Refused(f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model.") from error
+        raise Refused(
+            f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model."
+        ) from error
+    hf, info = loaded
     lost = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if lost:
         raise Refused(f"{path} lacks {len(lost)} tensors of its model, first {lost[0]}. Give complete safetensors.")
@@ -92,7 +97,9 @@ def check_family(path: str, config: Any) -> None:
     if family not in FAMILIES:
         raise Refused(f"{path}: model_type {family!r} is not trained here. Use one of {', '.join(FAMILIES)}.")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise Refused(f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json.")
+        raise Refused(
+            f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json."
+        )
 
 
 def resolve_device(name: str) -> torch.device:

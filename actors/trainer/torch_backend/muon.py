@@ -46,14 +46,14 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, group)
+                    self._update(p, p.grad, group)
 
-    def _update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        buffer: Tensor = state["momentum_buffer"].mul_(MOMENTUM).add_(p.grad)
-        mixed = p.grad + MOMENTUM * buffer
+        buffer: Tensor = state["momentum_buffer"].mul_(MOMENTUM).add_(grad)
+        mixed = grad + MOMENTUM * buffer
         if isinstance(mixed, DTensor):
             whole = orthogonalise(mixed.full_tensor())
             update: Tensor = distribute_tensor(whole, mixed.device_mesh, mixed.placements, src_data_rank=None)

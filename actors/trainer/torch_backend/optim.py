@@ -80,7 +80,7 @@ class Optimizer:
     def __init__(self, weights: Weights, config: BackendConfig) -> None:
         if config.optimizer not in ("adam", "muon"):
             raise Refused(f"optimizer={config.optimizer!r} is unknown. Choose adam or muon.")
-        self._names = {p: name for name, p in weights.params.items()}
+        self._names: dict[Tensor, str] = {p: name for name, p in weights.params.items()}
         muon = {n: p for n, p in weights.params.items() if config.optimizer == "muon" and is_hidden_matrix(n, p)}
         rest = {n: p for n, p in weights.params.items() if n not in muon}
         groups = [

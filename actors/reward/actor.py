@@ -1,0 +1,198 @@
+"""Reward room: scores finished rollouts.
+
+Reads  rollouts, eval.rollouts (readers "reward")    Writes  scored, eval.scored    Owns  nothing that outlives it
+Score and acknowledgement share one commit: killed at any await it loses no sample and scores none twice downstream. A
+scorer that raises, hangs or crashes costs its sample further attempts, then a dead letter, and never the run: what
+follows the dead letter is a RolloutLost, so that the group still closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from actors.reward.sample import Reward, Sample, settle
+from actors.reward.scorer import Scorers
+from actors.runtime.consume import Consumer
+from actors.runtime.context import Context
+from actors.runtime.run import Refused
+from bus import Commit, Entry, Out, Stream
+from bus.errors import InvariantBroken, Poison, Transient
+from bus.messages.base import Packed, unpack_ints
+from bus.messages.samples import RolloutDone, RolloutLost, Scored
+from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
+
+
+class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings. The deadline of one attempt is the knob reward_timeout_s."""
+
+    tokenizer_dir: str  # holds tokenizer.json
+    rm_type: str = ""  # scorer of samples that name none
+    custom_rm_path: str = ""  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
+    rm_url: str = ""  # for rm_type remote_rm
+    reward_key: str = ""  # which part of a table is the reward
+    eval_reward_key: str = ""  # the same for evaluation; empty = reward_key
+    skip_special_tokens: bool = True
+    n_workers: int = 2  # verifier processes of a custom function
+    concurrency: int = 32  # samples at once when the scorer sets no bound
+    max_retries: int = 3  # further attempts before the dead letter; max_deliveries of the bus bounds it too
+    boot_deadline_s: float = 60.0  # for a verifier process to load its function
+
+
+class RewardRoom:
+    """The room: a consumer whose handler scores one sample."""
+
+    def __init__(self, context: Context, spec: RewardSpec, scorers: Scorers) -> None:
+        self._context = context
+        self._spec = spec
+        self._scorers = scorers
+        self._tokenizer = _load_tokenizer(spec.tokenizer_dir)
+        self._running: set[asyncio.Timeout] = set()
+        self._until: float | None = None  # loop time at which samples at work are given up; None = not draining
+        # A few more than can be at work keep the processes fed; more would only be leases that a peer could use.
+        concurrency = spec.concurrency if scorers.capacity is None else scorers.capacity + min(scorers.capacity, 8)
+        self._consumer = Consumer(
+            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", self.handle, on_dead=on_dead, concurrency=max(2, concurrency)
+        )
+
+    async def run(self) -> None:
+        """Until draining. Shutdown: 1 no new entries · 2 samples at work get half of the drain time · 3 what is not done then
+        stays pending for a successor."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._hurry_at_drain(), name="drain")
+            await self._consumer.run()
+            watch.cancel()
+
+    async def _hurry_at_drain(self) -> None:
+        """Waits for the wish to drain; then no sample may take longer than half of the drain time."""
+        await self._context.draining.wait()
+        self._until = asyncio.get_running_loop().time() + self._context.spec.drain_timeout_s / 2
+        for scope in self._running:
+            scope.reschedule(self._until)
+
+    async def handle(self, entry: Entry, message: RolloutDone | RolloutLost) -> Commit | None:
+        """Score a rollout; pass a lost one on. None = not finished before the end of the drain, so it stays pending."""
+        if isinstance(message, RolloutLost):
+            return Commit(ack=(entry,), append=(Out(_target(entry.stream), message),))
+        began = self._context.clock.monotonic()
+        try:
+            async with asyncio.timeout_at(self._until) as scope:
+                self._running.add(scope)
+                try:
+                    reward, scorer = await self._score(entry, message)
+                finally:
+                    self._running.discard(scope)
+        except TimeoutError:
+            if scope.expired():
+                return None
+            raise
+        scored = Scored(
+            rollout=message,
+            reward=reward.scalar,
+            rewards=reward.parts,
+            scorer=scorer,
+            score_s=self._context.clock.monotonic() - began,
+        )
+        self._context.count(f"scored/{scorer}")
+        # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
+        return Commit(ack=(entry,), append=(Out(_target(entry.stream), scored),))
+
+    async def _score(self, entry: Entry, rollout: RolloutDone) -> tuple[Reward, str]:
+        """One attempt under the knob's deadline. Failures that may pass are Transient while attempts are left."""
+        timeout_s = float(self._context.knobs.reward_timeout_s)
+        scorer = self._scorers.named(rollout.task.rm_type)
+        key = self._spec.reward_key
+        if rollout.task.eval_name and self._spec.eval_reward_key:
+            key = self._spec.eval_reward_key
+        try:
+            value = await scorer.score(self._sample(rollout), timeout_s)
+            return settle(value, key or scorer.default_key, scorer.name), scorer.name
+        except InvariantBroken:
+            raise
+        except Transient as error:
+            self._context.count("scorer_failures")
+            if entry.deliveries > self._spec.max_retries:
+                raise Poison(f"attempt {entry.deliveries} was the last: {error}") from error
+            raise
+
+    def _sample(self, rollout: RolloutDone) -> Sample:
+        task = rollout.task
+        return Sample(
+            sample_id=task.sample_id,
+            prompt=task.prompt_text or self._text(task.prompt_tokens),
+            response=self._text(rollout.response.tokens),
+            label=task.label,
+            metadata=task.metadata,
+            n_tokens=rollout.response.n_tokens,
+            finish=rollout.finish,
+            run_seed=self._context.spec.run_seed,
+        )
+
+    def _text(self, tokens: Packed) -> str:
+        """int32 token ids [n] to text."""
+        return str(self._tokenizer.decode(unpack_ints(tokens), skip_special_tokens=self._spec.skip_special_tokens))
+
+
+def on_dead(entry: Entry, message: Any, error: str) -> Commit:
+    """What follows a dead rollout: it counts as lost, so that its group closes. One that cannot be read is known by its
+    header; without a sample and a group there, nothing waits for it."""
+    target = _target(entry.stream)
+    if isinstance(message, RolloutLost):
+        return Commit(append=(Out(target, message),))
+    if isinstance(message, RolloutDone):
+        task = message.task
+        lost = RolloutLost(
+            sample_id=task.sample_id,
+            group_id=task.group_id,
+            n_samples=task.n_samples,
+            reason="poison",
+            error=error,
+            prompt_id=task.prompt_id,
+            tokens_made=message.response.n_tokens,
+            eval_name=task.eval_name,
+        )
+        return Commit(append=(Out(target, lost),))
+    tokens = entry.fields.get("tokens", "")
+    lost = RolloutLost(
+        sample_id=entry.fields.get("id", ""),
+        group_id=entry.fields.get("group", ""),
+        n_samples=0,
+        reason="malformed",
+        error=error,
+        tokens_made=int(tokens) if tokens.isdecimal() and len(tokens) < 12 else 0,
+    )
+    return Commit(append=(Out(target, lost),) if lost.sample_id and lost.group_id else ())
+
+
+def _target(source: Stream) -> Stream:
+    return SCORED if source.name == ROLLOUTS.name else EVAL_SCORED
+
+
+def _load_tokenizer(folder: str) -> Tokenizer:
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise Refused(f"tokenizer_dir {folder!r} has no tokenizer.json; give the model's directory.")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class than this
+        raise Refused(f"{path} is no tokenizer: {error}") from error
+
+
+async def run(context: Context, spec: RewardSpec) -> None:
+    """The reward's process."""
+    scorers = Scorers(
+        rm_type=spec.rm_type,
+        custom_rm_path=spec.custom_rm_path,
+        rm_url=spec.rm_url,
+        n_workers=spec.n_workers,
+        boot_deadline_s=spec.boot_deadline_s,
+    )
+    async with scorers:
+        await RewardRoom(context, spec, scorers).run()
+
+
+__all__ = ("RewardRoom", "RewardSpec", "on_dead", "run")

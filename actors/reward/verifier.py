@@ -1,0 +1,151 @@
+"""A verifier process: loads one hook and scores samples with it, apart from the actor, so that the actor may kill it.
+
+`python -m actors.reward.verifier HOOK PARENT_PID`, started by the pool only. Reads questions on its first standard input,
+writes answers on its first standard output; the hook's own prints go to standard error. Ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
+from actors.runtime.hooks import load_hook
+
+Hook = Callable[[dict[str, Any]], Any]
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe."""
+    hook_path, parent = sys.argv[1], int(sys.argv[2])
+    _end_with(parent)
+    asks, answers = _take_pipes()
+    try:
+        hook: Hook = load_hook(hook_path)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
+        _send(answers, Ready(error=f"{type(error).__name__}: {_line(error)}"))
+        sys.exit(2)
+    is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__)
+    _send(answers, Ready(is_async=is_async))
+    if is_async:
+        asyncio.run(_serve_async(hook, asks, answers))
+    else:
+        _serve(hook, asks, answers)
+
+
+def _end_with(parent: int) -> None:
+    """A hook that holds the interpreter lock for ever must not outlive the actor (Linux; elsewhere the pipe's end must do)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes for ourselves: whatever the hook prints or reads must not get between the frames."""
+    asks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return asks, answers
+
+
+def _send(answers: BinaryIO, message: Ready | Answer) -> None:
+    answers.write(frame(message))
+    answers.flush()
+
+
+def _listen(asks: BinaryIO, hand_over: Callable[[Ask | Cancel], None]) -> None:
+    """In a thread: waits for the next frame; the pipe's end ends the process, also in the middle of a hook."""
+
+    def listen() -> None:
+        while (body := read_frame(asks)) is not None:
+            hand_over(decode_to_verifier(body))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True, name="questions").start()
+
+
+def _serve(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
+    """One question at a time; waits for the next, woken by the listening thread."""
+    inbox: SimpleQueue[Ask | Cancel] = SimpleQueue()
+    _listen(asks, inbox.put)
+    while True:
+        message = inbox.get()
+        if isinstance(message, Ask):
+            _send(answers, _score(hook, message))
+
+
+def _score(hook: Hook, ask: Ask) -> Answer:
+    try:
+        value = hook(ask.sample)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return Answer(ask.number, plain(value))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a hook raises is its answer
+        return _raised(ask, error)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+async def _serve_async(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
+    """Many questions at once; waits for the next, woken by the listening thread. Cancelled ones are answered as such."""
+    inbox: asyncio.Queue[Ask | Cancel] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    _listen(asks, lambda message: _hand_over(loop, inbox, message))
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def one(ask: Ask) -> None:
+        try:
+            answer = Answer(ask.number, plain(await hook(ask.sample)))
+        except asyncio.CancelledError:
+            _send(answers, Answer(ask.number, error="cancelled at its deadline"))
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what a hook raises is its answer
+            answer = _raised(ask, error)
+        finally:
+            running.pop(ask.number, None)
+        _send(answers, answer)
+
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            message = await inbox.get()
+            if isinstance(message, Ask):
+                running[message.number] = tasks.create_task(one(message))
+            elif message.number in running:
+                running[message.number].cancel()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Ask | Cancel], message: Ask | Cancel) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has just ended, and the process with it
+        loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+
+def _raised(ask: Ask, error: BaseException) -> Answer:
+    """Error and where in the hook it was raised, for the operator."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    trace = "".join(traceback.format_exception(error))[-4000:]
+    return Answer(ask.number, error=f"{type(error).__name__}: {_line(error)}{where}", trace=trace)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What pool and verifier process say to each other: msgpack frames over pipes, a 4-byte little-endian length before each.
+
+The pool asks, the verifier answers; numbers tell the questions apart. Nothing is pickled in either direction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, BinaryIO
+
+import msgspec
+
+MAX_FRAME_BYTES = 256 << 20
+
+Scalar = float | str | None
+Plain = Scalar | dict[str, Scalar]
+"""A hook's answer as it travels: numbers as floats; anything that is no number as a short text that says what it was."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """First frame of a verifier: the hook is loaded, or why it is not."""
+
+    is_async: bool = False
+    error: str = ""
+
+
+class Ask(msgspec.Struct, tag="ask"):
+    """Score this sample (a dict for the hook)."""
+
+    number: int
+    sample: dict[str, Any]
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """The question's deadline has passed; answer that it was cancelled."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, tag="answer"):
+    """What the hook returned, or the one-line error and the trace of what it raised."""
+
+    number: int
+    value: Plain = None
+    error: str = ""
+    trace: str = ""
+
+
+ToVerifier = Ask | Cancel
+FromVerifier = Ready | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_verifier = msgspec.msgpack.Decoder(ToVerifier).decode
+decode_from_verifier = msgspec.msgpack.Decoder(FromVerifier).decode
+
+
+def frame(message: ToVerifier | FromVerifier) -> bytes:
+    """Message to bytes with their length in front."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(4, "little") + body
+
+
+def read_frame(pipe: BinaryIO) -> bytes | None:
+    """One frame's body from a blocking pipe; None at its end."""
+    head = pipe.read(4)
+    if len(head) < 4:
+        return None
+    size = int.from_bytes(head, "little")
+    body = pipe.read(size)
+    return body if len(body) == size else None
+
+
+def plain(value: object) -> Plain:
+    """A hook's answer in terms that travel. Tables keep their keys; numpy and torch scalars become floats."""
+    if isinstance(value, dict):
+        return {str(key): _scalar(part) for key, part in value.items()}
+    return _scalar(value)
+
+
+def _scalar(value: object) -> Scalar:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value[:200]
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return f"<{type(value).__name__}>"
+
+
+__all__ = (
+    "Answer",
+    "Ask",
+    "Cancel",
+    "Plain",
+    "Ready",
+    "decode_from_verifier",
+    "decode_to_verifier",
+    "frame",
+    "plain",
+    "read_frame",
+)

@@ -1,0 +1,146 @@
+"""`TorchBackend`: the training backend of rank 0, the one the trainer's actor calls.
+
+With WORLD_SIZE > 1 each verb is first sent to the followers (`python -m actors.trainer.torch_backend.follower`, same
+environment, other RANK), then run here too; the ranks meet in the collectives inside. Only rank 0 reads and writes files of
+checkpoints, so checkpoints need no disk shared between hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers.utils import logging as hf_logging
+
+from actors.trainer.backend import BackendConfig, StepBatch, StepResult
+from actors.trainer.objective import MissingInputError, ObjectiveConfigError
+from actors.trainer.packing import BatchingError
+from actors.trainer.torch_backend.core import Core
+from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.torch_backend.state import TrainingState, WeightFiles
+from actors.trainer.torch_backend.step import train_batch
+from actors.trainer.torch_backend.wire import (
+    Command,
+    CopyWeights,
+    Hash,
+    Restore,
+    Setup,
+    Snap,
+    Step,
+    Stop,
+    decode,
+    encode,
+    pack_step,
+    unpack_step,
+)
+
+log = logging.getLogger(__name__)
+REFUSALS = (BatchingError, MissingInputError, ObjectiveConfigError)
+"""Raised from the batch alone, before anything changed, so on every rank or on none."""
+
+
+class TorchBackend:
+    """Implements `TrainBackend` with a transformers model; one process, or FSDP2 over several."""
+
+    def __init__(self) -> None:
+        self._ranks = Ranks()
+        self._core: Core | None = None
+
+    @property
+    def core(self) -> Core:
+        """The parts, after `setup`."""
+        if self._core is None:
+            raise RuntimeError("the torch backend is used before setup(); call setup(config) first.")
+        return self._core
+
+    def setup(self, config: BackendConfig) -> None:
+        """Load everything; may be called again, which starts anew. Raises Refused or ObjectiveConfigError for what cannot be trained; waits for all ranks."""
+        hf_logging.disable_progress_bar()
+        if not self._ranks.connected:
+            self._ranks = Ranks.from_environment()
+            self._ranks.connect()
+        self._tell(Setup(config))
+        self._core = Core(config, self._ranks)
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """All optimizer steps of one rollout batch. Raises BatchingError, MissingInputError, ObjectiveConfigError (nothing
+        changed) and StaleTokenError (a bug; nothing changed)."""
+        if not self._ranks.alone:
+            self._tell(pack_step(batch))
+        return train_batch(self.core, batch)
+
+    def copy_weights(self) -> WeightFiles:
+        """The weights as engines load them: the type the model computes in, tied tensors once."""
+        self._tell(CopyWeights())
+        copied = self.core.copy_weights()
+        assert copied is not None
+        return copied
+
+    def snapshot(self) -> TrainingState:
+        """All training state, in host memory."""
+        self._tell(Snap())
+        state = self.core.snapshot()
+        assert state is not None
+        return state
+
+    def load(self, directory: Path) -> None:
+        """Restore a snapshot; CheckpointRefused, before anything changes, when it does not fit or is damaged."""
+        state = self.core.read(directory)
+        self._tell(Restore(state.scalars))
+        self.core.restore(state, state.scalars)
+
+    def weights_hash(self) -> str:
+        """blake2b-128 over the float32 weights, names, types and shapes."""
+        self._tell(Hash())
+        return self.core.weights_hash()
+
+    def close(self) -> None:
+        """Send the followers home and part. Not needed with one process; harmless twice."""
+        if self._core is not None and not self._ranks.alone:
+            self._tell(Stop())
+        self._core = None
+        self._ranks.close()
+
+    def _tell(self, command: Command) -> None:
+        if not self._ranks.alone:
+            self._ranks.broadcast(encode(command))
+
+
+def follow(ranks: Ranks) -> None:
+    """The life of a rank other than 0: obey until Stop.
+
+    What a batch itself is refused for is refused on every rank alike, and rank 0 reports it. Anything else that fails
+    here ends the process, and with it the step on every rank; the supervisor starts all of them again.
+    """
+    core: Core | None = None
+    hf_logging.disable_progress_bar()
+    while True:
+        command = decode(ranks.broadcast(None))
+        if isinstance(command, Stop):
+            return
+        if isinstance(command, Setup):
+            core = Core(command.config, ranks)
+            continue
+        if core is None:
+            raise RuntimeError(f"rank 0 sent {type(command).__name__} before Setup; start all ranks together.")
+        try:
+            _obey(core, command)
+        except REFUSALS as error:
+            log.warning("rank %d: %s", ranks.rank, error)
+
+
+def _obey(core: Core, command: Command) -> None:
+    match command:
+        case Step():
+            train_batch(core, unpack_step(command))
+        case CopyWeights():
+            core.copy_weights()
+        case Snap():
+            core.snapshot()
+        case Restore(scalars=scalars):
+            core.restore(None, scalars)
+        case Hash():
+            core.weights_hash()
+
+
+__all__ = ("TorchBackend", "follow")

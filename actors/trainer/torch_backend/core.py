@@ -1,0 +1,222 @@
+"""One rank's share of the training: model, reference, optimizer, and the verbs every rank runs in the same order.
+
+Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `TorchBackend` or the
+follower. Always true: after `restore` (and only if it did not raise) everything that training depends on is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from actors.trainer.backend import BackendConfig
+from actors.trainer.batching import CostModel
+from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, check, learning_rate
+from actors.trainer.torch_backend.files import hash_tensors
+from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
+from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
+
+OBJECTIVE_KNOBS = {
+    "eps_clip": "eps_clip",
+    "eps_clip_high": "eps_clip_high",
+    "kl_loss_coef": "kl_loss_coef",
+    "entropy_coef": "entropy_coef",
+    "tis_clip": "tis_clip",
+    "max_weight_staleness": "max_staleness",
+}
+"""Live knob -> field of the objective's settings."""
+
+
+class Core:
+    """Built once per process; `ranks` must be connected."""
+
+    def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.objective = settle_objective(config)
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        ranks.make_mesh(self.device)
+        self.policy = self._load(config.hf_checkpoint, trainable=True)
+        self.reference: Policy | None = None
+        if self.objective.needs_ref_logp:
+            self.reference = self._load(config.ref_load or config.hf_checkpoint, trainable=False)
+        masters = ranks.alone and self.dtype != torch.float32
+        self.weights = Weights(self.policy.named_weights(), masters=masters)
+        if masters:
+            narrow(self.policy, self.dtype)
+        self.optimizer = Optimizer(self.weights, config)
+        self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
+        self.cost = _cost(self.policy.hf.config)
+
+    def _load(self, path: str, *, trainable: bool) -> Policy:
+        policy = load_policy(
+            path, trainable=trainable, activation_checkpointing=self.config.activation_checkpointing and trainable
+        )
+        if not self.ranks.alone:
+            self.ranks.shard(policy, self.dtype)
+        policy.to(self.device)
+        if self.ranks.alone and not trainable:
+            narrow(policy, self.dtype)
+        return policy
+
+    # -- what a step runs under ---------------------------------------------------------------------------------
+
+    def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
+        """The objective with this step's live knobs; ObjectiveConfigError when they break a rule."""
+        changes = {field: knobs[knob] for knob, field in OBJECTIVE_KNOBS.items() if knob in knobs}
+        return check(msgspec.structs.replace(self.objective, **changes)) if changes else self.objective
+
+    def rate(self, step: int, knobs: Mapping[str, Any]) -> float:
+        """Learning rate of rollout batch `step`: the knob, else the schedule."""
+        c = self.config
+        if "lr" in knobs:
+            return float(knobs["lr"])
+        return learning_rate(
+            step, lr=c.lr, style=c.lr_decay_style, total=c.num_rollout, warmup=c.lr_warmup_iters, min_lr=c.min_lr
+        )
+
+    def sync_gradients(self, now: bool) -> None:
+        """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
+        if not self.ranks.alone:
+            sharded: Any = self.policy
+            sharded.set_requires_gradient_sync(now)
+            sharded.set_is_last_backward(now)
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        """The reference becomes the present policy."""
+        if self.reference is not None:
+            targets, sources = self.reference.named_weights(), self.policy.named_weights()
+            for name, p in targets.items():
+                p.copy_(sources[name])
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def copy_weights(self) -> WeightFiles | None:
+        """Weights in the computing type; None on other ranks than 0."""
+        source = self.policy.named_weights()
+        tensors = self._whole(source, self.dtype)
+        if self.ranks.rank != 0:
+            return None
+        return WeightFiles(tensors, export_files(self.config.hf_checkpoint, self.policy.hf, self.dtype))
+
+    def snapshot(self) -> TrainingState | None:
+        """All training state, whole and float32; None on other ranks than 0."""
+        weights = self._whole(self.weights.params, torch.float32)
+        optimizer = self._whole(self.optimizer.state(), torch.float32)
+        reference = self._whole(self._moving_reference(), torch.float32)
+        if self.ranks.rank != 0:
+            return None
+        return TrainingState(
+            model_type=self.policy.hf.config.model_type,
+            weights=weights,
+            optimizer=optimizer,
+            reference=reference,
+            scalars=Scalars(
+                optimizer=self.config.optimizer,
+                optimizer_steps=self.optimizer.steps,
+                rng_cpu=torch.get_rng_state().numpy().tobytes().hex(),
+                rng_cuda=torch.cuda.get_rng_state().numpy().tobytes().hex() if self.device.type == "cuda" else "",
+                torch_version=str(torch.__version__),
+            ),
+        )
+
+    def weights_hash(self) -> str:
+        """blake2b-128 over the float32 weights; empty on other ranks than 0."""
+        tensors = self._whole(self.weights.params, torch.float32)
+        return hash_tensors(tensors) if self.ranks.rank == 0 else ""
+
+    def _whole(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        whole = {name: self.ranks.whole(t, dtype) for name, t in tensors.items()}
+        return {name: t for name, t in whole.items() if t is not None}
+
+    def _moving_reference(self) -> dict[str, Tensor]:
+        if self.reference is None or self.config.ref_update_interval <= 0:
+            return {}
+        return dict(self.reference.named_weights())
+
+    # -- restore ------------------------------------------------------------------------------------------------
+
+    def read(self, directory: Path) -> TrainingState:
+        """A checkpoint of this model and optimizer, verified; rank 0 only. Raises CheckpointRefused."""
+        return read_state(
+            directory,
+            model_type=self.policy.hf.config.model_type,
+            shapes=self.shapes,
+            optimizer=self.config.optimizer,
+            optimizer_names=self.optimizer.expected(1),
+            moving_reference=bool(self._moving_reference()),
+        )
+
+    @torch.no_grad()
+    def restore(self, state: TrainingState | None, scalars: Scalars) -> None:
+        """Take over rank 0's verified state; on other ranks `state` is None."""
+        part, params = self.ranks.part, self.weights.params
+        for name, p in params.items():
+            p.copy_(part(state.weights[name] if state else None, p))
+        self.weights.publish()
+        self.weights.clear()
+        restored: dict[str, Tensor] = {}
+        for key in sorted(self.optimizer.expected(scalars.optimizer_steps)):
+            restored[key] = part(state.optimizer[key] if state else None, params[key.split("/", 1)[1]])
+        self.optimizer.restore(scalars.optimizer_steps, restored)
+        for name, ref in self._moving_reference().items():
+            ref.copy_(part(state.reference[name] if state else None, ref))
+        torch.set_rng_state(_rng(scalars.rng_cpu))
+        if scalars.rng_cuda and self.device.type == "cuda":
+            torch.cuda.set_rng_state(_rng(scalars.rng_cuda))
+
+
+def settle_objective(config: BackendConfig) -> ObjectiveConfig:
+    """The objective as this backend runs it.
+
+    With one optimizer step per rollout batch the policy before the step *is* the policy in the step, so its own log-probs,
+    detached, replace the extra pass: the ratio is 1 and corrections compare the same numbers. The pass stays where the
+    objective needs log-probs before the step (KL in the reward, distillation, batch-normalised weights).
+    """
+    objective = check(config.objective)
+    several = config.num_steps_per_rollout > 1
+    if objective.proximal == "current" and several:
+        raise ObjectiveConfigError(
+            f"proximal=current with num_steps_per_rollout={config.num_steps_per_rollout} never clips: the ratio is always 1. "
+            "Use proximal=recompute, or one step per rollout batch."
+        )
+    early = objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
+    if objective.proximal == "recompute" and not several and not early:
+        return msgspec.structs.replace(objective, proximal="current")
+    return objective
+
+
+@torch.no_grad()
+def narrow(policy: Policy, dtype: torch.dtype) -> None:
+    """Parameters in `dtype`; buffers stay, since rotary frequencies need float32."""
+    for p in policy.parameters():
+        p.data = p.data.to(dtype)
+
+
+def _cost(shape: Any) -> CostModel:
+    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
+    return CostModel.of_shape(
+        hidden=shape.hidden_size,
+        layers=shape.num_hidden_layers,
+        ffn=shape.intermediate_size,
+        vocab=shape.vocab_size,
+        kv_ratio=kv / heads,
+    )
+
+
+def _rng(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+__all__ = ("Core", "settle_objective")

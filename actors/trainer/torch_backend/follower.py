@@ -1,0 +1,34 @@
+"""`python -m actors.trainer.torch_backend.follower`: a rank of the trainer other than 0.
+
+Needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK on hosts with several GPUs) as rank 0 has them; everything
+else comes from rank 0. It never touches the bus.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from actors.trainer.torch_backend.backend import follow
+from actors.trainer.torch_backend.ranks import Ranks
+
+log = logging.getLogger("trainer.follower")
+
+
+def main() -> int:
+    """Connect, follow, part."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    ranks = Ranks.from_environment()
+    if ranks.alone or ranks.rank == 0:
+        log.error("RANK=%d of WORLD_SIZE=%d is no follower. Start rank 0 as the trainer.", ranks.rank, ranks.size)
+        return 2
+    ranks.connect()
+    try:
+        follow(ranks)
+    finally:
+        ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

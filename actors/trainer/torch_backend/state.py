@@ -1,0 +1,177 @@
+"""Copies of weights and training state in host memory, and the files they become.
+
+    weights      model.safetensors (Hugging Face names, tied ones once), config.json
+    checkpoint   model.safetensors (float32), optimizer.safetensors, reference.safetensors (when it moves), scalars.json,
+                 index.json with the size and checksum of each, written last
+
+A copy shares no memory with the model: training goes on while it is written. Tensors are whole, so a checkpoint can be
+loaded by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from actors.trainer.torch_backend.files import (
+    INDEX,
+    FileEntry,
+    Index,
+    fsync_dir,
+    read_index,
+    read_tensors,
+    shape_fingerprint,
+    write_bytes,
+    write_tensors,
+)
+from bus.errors import CheckpointRefused
+from bus.messages.policy import WeightManifest
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+REFERENCE = "reference.safetensors"
+SCALARS = "scalars.json"
+
+
+class Scalars(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is not a tensor."""
+
+    schema: int = 1
+    optimizer: str
+    optimizer_steps: int
+    rng_cpu: str
+    """torch's generator state, hex"""
+    rng_cuda: str = ""
+    torch_version: str = ""
+
+
+@dataclass(slots=True)
+class WeightFiles:
+    """`WeightCopy`: whole CPU tensors in the type the model computes in, and the small files beside them."""
+
+    tensors: dict[str, Tensor]
+    beside: dict[str, bytes] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> WeightManifest:
+        """All files appear at once under `directory`, which must not exist yet (or be empty). Raises OSError."""
+        part = directory.with_name(f".{directory.name}.part")
+        if part.exists():
+            shutil.rmtree(part)  # what a killed writer left
+        part.mkdir(parents=True)
+        for name, data in self.beside.items():
+            write_bytes(part / name, data, durable=False)
+        # Not flushed to disk: after a power cut versions are made again from the checkpoint.
+        entry = write_tensors(part / MODEL, self.tensors, durable=False)
+        os.rename(part, directory)
+        return WeightManifest(
+            transport="disk",
+            path=str(directory),
+            checksum=entry.blake2b,
+            n_tensors=len(self.tensors),
+            n_bytes=entry.n_bytes,
+        )
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """`Snapshot`: all of a training's state in host memory, float32."""
+
+    model_type: str
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    reference: dict[str, Tensor]
+    scalars: Scalars
+
+    def write(self, directory: Path) -> None:
+        """Write every file, flush each, the index last. A file of an earlier attempt is replaced. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / INDEX).unlink(missing_ok=True)
+        files: dict[str, FileEntry] = {}
+        for name, tensors in ((MODEL, self.weights), (OPTIMIZER, self.optimizer), (REFERENCE, self.reference)):
+            if tensors:
+                files[name] = write_tensors(directory / name, tensors, durable=True)
+        files[SCALARS] = write_bytes(directory / SCALARS, msgspec.json.encode(self.scalars), durable=True)
+        index = Index(
+            model_type=self.model_type,
+            n_params=sum(t.numel() for t in self.weights.values()),
+            fingerprint=shape_fingerprint({n: tuple(t.shape) for n, t in self.weights.items()}),
+            files=files,
+        )
+        write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)
+        fsync_dir(directory)
+        fsync_dir(directory.parent)
+
+
+def read_state(
+    directory: Path,
+    *,
+    model_type: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    optimizer: str,
+    optimizer_names: Set[str],
+    moving_reference: bool,
+) -> TrainingState:
+    """What `TrainingState.write` wrote, every byte checked, for a model of the given shapes.
+
+    `optimizer_names`: tensors the optimizer has after at least one step. Raises CheckpointRefused, in one line, for a
+    missing, cut or damaged file, another model or another optimizer.
+    """
+    index = read_index(directory)
+    if index.model_type != model_type or index.fingerprint != shape_fingerprint(shapes):
+        n = sum(_numel(s) for s in shapes.values())
+        raise CheckpointRefused(
+            f"checkpoint {directory} refused: it holds a {index.model_type} of {index.n_params} parameters, this run trains "
+            f"a {model_type} of {n}, or their layers differ. Nothing was changed. Use the hf_checkpoint it was made with."
+        )
+    wanted = {MODEL, SCALARS} | ({REFERENCE} if moving_reference else set())
+    if lost := sorted(wanted - index.files.keys()):
+        raise CheckpointRefused(
+            f"checkpoint {directory} refused: it has no {lost[0]}. Nothing was changed. Set ref_update_interval as it was."
+        )
+    try:
+        scalars = msgspec.json.decode((directory / SCALARS).read_bytes(), type=Scalars)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointRefused(f"checkpoint {directory} refused: {SCALARS} is damaged ({error}).") from error
+    if scalars.optimizer != optimizer:
+        raise CheckpointRefused(
+            f"checkpoint {directory} refused: its optimizer is {scalars.optimizer}, this run's is {optimizer}. Nothing was "
+            f"changed. Set optimizer={scalars.optimizer}."
+        )
+    state = TrainingState(
+        model_type=index.model_type,
+        weights=read_tensors(directory, MODEL),
+        optimizer=read_tensors(directory, OPTIMIZER) if OPTIMIZER in index.files else {},
+        reference=read_tensors(directory, REFERENCE) if moving_reference else {},
+        scalars=scalars,
+    )
+    expected = optimizer_names if scalars.optimizer_steps else frozenset()
+    for what, tensors, names in (
+        ("weights", state.weights, shapes.keys()),
+        ("optimizer state", state.optimizer, expected),
+        ("reference", state.reference, shapes.keys() if moving_reference else frozenset()),
+    ):
+        for name in sorted(tensors.keys() ^ names):
+            raise CheckpointRefused(f"checkpoint {directory} refused: its {what} and this run's differ in {name}.")
+        for name, t in tensors.items():
+            shape = shapes[name.split("/", 1)[-1]]
+            if tuple(t.shape) != shape:
+                raise CheckpointRefused(
+                    f"checkpoint {directory} refused: {what} {name} has shape {list(t.shape)}, the model has {list(shape)}."
+                )
+    return state
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for d in shape:
+        n *= d
+    return n
+
+
+__all__ = ("Scalars", "TrainingState", "WeightFiles", "read_state")

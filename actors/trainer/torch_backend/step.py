@@ -1,0 +1,210 @@
+"""All optimizer steps of one rollout batch.
+
+Order: pack, plan, log-prob passes (only where the objective needs them), prepare, then per step: micro-batches forward and
+backward, gradient norm over all ranks, update. Always true: a step whose gradient is not finite changes no weight, and no
+sample of it counts as trained.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.trainer.backend import StepBatch, StepResult
+from actors.trainer.batching import StepPlan
+from actors.trainer.objective import (
+    ObjectiveConfig,
+    PreparedBatch,
+    finish,
+    flatten,
+    merge,
+    policy_loss,
+    prepare_batch,
+    unflatten,
+)
+from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite
+from actors.trainer.torch_backend.clockwork import Stopwatch
+from actors.trainer.torch_backend.core import Core
+from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
+from actors.trainer.torch_backend.model import Policy
+from actors.trainer.torch_backend.plan import plan_steps
+
+Work = list[tuple[tuple[int, ...], MicroBatch]]
+"""This rank's micro-batches of one step, with the sample positions in them."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the steps of one rollout batch add up to."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    updates: int = 0
+    skipped: list[StepPlan] = field(default_factory=list)
+
+
+def train_batch(core: Core, batch: StepBatch) -> StepResult:
+    """Train on one rollout batch; the same call on every rank with the same batch."""
+    watch = Stopwatch(core.device)
+    torch.manual_seed(batch.seed)
+    cfg = core.objective_for(batch.knobs)
+    lr = core.rate(batch.step, batch.knobs)
+    clip = float(batch.knobs.get("clip_grad", core.config.clip_grad))
+    with watch.phase("prepare"):
+        packed = PackedBatch(batch.samples)
+        names = [s.train.trajectory for s in batch.samples]
+        steps, over = plan_steps(core.config, packed.total.tolist(), names, ranks=core.ranks.size, cost=core.cost)
+        work: list[Work] = [
+            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.ranks.rank]] for step in steps
+        ]
+    with watch.phase("logprob_pass"):
+        _own_passes(core, cfg, batch, packed, work)
+    with watch.phase("prepare"):
+        prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    tally = _Tally()
+    for step, mine in zip(steps, work, strict=True):
+        _one_step(core, cfg, prepared, step, mine, lr, clip, watch, tally)
+    if (
+        tally.updates
+        and core.config.ref_update_interval > 0
+        and (batch.step + 1) % core.config.ref_update_interval == 0
+    ):
+        core.refresh_reference()
+    return _result(batch, packed, prepared, steps, over, tally, lr, watch)
+
+
+def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> None:
+    """Fill old_logp and ref_logp of every sample where the objective needs them. Uses the micro-batches of the gradient
+    pass, so that equal weights give equal numbers to the last bit (KL to the reference is exactly 0 at step 1)."""
+    if cfg.needs_old_logp:
+        values = _logprob_pass(core, core.policy, packed, work)
+        for i, s in enumerate(batch.samples):
+            s.train.old_logp = values[packed.first_response[i] : packed.first_response[i] + packed.response[i]]
+    if cfg.needs_ref_logp:
+        assert core.reference is not None
+        values = _logprob_pass(core, core.reference, packed, work)
+        for i, s in enumerate(batch.samples):
+            s.train.ref_logp = values[packed.first_response[i] : packed.first_response[i] + packed.response[i]]
+
+
+@torch.no_grad()
+def _logprob_pass(core: Core, policy: Policy, packed: PackedBatch, work: list[Work]) -> Tensor:
+    """Log-probs of all response tokens of the batch under a model, float32 [N] on the CPU, equal on every rank."""
+    values = torch.zeros(packed.response_tokens)
+    for mine in work:
+        for _, micro in mine:
+            logp, _ = policy(micro)
+            values[torch.from_numpy(micro.response_slots)] = logp.float().cpu()
+    return core.ranks.total(values)
+
+
+def _one_step(
+    core: Core,
+    cfg: ObjectiveConfig,
+    prepared: PreparedBatch,
+    step: StepPlan,
+    mine: Work,
+    lr: float,
+    clip: float,
+    watch: Stopwatch,
+    tally: _Tally,
+) -> None:
+    """One optimizer step over `step`'s samples, of which `mine` are this rank's."""
+    norm = prepared.norm(step.samples, scale=float(core.ranks.size))  # FSDP averages over ranks: undone here
+    totals: dict[str, Tensor] = {}
+    seen: list[tuple[Tensor, Tensor, Tensor, tuple[str, ...]]] = []
+    core.weights.clear()
+    for k, (ids, micro) in enumerate(mine):
+        core.sync_gradients(k == len(mine) - 1)
+        with watch.phase("forward"):
+            logp, entropy = core.policy(micro, cfg.entropy_coef != 0)
+            inputs = prepared.micro_batch(ids, logp, entropy=entropy)
+            loss, sums = policy_loss(cfg, inputs, norm)
+        with watch.phase("backward"):
+            loss.backward()
+        merge(totals, sums)
+        seen.append((logp.detach(), inputs.mask, inputs.index, inputs.sample_ids))
+    with watch.phase("optimizer"):
+        grad_norm = core.weights.clip(clip)
+        finite = math.isfinite(grad_norm)
+        if finite and norm.trained_tokens > 0:
+            core.optimizer.step(lr)
+            core.weights.publish()
+            tally.updates += 1
+    if not finite:
+        tally.skipped.append(step)
+        tally.flags.setdefault("nonfinite_gradient", []).extend(prepared.sample_ids[i] for i in step.samples)
+    report = finish(_over_ranks(core, totals), norm, per_token=cfg.reduction == "per_token")
+    if report.get("nonfinite_tokens", 0) > 0:
+        for logp, mask, index, ids_ in seen:
+            bad = name_nonfinite(logp, mask, index, ids_)
+            if bad:
+                tally.flags.setdefault("nonfinite_logp", []).extend(bad)
+    tally.metrics.append(report | {"grad_norm": grad_norm})
+
+
+def _over_ranks(core: Core, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The step's sums over all ranks, on the CPU."""
+    here = {name: value.cpu() for name, value in totals.items()}
+    if core.ranks.alone:
+        return here
+    sums, tops = flatten(here)
+    return unflatten(here, core.ranks.total(sums), core.ranks.largest(tops))
+
+
+def _combine(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the steps of a rollout batch; maxima and counts as such."""
+    out = {}
+    for name in sorted({name for report in reports for name in report}):
+        values = [report[name] for report in reports if name in report]
+        whole = max(values) if name in MAXIMA else sum(values)
+        out[name] = whole if name in MAXIMA or name in COUNTS else whole / len(values)
+    return out
+
+
+def _result(
+    batch: StepBatch,
+    packed: PackedBatch,
+    prepared: PreparedBatch,
+    steps: list[StepPlan],
+    over: list[int],
+    tally: _Tally,
+    lr: float,
+    watch: Stopwatch,
+) -> StepResult:
+    flags = {reason: list(ids) for reason, ids in (prepared.flags | tally.flags).items()}
+    if over:
+        flags["over_token_cap"] = [batch.samples[i].train.sample_id for i in over]
+    trained = np.array(prepared.counts.tolist(), dtype=np.int64)
+    for step in tally.skipped:
+        trained[list(step.samples)] = 0
+    seconds, phases = watch.read()
+    tokens = int(packed.total.sum())
+    metrics = {
+        **prepared.metrics,
+        **_combine(tally.metrics),
+        "lr": lr,
+        "tokens": float(tokens),
+        "response_tokens": float(packed.response_tokens),
+        "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        "updates": float(tally.updates),
+        "skipped_updates": float(len(tally.skipped)),
+        "micro_batches": float(sum(len(rank) for step in steps for rank in step.ranks)),
+        "step_s": seconds,
+        **{f"{name}_s": value for name, value in phases.items()},
+    }
+    packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)
+    return StepResult(
+        metrics={f"train/{name}": value for name, value in metrics.items()},
+        packing=packing,
+        trained_tokens=trained.tolist(),
+        flags=flags,
+        skipped=bool(tally.skipped) and tally.updates == 0,
+    )
+
+
+__all__ = ("train_batch",)

@@ -1,0 +1,149 @@
+"""What rank 0 tells the other ranks: msgpack, typed, never pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
+from actors.trainer.objective import TrainSample
+from actors.trainer.objective.samples import FLOAT_FIELDS
+from actors.trainer.torch_backend.state import Scalars
+
+
+class WireSample(msgspec.Struct, frozen=True, array_like=True):
+    """One sample: arrays as little-endian bytes (int32 tokens, uint8 mask, float32 values)."""
+
+    prompt: bytes
+    response: bytes
+    temperature: float
+    sample_id: str
+    group: str | int
+    reward: float | None
+    rollout: str | int | None
+    prompt_length: int | None
+    loss_mask: bytes | None
+    remove: bool
+    floats: dict[str, bytes]
+    spans: list[tuple[int, int]] | None
+
+
+class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    config: BackendConfig
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    samples: list[WireSample]
+    step: int
+    seed: int
+    knobs: dict[str, Any]
+
+
+class CopyWeights(msgspec.Struct, frozen=True, tag="copy_weights"):
+    """Gather the weights on rank 0."""
+
+
+class Snap(msgspec.Struct, frozen=True, tag="snapshot"):
+    """Gather all training state on rank 0."""
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """Receive rank 0's verified state."""
+
+    scalars: Scalars
+
+
+class Hash(msgspec.Struct, frozen=True, tag="hash"):
+    """Gather the weights on rank 0, to be hashed."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The training is over."""
+
+
+Command = Setup | Step | CopyWeights | Snap | Restore | Hash | Stop
+_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode(command: Command) -> bytes:
+    """Msgpack bytes of a command."""
+    return msgspec.msgpack.encode(command)
+
+
+def decode(data: bytes) -> Command:
+    """Inverse of `encode`; msgspec.ValidationError for anything else."""
+    return _decoder.decode(data)
+
+
+def pack_step(batch: StepBatch) -> Step:
+    """A step's batch as a command. Own log-probs (old, reference) are left out: each rank computes them."""
+    return Step([_pack(s) for s in batch.samples], batch.step, batch.seed, dict(batch.knobs))
+
+
+def unpack_step(step: Step) -> StepBatch:
+    """Inverse of `pack_step`."""
+    return StepBatch([_unpack(s) for s in step.samples], step.step, step.seed, step.knobs)
+
+
+def _bytes(x: Sequence[float] | np.ndarray, dtype: type) -> bytes:
+    return np.asarray(x, dtype=dtype).tobytes()
+
+
+def _pack(s: BatchSample) -> WireSample:
+    t = s.train
+    given = {name: getattr(t, name) for name in FLOAT_FIELDS if name not in ("old_logp", "ref_logp")}
+    group, rollout = t.group, t.rollout
+    return WireSample(
+        prompt=_bytes(s.prompt_tokens, np.int32),
+        response=_bytes(s.response_tokens, np.int32),
+        temperature=s.temperature,
+        sample_id=t.sample_id,
+        group=group if isinstance(group, (str, int)) else str(group),
+        reward=t.reward,
+        rollout=rollout if rollout is None or isinstance(rollout, (str, int)) else str(rollout),
+        prompt_length=t.prompt_length,
+        loss_mask=None if t.loss_mask is None else _bytes(t.loss_mask, np.uint8),
+        remove=t.remove,
+        floats={name: _bytes(x, np.float32) for name, x in given.items() if x is not None},
+        spans=None if t.spans is None else [(int(v), int(n)) for v, n in t.spans],
+    )
+
+
+def _unpack(w: WireSample) -> BatchSample:
+    response = np.frombuffer(w.response, dtype=np.int32)
+    return BatchSample(
+        prompt_tokens=np.frombuffer(w.prompt, dtype=np.int32),
+        response_tokens=response,
+        temperature=w.temperature,
+        train=TrainSample(
+            sample_id=w.sample_id,
+            group=w.group,
+            response_length=len(response),
+            reward=w.reward,
+            rollout=w.rollout,
+            prompt_length=w.prompt_length,
+            loss_mask=None if w.loss_mask is None else np.frombuffer(w.loss_mask, dtype=np.uint8),
+            remove=w.remove,
+            spans=w.spans,
+            **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
+        ),
+    )
+
+
+__all__ = (
+    "Command",
+    "CopyWeights",
+    "Hash",
+    "Restore",
+    "Setup",
+    "Snap",
+    "Step",
+    "Stop",
+    "decode",
+    "encode",
+    "pack_step",
+    "unpack_step",
+)

@@ -1,0 +1,97 @@
+"""Look into the streams of a running run.
+
+ls                      every stream: entries, who writes, who reads, bytes in flight
+tail STREAM             the newest entries and then each new one, as readable fields
+show STREAM ID          one entry in full; ID is an entry id or the id field, for example a sample id
+lag                     every reader: what it holds, what it has not seen, how old that is
+dead list|retry|drop    entries that failed for good
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from miles_async.cli.inspection import on_bus
+from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.runs import RunRef
+
+if TYPE_CHECKING:
+    from bus import Bus, Stream
+    from miles_async.console.heads import Head
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand each; all take the shared options."""
+    verbs = parser.add_subparsers(dest="verb", metavar="ls|tail|show|lag|dead", required=True)
+
+    def verb(name: str, summary: str, **more: Any) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False, **more)
+
+    ls = verb("ls", "List the streams.")
+    tail = verb("tail", "Print the newest entries of a stream, then follow it until Ctrl-C.")
+    tail.add_argument("stream", metavar="STREAM")
+    tail.add_argument("-n", type=int, default=10, metavar="N", help="entries to begin with (default: %(default)s)")
+    tail.add_argument("--no-follow", action="store_true", help="stop after the newest entries")
+    show = verb("show", "Print one entry in full.")
+    show.add_argument("stream", metavar="STREAM")
+    show.add_argument("id", metavar="ID", help="entry id, or the id field (the newest entry with it)")
+    lag = verb("lag", "Print what each reader holds and has not seen.")
+    dead = verb("dead", "Entries that failed for good.")
+    acts = dead.add_subparsers(dest="act", metavar="list|retry|drop", required=True)
+    listing = acts.add_parser("list", help="print them", allow_abbrev=False)
+    retry = acts.add_parser("retry", help="give one another chance", allow_abbrev=False)
+    drop = acts.add_parser("drop", help="forget one", allow_abbrev=False)
+    for chosen in (retry, drop):
+        chosen.add_argument("id", metavar="ID", help="id of the letter, of its entry, or of its sample")
+    for chosen in (ls, tail, show, lag, listing, retry, drop):
+        add_run_options(chosen)
+        add_json_option(chosen)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hand over to the verb."""
+    if args.verb in ("tail", "show"):
+        stream_named(args.stream)  # a typo is told before anything is dialled
+
+    async def body(bus: "Bus", ref: RunRef) -> int:
+        from miles_async.cli import bus_dead, bus_read
+
+        match args.verb:
+            case "ls":
+                return await bus_read.ls(bus, as_json=args.as_json)
+            case "tail":
+                stream = stream_named(args.stream)
+                return await bus_read.tail(bus, stream, n=args.n, follow=not args.no_follow, as_json=args.as_json)
+            case "show":
+                return await bus_read.show(bus, stream_named(args.stream), args.id, as_json=args.as_json)
+            case "lag":
+                return await bus_read.lag(bus, as_json=args.as_json)
+        return await bus_dead.act(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
+
+    try:
+        return on_bus(args, body)
+    except KeyboardInterrupt:
+        if args.verb == "tail":
+            return 0  # the way to end it
+        raise
+
+
+def stream_named(name: str) -> "Stream":
+    """A stream by name; SettingsError names the nearest one."""
+    from bus import BY_NAME
+
+    if name not in BY_NAME:
+        remedy = nearest(name, BY_NAME) or f"Streams: {', '.join(BY_NAME)}."
+        raise SettingsError(f"no stream {name!r}", remedy=remedy)
+    return BY_NAME[name]
+
+
+def fields_line(head: "Head") -> str:
+    """One entry on one line: time, id, size, then its plain fields."""
+    from datetime import datetime
+
+    from miles_async.console.text import human_bytes, shorten
+
+    when = datetime.fromtimestamp(head.wall).strftime("%H:%M:%S.%f")[:-3]
+    fields = " ".join(f"{name}={shorten(value, 120)}" for name, value in head.fields.items() if name != "blob")
+    return f"{when}  {head.id}  {human_bytes(head.size):>7}  {fields}"

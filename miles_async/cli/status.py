@@ -1,0 +1,141 @@
+"""Show every actor of a running run: what it is, where it is, what it does, what it waits for; and the streams in short."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from miles_async.cli.inspection import on_bus, print_json
+from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.settings.runs import RunRef
+
+if TYPE_CHECKING:
+    from bus import Bus
+    from miles_async.console.snapshot import ActorFacts, Snapshot, StreamFacts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Shared options only."""
+    add_run_options(parser)
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status; 0 whenever the bus answered."""
+
+    async def body(bus: "Bus", ref: RunRef) -> int:
+        from miles_async.console.snapshot import read_snapshot
+
+        snapshot = await read_snapshot(bus)
+        if args.as_json:
+            print_json(as_json(snapshot))
+        else:
+            print(as_text(snapshot))
+        return 0
+
+    return on_bus(args, body)
+
+
+def as_json(snapshot: "Snapshot") -> dict[str, Any]:
+    """The document of --json."""
+    from bus.ledger import accounts_of
+
+    accounts = accounts_of(snapshot.ledger)
+    return {
+        "run": snapshot.run,
+        "wall": snapshot.wall,
+        "policy": snapshot.policy,
+        "knob_epoch": snapshot.knob_epoch,
+        "actors": [_actor_json(actor) for actor in snapshot.actors],
+        "streams": {name: stream_json(facts) for name, facts in snapshot.streams.items()},
+        "open_groups": snapshot.open_groups,
+        "ledger": {
+            "issued": accounts.issued,
+            "trained": accounts.trained,
+            "dropped": accounts.dropped,
+            "pending": accounts.pending,
+        },
+        "evals": {name: {"step": done.step, "metrics": done.metrics} for name, done in snapshot.evals.items()},
+    }
+
+
+def _actor_json(actor: "ActorFacts") -> dict[str, Any]:
+    v = actor.vitals
+    return {
+        "actor": v.actor,
+        "role": v.role,
+        "pid": v.pid,
+        "host": v.host,
+        "state": v.state,
+        "life": actor.life,
+        "version": v.version,
+        "in_flight": v.in_flight,
+        "waits_for": v.waits_for,
+        "waits_since": v.waits_since or None,
+        "heartbeat_age_s": round(actor.age_s, 3),
+        "note": v.note,
+        "counters": v.counters,
+    }
+
+
+def stream_json(facts: "StreamFacts") -> dict[str, Any]:
+    """One stream as plain values."""
+    return {
+        "writer": facts.writer,
+        "data": facts.is_data,
+        "length": facts.length,
+        "pending": facts.pending,
+        "lag": facts.lag,
+        "bytes": facts.n_bytes,
+        "newest_id": facts.newest_id,
+        "newest_age_s": round(facts.newest_age_s, 3),
+        "readers": facts.readers,
+    }
+
+
+def as_text(snapshot: "Snapshot") -> str:
+    """Three blocks: where training stands, actors, streams."""
+    from miles_async.console.view import ledger_line, waits_text
+
+    head = [_standing(snapshot)]
+    if snapshot.ledger:
+        head.append(f"ledger: {ledger_line(snapshot)}")
+    from miles_async.console.text import duration, human_bytes, table
+
+    rows = []
+    for actor in snapshot.actors:
+        v = actor.vitals
+        silent = {"late": "SILENT", "dead": "DEAD"}.get(actor.life)
+        state = f"{silent} for {duration(actor.age_s)}" if silent else v.state
+        version = f"v{v.version}" if v.version >= 0 else "-"
+        rows.append(
+            [v.actor, v.role, str(v.pid), v.host, state, version, str(v.in_flight), waits_text(actor, snapshot.wall)]
+        )
+    columns = ["actor", "role", "pid", "host", "state", "version", "busy", "waits for"]
+    actors = table(columns, rows, right=("pid", "version", "busy")) if rows else "no actor has sent a heartbeat"
+    rows = []
+    for facts in snapshot.streams.values():
+        if facts.is_data and (facts.length or not facts.name.startswith("eval")):
+            oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
+            size = human_bytes(facts.n_bytes)
+            held = duration(oldest) if facts.pending else "-"
+            rows.append([facts.name, str(facts.length), str(facts.pending), str(facts.lag), held, size])
+    columns = ["stream", "entries", "held", "waiting", "oldest held", "bytes"]
+    streams = table(columns, rows, right=columns[1:])
+    dead = snapshot.streams["dead"].length
+    tail = [f"\n{dead} dead letters: miles-async bus dead list"] if dead else []
+    return "\n".join([*head, "", actors, "", streams, *tail])
+
+
+def _standing(snapshot: "Snapshot") -> str:
+    from miles_async.console.text import duration, percent
+
+    policy = snapshot.policy
+    parts = [f"run {snapshot.run}", f"step {policy.step}" + (" (finished)" if policy.finished else "")]
+    if policy.announced >= 0:
+        parts.append(f"version {policy.announced} announced {duration(policy.announced_age_s)} ago")
+    if policy.active >= 0:
+        parts.append(f"version {policy.active} active on {len(policy.serving)} workers")
+    for name, done in snapshot.evals.items():
+        parts.append(f"{name} {percent(done.metrics.get(f'eval/{name}', 0.0))} at step {done.step}")
+    if snapshot.knob_epoch > 0:
+        parts.append(f"knob epoch {snapshot.knob_epoch}")
+    return ", ".join(parts)

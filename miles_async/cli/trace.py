@@ -1,0 +1,73 @@
+"""Tell one sample's whole life: its prompt, where it is now, who holds it, the verdict on its group, the step that
+trained it, dead letters. SAMPLE_ID is "<group>/<index>", as shown by bus tail; a group id tells the group's life.
+
+After the run has ended it is told from the run's metrics.jsonl.
+"""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_async.cli.inspection import print_json
+from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.runs import RunRef
+
+if TYPE_CHECKING:
+    from miles_async.console.trace import Trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """SAMPLE_ID and the shared options."""
+    parser.add_argument("sample_id", metavar="SAMPLE_ID", help="for example g0000012/3")
+    add_run_options(parser)
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when something is on record, 2 when nothing is."""
+    ref = chosen_run(args)
+    found = asyncio.run(_follow(ref, args.sample_id))
+    if args.as_json:
+        print_json(found)
+    elif found.found:
+        print(as_text(found))
+    if not found.found:
+        raise SettingsError(
+            f"nothing on record about {args.sample_id}",
+            remedy="Ids are <group>/<index>, for example g0000012/3; miles-async bus tail prompts shows some.",
+        )
+    return 0
+
+
+async def _follow(ref: RunRef, sample_id: str) -> "Trace":
+    from bus.errors import BusUnreachable
+    from miles_async.console.attach import attached
+    from miles_async.console.trace import trace, trace_file
+
+    try:
+        async with attached(ref) as bus:
+            run_dir = ref.run_dir or Path("runs") / bus.config.run
+            return await trace(bus, sample_id, run_dir)
+    except BusUnreachable:
+        if ref.run_dir is None or not (ref.run_dir / "metrics.jsonl").exists():
+            raise
+        return trace_file(ref.run_dir, sample_id)
+
+
+def as_text(found: "Trace") -> str:
+    """State, moments in order, then what is known of its content."""
+    from datetime import datetime
+
+    from miles_async.console.show import outline
+
+    lines = [f"{found.sample}: {found.state}"]
+    if found.moments:
+        lines.append("")
+    for moment in found.moments:
+        when = datetime.fromtimestamp(moment.wall).strftime("%Y-%m-%d %H:%M:%S") if moment.wall else " " * 19
+        lines.append(f"{when}  {moment.text}")
+    if found.task:
+        lines += ["", *outline(found.task, "content")]
+    return "\n".join(lines)

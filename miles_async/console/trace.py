@@ -1,0 +1,222 @@
+"""One sample's whole life: from the streams while the run lives, from metrics.jsonl afterwards.
+
+A living run is asked for everything; what only a file remembers (steps whose entries were trimmed) is added from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus import BY_NAME, Bus
+from bus.errors import BadMessage
+from bus.messages.control import DeadLetter, Event
+from bus.messages.groups import OpenGroup
+from bus.messages.policy import Restored, StepDone
+from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
+from miles_async.console.heads import all_heads, order_of
+from miles_async.console.metrics_file import read_records
+from miles_async.console.places import DOING, Place, Places, read_places
+from miles_async.console.records import Record, records_of
+from miles_async.console.show import plain
+from miles_async.console.text import shorten
+
+_SAMPLE = re.compile(r"[A-Za-z0-9_.-]+/\d+")
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """Something that happened to the sample or to its group. `wall` 0 = unknown."""
+
+    wall: float
+    what: str
+    text: str
+    data: dict[str, Any] = {}
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """`state`: one sentence on where the sample is or how it ended. `task`: its prompt and sampling, if still known."""
+
+    sample: str
+    group: str
+    found: bool
+    state: str
+    place: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    moments: tuple[Moment, ...] = ()
+
+
+def group_of(sample_id: str) -> str:
+    """`g0000012/3` to `g0000012`; a group id stays itself."""
+    return sample_id.rpartition("/")[0] if _SAMPLE.fullmatch(sample_id) else sample_id
+
+
+async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
+    """Follow one sample on a living bus, and in the run's file if there is one."""
+    group = group_of(sample_id)
+    places = await read_places(bus, evals=True)
+    place = _find(places, sample_id, group)
+    task = await _task(bus, place, sample_id) if place is not None else {}
+    seen = read_records(run_dir) if run_dir is not None else []
+    live = await _records(bus, group, sample_id)
+    moments = _moments([*seen, *live], sample_id, group)
+    moments += await _events(bus, sample_id, group)
+    moments += await _kept(bus, group)
+    saved = len(await bus.load_prefix(sample_id))
+    opened = places.groups.get(group)
+    if opened is not None:
+        text = f"group issued at step {opened.step}, prompt {opened.prompt_id} (row {opened.source_index}, "
+        text += f"epoch {opened.epoch}), {opened.n_samples} samples" + (", issued again" if opened.attempt else "")
+        moments.append(Moment(0.0, "issued", text, plain(opened)))
+    now = bus.clock.wall()
+    state = _state(place, opened, moments, now)
+    if saved:
+        state += f"; {saved} saved pieces of its prefix wait for whoever resumes it"
+    return Trace(
+        sample=sample_id,
+        group=group,
+        found=place is not None or opened is not None or bool(moments),
+        state=state,
+        place={"stream": place.head.stream, "entry": place.head.id, "fields": place.head.fields,
+               **(plain(place.pending) if place.pending else {})} if place else {},
+        task=task,
+        moments=tuple(sorted(moments, key=lambda m: m.wall)),
+    )  # fmt: skip
+
+
+def trace_file(run_dir: Path, sample_id: str) -> Trace:
+    """Follow one sample in what the run left behind."""
+    group = group_of(sample_id)
+    moments = _moments(read_records(run_dir), sample_id, group)
+    return Trace(
+        sample=sample_id,
+        group=group,
+        found=bool(moments),
+        state=_state(None, None, moments, 0.0),
+        moments=tuple(sorted(moments, key=lambda m: m.wall)),
+    )
+
+
+def _find(places: Places, sample_id: str, group: str) -> Place | None:
+    found: Place | None = None
+    for name, heads in places.heads.items():
+        for head in heads:
+            if head.sample == sample_id or (name == "groups" and head.group == group):
+                found = places.place(head)
+    return found
+
+
+async def _task(bus: Bus, place: Place, sample_id: str) -> dict[str, Any]:
+    """Prompt, sampling and response of the sample in its entry, decoded and never executed."""
+    stream = BY_NAME[place.head.stream]
+    entries = await bus.scan(stream, start=place.head.id, count=1)
+    if not entries or entries[0].id != place.head.id:
+        return {}  # it moved on meanwhile
+    try:
+        message = await bus.message(entries[0])
+    except BadMessage as error:
+        return {"undecodable": str(error)}
+    value = plain(message)
+    for member in value.get("samples", []):
+        if member["rollout"]["task"]["sample_id"] == sample_id:
+            return dict(member)
+    return dict(value)
+
+
+async def _records(bus: Bus, group: str, sample_id: str) -> list[Record]:
+    """Lines that the recorder would write, for entries that name this sample or group."""
+    found: list[Record] = []
+    for stream in (POLICY, VERDICTS, DEAD):
+        for entry in await bus.scan_all(stream):
+            if stream is VERDICTS and entry.fields.get("group") != group:
+                continue
+            try:
+                message = await bus.message(entry)
+            except BadMessage:
+                continue
+            if isinstance(message, DeadLetter) and sample_id not in (message.sample_id, message.group_id, group):
+                continue
+            other = stream is POLICY and not isinstance(message, StepDone | Restored)
+            if not other or group in str(getattr(message, "groups", "")):
+                found += records_of(entry, message)
+    return found
+
+
+def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
+    """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
+    by_entry: dict[tuple[str, str], Record] = {}
+    for record in records:
+        by_entry.setdefault((str(record.get("entry")), f"{record['kind']}{record.get('group', '')}"), record)
+    ordered = sorted(by_entry.values(), key=lambda r: order_of(str(r.get("entry", "@0")).partition("@")[2] or "0"))
+    restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
+    found: list[Moment] = []
+    for i, record in enumerate(ordered):
+        wall = float(record["wall"])
+        match record["kind"]:
+            case "step" if group in record["groups"]:
+                lost = any(at > i and step < record["step"] for at, step in restores)
+                text = f"trained in step {record['step']}, policy version {record['version']}, knob epoch {record['knob_epoch']}"
+                text += "; that step was lost with the trainer and done again" if lost else ""
+                data = {"step": record["step"], "version": record["version"], "lost": lost}
+                found.append(Moment(wall, "lost step" if lost else "trained", text, data))
+            case "drop" if record["group"] == group:
+                again = ", its prompt is issued again" if record.get("reissued") else ""
+                text = f"group dropped: {record['reason']}{again}"
+                found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
+            case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
+                text = f"{record['sample'] or record['group']} became a dead letter on {record['stream']}: "
+                found.append(Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]}))
+    return found
+
+
+async def _kept(bus: Bus, group: str) -> list[Moment]:
+    found: list[Moment] = []
+    for head in await all_heads(bus, VERDICTS):
+        if head.group == group and head.fields.get("note") == "kept":
+            found.append(
+                Moment(head.wall, "kept", f"group kept by the filter, {head.fields.get('tokens', '?')} tokens")
+            )
+    return found
+
+
+async def _events(bus: Bus, sample_id: str, group: str) -> list[Moment]:
+    """Notes of actors that name the sample or its group as a whole word."""
+    word = re.compile(rf"(?<![\w/.-])(?:{re.escape(sample_id)}|{re.escape(group)})(?![\w/])")
+    notes = [h for h in await all_heads(bus, EVENTS) if h.fields.get("type") == "event.note"]
+    pages = await asyncio.gather(*(bus.scan(EVENTS, start=head.id, count=1) for head in notes))
+    found: list[Moment] = []
+    for head, entries in zip(notes, pages, strict=True):
+        if not entries or entries[0].id != head.id:
+            continue  # trimmed meanwhile
+        try:
+            event = await bus.message(entries[0])
+        except BadMessage:
+            continue
+        if isinstance(event, Event) and (word.search(event.text) or word.search(str(event.data))):
+            found.append(Moment(event.wall, "event", f"{event.actor}: {event.kind}: {shorten(event.text, 200)}"))
+    return found
+
+
+def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:
+    kinds = {m.what: m for m in moments}
+    trained = kinds.get("trained")
+    if place is not None:
+        if trained is not None and place.head.stream == "groups":
+            return f"{trained.text}; its group waits for the checkpoint that makes it final"
+        return f"{DOING.get(place.head.stream, place.head.stream)}: {place.text(now)}"
+    if trained is not None:
+        return trained.text
+    for what in ("dead", "dropped", "lost step"):
+        if what in kinds:
+            return kinds[what].text
+    if opened is not None:
+        return "its group is open but the sample is in no stream: see miles-async ledger --check"
+    if "kept" in kinds:
+        return "its group was kept by the filter; what came after is not on record any more"
+    return "not on record"
+
+
+__all__ = ("Moment", "Trace", "group_of", "trace", "trace_file")

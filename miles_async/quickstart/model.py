@@ -1,0 +1,175 @@
+"""The quickstart's model directory: a tiny Qwen3 in Hugging Face form, warm-started from a seed.
+
+Writes one directory (config.json, generation_config.json, model.safetensors, the tokenizer files, quickstart.json);
+owns it. Always true: the directory is there completely or not at all, and equal seeds and recipes give equal weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from actors.runtime.seeds import seed_for
+from miles_async.quickstart.data import DATA_SEED, HELD_OUT_PROBLEMS, TRAIN_PROBLEMS, make_problems
+from miles_async.quickstart.tokenizer import EOS_ID, MAX_TOKENS, PAD_ID, VOCABULARY, save_tokenizer
+from miles_async.quickstart.warm_start import WarmStart, accuracy, warm_start
+
+__all__ = ["Shape", "make_model"]
+
+RECIPE = 1
+"""Number of the recipe in code; raised when a change of code changes the weights."""
+
+STAMP = "quickstart.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the tiny Qwen3; 77k parameters as they stand."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+
+
+def make_model(
+    directory: Path,
+    *,
+    seed: int,
+    shape: Shape | None = None,
+    recipe: WarmStart | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Make the model directory, in float32, unless the same one is already there (then return at once).
+
+    About 30 s on one core. `progress` is called with the share done, 0 to 1. quickstart.json records seed, recipe and
+    the accuracy on development and held-out problems. Raises FileExistsError when `directory` holds something else and
+    WarmStartFailed when the recipe misses its target; both leave nothing behind.
+    """
+    shape, recipe = shape or Shape(), recipe or WarmStart()
+    made_from = json.loads(
+        json.dumps({"recipe": RECIPE, "seed": seed, "shape": asdict(shape), "lessons": asdict(recipe)})
+    )
+    if _is_made(directory, made_from):
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        with _one_thread():
+            _build(building, made_from, seed=seed, shape=shape, recipe=recipe, progress=progress)
+        try:
+            building.rename(directory)
+        except OSError:
+            # Another process finished first, or something else took the name: the stamp tells which.
+            if not _is_made(directory, made_from):
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _build(
+    directory: Path,
+    made_from: dict[str, object],
+    *,
+    seed: int,
+    shape: Shape,
+    recipe: WarmStart,
+    progress: Callable[[float], None] | None,
+) -> None:
+    _, held_out = make_problems(DATA_SEED, train=TRAIN_PROBLEMS, held_out=HELD_OUT_PROBLEMS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(seed, "warm-start", "init"))
+        model = Qwen3ForCausalLM(_config(shape, use_cache=False))
+    without = frozenset(problem.prompt for problem in held_out)
+    development = warm_start(model, recipe, seed=seed, without=without, progress=progress)
+    measured = {
+        "development_accuracy": round(development, 4),
+        "held_out_accuracy": round(accuracy(model, held_out), 4),
+    }
+    _config(shape, use_cache=True).save_pretrained(directory)
+    GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, max_length=MAX_TOKENS).save_pretrained(
+        directory
+    )
+    weights = directory / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, weights, {"format": "pt"})
+    weights.chmod(0o644)  # safetensors and mkdtemp make private files; the model is for every user of the machine
+    directory.chmod(0o755)
+    save_tokenizer(directory)
+    stamp = json.dumps({"made_from": made_from, **measured}, indent=2) + "\n"
+    (directory / STAMP).write_text(stamp, encoding="utf-8")
+
+
+def _config(shape: Shape, *, use_cache: bool) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden_size // shape.heads,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=False,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        use_cache=use_cache,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+
+
+def _is_made(directory: Path, made_from: dict[str, object]) -> bool:
+    """True when this very model is there, False when nothing is. Raises FileExistsError for anything else."""
+    if not directory.exists():
+        return False
+    stamp = directory / STAMP
+    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")).get("made_from") == made_from:
+        return True
+    if directory.is_dir() and not any(directory.iterdir()):
+        return False
+    raise FileExistsError(
+        f"model directory {str(directory)!r} holds something else than this quickstart model "
+        f"(seed {made_from['seed']}, recipe {made_from['recipe']}). Remove it or name another directory."
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums split over another number of threads round differently; one thread gives equal weights on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def main() -> None:
+    """`python -m miles_async.quickstart.model DIRECTORY [--seed S]`: make it and print its accuracy."""
+    parser = argparse.ArgumentParser(description="Make and warm-start the quickstart's tiny Qwen3.")
+    parser.add_argument("directory", type=Path, help="where to write it; kept when it is already there")
+    parser.add_argument("--seed", type=int, default=0, help="integer; equal seeds give equal weights (default 0)")
+    arguments = parser.parse_args()
+    try:
+        make_model(arguments.directory, seed=arguments.seed)
+    except FileExistsError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    stamp = json.loads((arguments.directory / STAMP).read_text(encoding="utf-8"))
+    print(f"{arguments.directory}: held-out accuracy {stamp['held_out_accuracy']:.1%}")
+
+
+if __name__ == "__main__":
+    main()

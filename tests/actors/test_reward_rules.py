@@ -1,0 +1,326 @@
+"""The reward rules: what earns a reward and what does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer
+from actors.reward.rules import BOXED_RULES, RULES, chosen_letter
+from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
+from actors.reward.scorer import RM_TYPES, Scorers, UnknownScorer
+from actors.runtime.run import Refused
+
+
+def sample(response: str, label: str = "", **fields: Any) -> Sample:
+    return Sample(**{"sample_id": "g1/0", "prompt": "", "response": response, "label": label, **fields})
+
+
+def score(rule: str, response: str, label: str = "", **fields: Any) -> Any:
+    return RULES[rule](sample(response, label, **fields))
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "wanted"),
+    [
+        ("42", "42"),
+        ("42.0", "42"),
+        ("+7", "7"),
+        ("−3", "-3"),
+        ("-0", "0"),
+        ("1,234", "1234"),
+        ("1{,}234", "1234"),
+        ("1e3", "1000"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\dfrac12", "1/2"),
+        (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+        ("3/4", "6/8"),
+        ("7 3/4", "31/4"),
+        (r"7\frac34", "7.75"),
+        ("-1 1/2", "-1.5"),
+        (r"50\%", "50"),
+        ("$18", "18"),
+        (r"\$18.00", "18"),
+        (r"90^\circ", "90"),
+        (r"5\text{ cm}", "5"),
+        ("100 m", "100"),
+        ("x = 5", "5"),
+        (r"3\sqrt{2}", r"\sqrt{18}"),
+        (r"\sqrt[3]{8}", "2^1"),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+        ("1024", "2^{10}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("2x/3", r"\frac{2x}{3}"),
+        ("y=2x+1", "y = 1 + 2x"),
+        (r"2\pi", r"\pi \cdot 2"),
+        ("(1, 2)", r"\left(1,2\right)"),
+        ("1,2", "2, 1"),
+        (r"\{1, 2, 3\}", r"\{3,2,1\}"),
+        ("[0, 1)", "[0,1)"),
+        (r"(-\infty,0)\cup(1,2)", r"(1,2) \cup (-\infty, 0)"),
+        (r"1 \pm \sqrt{2}", r"1-\sqrt 2, 1+\sqrt 2"),
+        (r"\text{Monday}", "monday"),
+        ("(A)", "A"),
+        (r"\textbf{(A)}", "A"),
+    ],
+)
+def test_answers_that_are_the_same(given_answer: str, wanted: str) -> None:
+    assert same_answer(given_answer, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "wanted"),
+    [
+        ("", ""),
+        ("", "0"),
+        ("41", "42"),
+        ("1 2", "12"),
+        ("12", "1 2"),
+        ("3+4", "7"),
+        ("2*21", "42"),
+        ("8/2", "4"),
+        ("6/8", "3/4"),
+        ("2^{10}", "1024"),
+        ("0.333", "1/3"),
+        (r"\frac{1}{23}", r"\frac{12}{3}"),
+        ("(1, 2)", "(2, 1)"),
+        ("[0, 1)", "(0, 1)"),
+        ("1, 2", "1, 2, 3"),
+        ("1, 1", "1, 2"),
+        ("(x+1)^2", "x^2+2x+2"),
+        ("2x", "2X"),
+        ("no", "on"),
+        ("evil", "live"),
+        ("10_2", "2"),
+        (r"\pi", "3.14159"),
+        (r"\sqrt{-1}", "1"),
+        ("1/0", "1"),
+        ("x^{9999999}", "1"),
+        ("9^{9^{9^{9}}}", "1"),
+        ("(" * 390, "1"),
+        ("{" * 390, "1"),
+        ("-" * 390, "1"),
+        ("9" * 399, "9" * 398),
+    ],
+)
+def test_answers_that_are_not(given_answer: str, wanted: str) -> None:
+    assert not same_answer(given_answer, wanted)
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_no_text_is_too_odd_to_compare(left: str, right: str) -> None:
+    assert same_answer(left, right) in (True, False)
+    assert same_answer(left, right) or left != right or not normalize(left)
+
+
+@given(st.text(alphabet=r"0123456789+-*/^(){}[]\frac sqrt,.xy=$%", max_size=80))
+def test_no_formula_is_too_odd_to_compare(text: str) -> None:
+    assert not same_answer(text, "12345678987654321") or "1" in text
+    final_answer(text)
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(1, 10**6))
+def test_a_fraction_is_its_value_however_it_is_written(top: int, low: int) -> None:
+    top, low = top // math.gcd(top, low), low // math.gcd(top, low)
+    if low > 1:
+        sign = "-" if top < 0 else ""
+        assert same_answer(rf"{sign}\frac{{{abs(top)}}}{{{low}}}", f"{top}/{low}")
+    assert not same_answer(f"{top + 1}/{low}", f"{top}/{low}")
+    assert same_answer(f"{top:,}", str(top))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"So $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{3} then \boxed{broken", "3"),
+        (r"\boxed{ \{1,2\} }", r"\{1,2\}"),
+        (r"it is \boxed 7 ok", "7"),
+        ("19", "19"),
+        ("-6", "-6"),
+        ("3 and 4 give 12.", "12"),
+        ("7+5=12", "12"),
+        ("The answer is 3\\sqrt{2}. Done", "3\\sqrt{2}"),
+        ("**Answer:** 5", "5"),
+        ("The final answer is: $12$", "12"),
+        ("The answer is about 5 apples in 3 bags.", "5"),
+        ("so 6 * 12 = 72\n#### 72", "72"),
+        ("the total is $1,234.", "1,234"),
+        ("it is -3/4.", "-3/4"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_of_a_response(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_math_reads_labels_as_data_sets_write_them() -> None:
+    assert score("math", r"\boxed{72}", "48 + 24 = 72\n#### 72") == 1.0
+    assert score("math", r"\boxed{72}", r"Thus \boxed{72}.") == 1.0
+    assert score("math", "36-9=27", "27") == 1.0
+    assert score("math", "3*9+0", "27") == 0.0
+    assert score("math", "", "27") == 0.0
+
+
+def test_the_whole_response_must_be_the_answer_when_asked_so() -> None:
+    assert score("math_whole", "27", "27.0") == 1.0
+    assert score("math_whole", "I think 27", "27") == 0.0
+
+
+def test_exact_match_and_contains() -> None:
+    assert score("exact_match", " 27\n", "27") == 1.0
+    assert score("exact_match", "27.", "27") == 0.0
+    assert score("contains", "it is blue", "blue") == 1.0
+    assert score("contains", "it is blue", " ") == 0.0
+
+
+def test_dapo_reads_the_last_answer_line_near_the_end() -> None:
+    assert score("dapo", "Answer: 3\nno, Answer: 4", "4") == {"score": 1.0, "acc": 1.0}
+    assert score("dapo", r"Answer: $\boxed{4}$", "4")["acc"] == 1.0
+    assert score("dapo", "4", "4") == {"score": -1.0, "acc": 0.0}
+    assert score("dapo", "Answer: 4" + " ." * 200, "4")["acc"] == 0.0
+
+
+def test_deepscaler_wants_a_box_after_the_thinking() -> None:
+    assert score("deepscaler", r"hm \boxed{4} </think> so \boxed{5}", "5") == 1.0
+    assert score("deepscaler", r"hm \boxed{5} </think> so 5", "5") == 0.0
+    assert score("deepscaler", r"\boxed{5}", "5") == 0.0
+    assert score("deepscaler", r"###Response \boxed{5}", "5") == 1.0
+
+
+def test_f1_counts_common_words() -> None:
+    assert score("f1", "The cat, sat!", "a cat sat") == 1.0
+    assert score("f1", "a cat ran", "the cat sat down") == pytest.approx(2 * 1 / (2 + 3))
+    assert score("f1", "dog", "cat") == 0.0
+    assert score("f1", "yes it is", "yes") == 0.0
+    assert score("f1", "Yes.", "yes") == 1.0
+    assert score("f1", "", "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("Answer: C", "C"),
+        ("answer: **D**", "D"),
+        (r"so \boxed{\text{A}}", "A"),
+        ("First A. then\nthe correct option is C", "C"),
+        ("B", "B"),
+        ("C) because", "C"),
+        ("I think (A) or rather (B)", "B"),
+        ("A cat sat", None),
+        ("The answer is Zinc", None),
+        (r"\boxed{Z}", None),
+        ("", None),
+    ],
+)
+def test_the_letter_that_a_response_settles_on(text: str, letter: str | None) -> None:
+    assert chosen_letter(text, set("ABCD")) == letter
+
+
+def test_gpqa_knows_letters_and_choices() -> None:
+    assert score("gpqa", "<think>(A)</think> The answer is B", "(B)") == 1.0
+    choices = {"choices": ["red", "green", "dark blue"]}
+    assert score("gpqa", "Answer: C", "dark blue", metadata=choices) == 1.0
+    assert score("gpqa", "It must be\ndark blue.", "C", metadata=choices) == 1.0
+    assert score("gpqa", "Answer: A", "B", metadata={"correct_letter": "A"}) == 1.0
+    with pytest.raises(BadLabel, match="names none of the choices"):
+        score("gpqa", "Answer: A", "purple", metadata=choices)
+
+
+def test_length_is_best_at_its_target() -> None:
+    assert [score("length", "", "10", n_tokens=n) for n in (0, 5, 10, 15, 30)] == [0.0, 0.5, 1.0, 0.5, 0.0]
+    with pytest.raises(BadLabel):
+        score("length", "", "ten")
+
+
+def test_chance_follows_from_seed_and_sample_only() -> None:
+    ids = [f"g{n}/0" for n in range(64)]
+    bits = [score("random", "x", sample_id=i, run_seed=1) for i in ids]
+    assert bits == [score("random", "x", sample_id=i, run_seed=1) for i in ids]
+    assert bits != [score("random", "x", sample_id=i, run_seed=2) for i in ids]
+    fixed = [score("deterministic_random", "x", sample_id=i, run_seed=1) for i in ids]
+    assert fixed == [score("deterministic_random", "y", sample_id=i, run_seed=2) for i in ids]
+    assert set(bits) == set(fixed) == {0.0, 1.0}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize(
+    "response",
+    ["", "\\boxed{" * 80_000, "answer: " * 60_000, " " * 500_000, "1," * 250_000, "(" * 500_000, "</think>" * 60_000],
+    ids=["empty", "boxes", "answers", "spaces", "commas", "brackets", "thinks"],
+)
+def test_no_response_is_an_error_or_takes_for_ever(name: str, response: str) -> None:
+    label = "10" if name == "length" else "A"
+    for rule in (RULES[name], BOXED_RULES[name]):
+        settle(rule(sample(response, label)), "score" if name == "dapo" else "", name)
+
+
+def test_last_boxed_keeps_nested_braces() -> None:
+    assert last_boxed(r"a \boxed{x^{2}_{1}} b") == "x^{2}_{1}"
+    assert last_boxed("no box") is None
+
+
+# -- rewards from values ------------------------------------------------------------------------------------------
+
+
+def test_a_table_gives_its_key_and_keeps_every_number() -> None:
+    reward = settle({"score": 0.5, "acc": True, "why": "because", "n": 3}, "score", "x")
+    assert reward.scalar == 0.5 and reward.parts == {"score": 0.5, "acc": 1.0, "n": 3.0}
+
+
+def test_a_plain_number_needs_no_key() -> None:
+    assert settle(1, "score", "x").scalar == 1.0
+    assert settle(True, "", "x").scalar == 1.0
+    assert math.isnan(settle(float("nan"), "", "x").scalar)
+    assert math.isnan(settle({"s": float("nan")}, "s", "x").scalar)
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "text"),
+    [
+        (None, "", "gave None, not a number"),
+        ("1", "", "gave str '1', not a number"),
+        ([1.0], "", "gave list"),
+        (10**400, "", "not a number"),
+        ({"a": 1.0}, "", r"table \(keys: a\); name the reward with --reward-key"),
+        ({"a": 1.0}, "b", r"without reward_key 'b' \(keys: a\)"),
+        ({"b": None}, "b", "gave None under 'b'"),
+        ({"b": "x"}, "b", "gave str 'x' under 'b'"),
+        ({}, "b", r"without reward_key 'b' \(keys: none\)"),
+    ],
+)
+def test_what_is_no_reward_is_a_clear_failure(value: Any, key: str, text: str) -> None:
+    with pytest.raises(ScorerFailed, match=text):
+        settle(value, key, "mine")
+
+
+# -- scorers by name ----------------------------------------------------------------------------------------------
+
+
+async def test_the_sample_names_its_scorer_and_boxed_takes_the_box_first() -> None:
+    async with Scorers(rm_type="math") as scorers:
+        assert scorers.named("").name == "math"
+        assert scorers.named("f1").name == "f1"
+        boxed = scorers.named("boxed_exact_match")
+        assert await boxed.score(sample(r"so \boxed{blue}", "blue"), 1.0) == 1.0
+        assert await boxed.score(sample("blue", "blue"), 1.0) == 0.0
+        assert await scorers.named("boxed_math").score(sample(r"\boxed{(1,2)}", "(1, 2)"), 1.0) == 1.0
+        with pytest.raises(UnknownScorer, match="no rm_type 'maths'; known are contains, dapo"):
+            scorers.named("maths")
+        with pytest.raises(UnknownScorer, match="--rm-url"):
+            scorers.named("remote_rm")
+
+
+async def test_a_default_that_cannot_work_is_refused_at_start() -> None:
+    for name in ("maths", "remote_rm"):
+        with pytest.raises(Refused):
+            await Scorers(rm_type=name).__aenter__()
+    assert {"math", "boxed_math", "remote_rm", "dapo"} <= set(RM_TYPES)

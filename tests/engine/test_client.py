@@ -1,0 +1,192 @@
+"""The client against servers that follow a script: every way of chunking that was seen, and every way of breaking off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, RequestRefused
+from actors.generation.sglang_client import SGLangClient
+
+PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [None, 13, None], [-2.5, 14, None]]
+REQUEST = GenerateRequest(
+    rid="g7/3",
+    input_ids=[1, 2],
+    max_new_tokens=4,
+    stop_token_ids=(9,),
+    sampling_seed=6,
+    routing_key="g7",
+    extra_key="v2",
+)
+
+
+def event(n: int, pairs: list[Any], version: str = "1", finish: dict[str, Any] | None = None) -> bytes:
+    meta = {"id": "x", "completion_tokens": n, "weight_version": version, "finish_reason": finish}
+    body = {"output_ids": [t for _, t, _ in pairs], "meta_info": {**meta, "output_token_logprobs": pairs}}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+LENGTH = {"type": "length", "length": 4}
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
+    """serve(script, status) -> a client of a server that answers /generate with the script, byte string by byte string."""
+    runners: list[web.AppRunner] = []
+    clients: list[SGLangClient] = []
+
+    async def serve(
+        script: list[bytes], status: int = 200, seen: list[web.Request | bytes] | None = None
+    ) -> SGLangClient:
+        async def generate(http: web.Request) -> web.StreamResponse:
+            if seen is not None:
+                seen.extend([http, await http.read()])
+            response = web.StreamResponse(status=status)
+            await response.prepare(http)
+            for part in script:
+                await response.write(part)
+            return response
+
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        client = SGLangClient(
+            f"http://127.0.0.1:{port}/", request_deadline_s=10, token_deadline_s=5, control_deadline_s=5
+        )
+        clients.append(client)
+        return client
+
+    yield serve
+    for client in clients:
+        await client.close()
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def chunks_of(client: SGLangClient) -> list[Chunk]:
+    return [chunk async for chunk in client.generate(REQUEST)]
+
+
+WHOLE = [
+    Chunk([11], [-0.5], "1"),
+    Chunk([12], [-1.5], "1"),
+    Chunk([13, 14], [float("-inf"), -2.5], "2", "length"),
+]
+
+
+async def test_cumulative_chunks_become_new_tokens(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:
+    script = [event(1, PAIRS[:1]), event(2, PAIRS[:2]), event(4, PAIRS, "2", LENGTH), DONE]
+    assert await chunks_of(await scripted(script)) == WHOLE
+
+
+async def test_incremental_chunks_become_the_same(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:
+    script = [event(1, PAIRS[:1]), event(2, PAIRS[1:2]), event(4, PAIRS[2:], "2", LENGTH), DONE]
+    assert await chunks_of(await scripted(script)) == WHOLE
+
+
+async def test_chunks_that_repeat_or_arrive_in_pieces_change_nothing(
+    scripted: Callable[..., Awaitable[SGLangClient]],
+) -> None:
+    whole = event(1, PAIRS[:1]) * 2 + event(2, PAIRS[:2]) + event(4, PAIRS, "2", LENGTH) + DONE
+    assert await chunks_of(await scripted([whole[i : i + 7] for i in range(0, len(whole), 7)])) == WHOLE
+
+
+async def test_an_abort_in_the_queue_that_repeats_old_tokens_adds_none(
+    scripted: Callable[..., Awaitable[SGLangClient]],
+) -> None:
+    # SGLang answers the abort of a retracted request with its last token again.
+    last = event(2, PAIRS[:2], "2", {"type": "abort", "message": "Abort in waiting queue"})
+    chunks = await chunks_of(await scripted([event(2, PAIRS[:2]), last, DONE]))
+    assert chunks == [Chunk([11, 12], [-0.5, -1.5], "1"), Chunk([], [], "2", "abort")]
+
+
+async def test_the_request_is_sent_as_sglang_reads_it(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:
+    seen: list[Any] = []
+    await chunks_of(await scripted([event(4, PAIRS, "2", LENGTH), DONE], seen=seen))
+    body = json.loads(seen[1])
+    assert body.pop("rid").endswith("-g7/3")
+    assert body == {
+        "input_ids": [1, 2],
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": 4,
+            "ignore_eos": False,
+            "stop_token_ids": [9],
+            "sampling_seed": 6,
+        },
+        "return_logprob": True,
+        "stream": True,
+        "extra_key": "v2",
+    }
+    assert seen[0].headers["X-SMG-Routing-Key"] == "g7"
+
+
+BROKEN: list[tuple[str, list[bytes], int, type[Exception], str]] = [
+    ("ends early", [event(2, PAIRS[:2])], 200, EngineUnavailable, r"after 2 tokens without a finish reason"),
+    ("done without finish", [event(2, PAIRS[:2]), DONE], 200, EngineUnavailable, r"not understood"),
+    ("tokens missing", [event(3, PAIRS[:1])], 200, EngineUnavailable, r"lost 2 tokens"),
+    ("not json", [b"data: <html>\n\n"], 200, EngineUnavailable, r"not understood"),
+    ("error event", [b'data: {"error": {"message": "too long"}}\n\n', DONE], 200, RequestRefused, r"g7/3: too long"),
+    ("refused", [b'{"error": {"message": "too\\nlong"}}'], 400, RequestRefused, r"HTTP 400\): too long"),
+    ("server error", [b"oops"], 500, EngineUnavailable, r"HTTP 500\): oops"),
+    ("no server behind the router", [b"no workers"], 503, EngineUnavailable, r"HTTP 503\): no workers"),
+    (
+        "engine failed in mid-request",
+        [event(1, PAIRS[:1], finish={"type": "abort", "message": "died", "status_code": 500})],
+        200,
+        EngineUnavailable,
+        r"HTTP 500\): died",
+    ),
+    (
+        "engine refuses late",
+        [event(0, [], finish={"type": "abort", "message": "bad", "status_code": 400})],
+        200,
+        RequestRefused,
+        r"HTTP 400\): bad",
+    ),
+    ("unknown reason", [event(1, PAIRS[:1], finish={"type": "bored"})], 200, EngineUnavailable, r"'bored'"),
+]
+
+
+@pytest.mark.parametrize(("script", "status", "error", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+async def test_a_broken_answer_has_a_class_and_one_line(
+    scripted: Callable[..., Awaitable[SGLangClient]],
+    script: list[bytes],
+    status: int,
+    error: type[Exception],
+    says: str,
+) -> None:
+    client = await scripted(script, status)
+    with pytest.raises(error, match=says) as caught:
+        await chunks_of(client)
+    assert client.base_url in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    client = SGLangClient("http://127.0.0.1:9", request_deadline_s=5, token_deadline_s=5, control_deadline_s=5)
+    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9 broke off request g7/3"):
+        await chunks_of(client)
+    with pytest.raises(EngineUnavailable, match=r"/health cannot be reached"):
+        await client.health()
+    with pytest.raises(EngineUnavailable, match=r"/pause_generation cannot be reached"):
+        await client.pause("retract")
+    await client.close()
+
+
+async def test_an_answer_that_is_no_engine_is_said_so(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:
+    client = await scripted([])
+    with pytest.raises(RequestRefused, match=r"/pause_generation \(HTTP 404\)"):
+        await client.pause("retract")

@@ -1,0 +1,99 @@
+"""The scheduler's thread, without HTTP: what others see when it fails, and when what they ask fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.generation.embedded.cache import KvCache
+from actors.generation.embedded.config import ModelRefused, read_config
+from actors.generation.embedded.model import Decoder
+from actors.generation.embedded.request import Request
+from actors.generation.embedded.scheduler import Posted, Scheduler
+from actors.generation.embedded.weights import load_weights
+
+
+class Breaking(Decoder):
+    """Fails at its third decode step."""
+
+    steps = 0
+
+    def decode(self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache) -> Tensor:
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("out of memory")
+        return super().decode(tokens, positions, windows, cache)
+
+
+class Seen:
+    """What the scheduler posted, until the last of `n` requests has ended."""
+
+    def __init__(self, n: int) -> None:
+        self.posted: Posted = []
+        self.deaths: list[BaseException] = []
+        self.ended = threading.Event()
+        self._left = n
+
+    def post(self, posted: Posted) -> None:
+        self.posted += posted
+        self._left -= sum(progress.finish is not None for _, progress in posted)
+        if self._left == 0:
+            self.ended.set()
+
+
+def start(decoder: Decoder, seen: Seen) -> Scheduler:
+    scheduler = Scheduler(
+        decoder,
+        version="1",
+        max_running=4,
+        max_total_tokens=1000,
+        stream_interval=1,
+        post=seen.post,
+        on_death=seen.deaths.append,
+    )
+    scheduler.start()
+    return scheduler
+
+
+@pytest.fixture
+def model_dir(models: Callable[[str], tuple[Path, Path]]) -> Path:
+    torch.set_num_threads(1)
+    return models("qwen3")[0]
+
+
+def test_a_failing_model_ends_every_request_and_says_so(model_dir: Path) -> None:
+    decoder = Breaking(read_config(model_dir))
+    load_weights(decoder, model_dir)
+    seen = Seen(2)
+    scheduler = start(decoder, seen)
+    for rid in ("a", "b"):
+        scheduler.submit(Request(rid=rid, prompt=[2, 3], limit=50, stream=True))
+    assert seen.ended.wait(20)
+    scheduler.close(20)
+    assert [str(error) for error in seen.deaths] == ["out of memory"]
+    for rid in ("a", "b"):
+        last = [progress for request, progress in seen.posted if request.rid == rid][-1]
+        assert last.finish is not None
+        assert (last.finish["type"], last.finish["status_code"]) == ("abort", 500)
+        assert "out of memory" in last.finish["message"]
+
+
+def test_a_refused_update_is_told_to_its_asker_only(model_dir: Path, tmp_path: Path) -> None:
+    decoder = Decoder(read_config(model_dir))
+    load_weights(decoder, model_dir)
+    seen = Seen(1)
+    scheduler = start(decoder, seen)
+    scheduler.submit(Request(rid="a", prompt=[2, 3], limit=200))
+    with pytest.raises(ModelRefused):
+        scheduler.call(lambda: scheduler.update_weights(tmp_path, "2")).result(20)
+    assert seen.ended.wait(20)
+    assert (scheduler.call(scheduler.load).result(20).version, seen.deaths) == ("1", [])
+    [(request, last)] = seen.posted
+    assert (last.n_tokens, last.version, last.finish) == (200, "1", {"type": "length", "length": 200})
+    assert request.retractions == 0
+    scheduler.close(20)

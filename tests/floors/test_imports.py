@@ -1,0 +1,164 @@
+"""Imports only go down, rooms do not know each other, pure files stay pure. Whole files are walked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.floors.tree import FLOOR, PACKAGES, ROOMS, ROOT, Import, imports, is_pure, package, sources
+
+FILES = sources(*PACKAGES)
+IMPURE = {
+    *("asyncio", "concurrent", "threading", "multiprocessing", "subprocess", "signal", "socket", "ssl", "select"),
+    *("time", "random", "secrets", "uuid", "logging", "os", "pathlib", "shutil", "tempfile", "io", "sys"),
+    *("http", "urllib", "aiohttp", "httpx", "requests", "redis", "uvloop", "datetime"),
+}
+# Libraries that are heavy or optional: imported at module level only in files named after them, and such a file is
+# imported at module level only by its like. Everybody else asks for it inside a function, when it is wanted.
+HEAVY = ("sglang", "megatron", "transformer_engine", "ray", "vllm")
+REDIS_USERS = ("bus/streams/", "bus/blobs/redis.py", "bus/server/", "bus/testing/proxy.py")
+
+
+def where(path: Path, found: Import) -> str:
+    return f"{path}:{found.line} imports {found.target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_only_go_down(path: Path) -> None:
+    here = FLOOR[path.parts[0]]
+    for found in imports(path):
+        assert not found.relative, f"{where(path, found)} by a relative path"
+        assert FLOOR.get(package(found.target), 0) <= here, f"{where(path, found)}, a floor above"
+        assert package(found.target) not in ("tests", "scripts"), where(path, found)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "actors" and len(p.parts) > 2], ids=str)
+def test_a_room_reaches_only_the_bus_the_runtime_and_itself(path: Path) -> None:
+    room = path.parts[1]
+    allowed = {room, "runtime"} if room in ROOMS else {room}
+    for found in imports(path):
+        parts = found.target.split(".")
+        if parts[0] == "actors" and len(parts) > 1:
+            assert parts[1] in allowed, f"{where(path, found)}, another room"
+
+
+def test_every_folder_of_the_first_floor_is_a_room_or_the_runtime() -> None:
+    folders = {p.parts[1] for p in FILES if p.parts[0] == "actors" and len(p.parts) > 2}
+    assert folders == {*ROOMS, "runtime"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "bus"], ids=str)
+def test_the_bus_stands_on_the_standard_library_msgspec_and_redis(path: Path) -> None:
+    for found in imports(path):
+        top = package(found.target)
+        assert top in ("bus", "msgspec", "redis") or top in sys.stdlib_module_names, where(path, found)
+        if top == "redis":
+            assert str(path).startswith(REDIS_USERS), f"{where(path, found)}; only the bus's own adapters do"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("bus", "messages")], ids=str)
+def test_messages_touch_no_clock_no_chance_and_no_machine(path: Path) -> None:
+    for found in imports(path):
+        assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
+        assert found.target.startswith(("bus.messages", "bus.errors")) or package(found.target) != "bus", where(
+            path, found
+        )
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if is_pure(p)], ids=str)
+def test_a_file_that_says_pure_is_pure(path: Path) -> None:
+    chance = {"random"} if path.name == "seeds.py" else set()  # where all chance comes from, seeded
+    for found in imports(path):
+        assert package(found.target) not in IMPURE - chance, where(path, found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("actors/sampler/admission.py", "actors/sampler/order.py", "actors/sampler/progress.py"),
+        *("actors/filter/groups.py", "actors/filter/judges.py", "actors/partial/decide.py"),
+        *("actors/publisher/plan.py", "actors/trainer/cut.py", "actors/runtime/retry.py", "actors/runtime/seeds.py"),
+        *("bus/knobs/table.py", "bus/messages/versions.py", "miles_async/settings/rules.py"),
+    ],
+)
+def test_decisions_lie_in_pure_files(name: str) -> None:
+    assert is_pure(Path(name)), f"{name} decides something and must say (pure) on its first lines"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "objective" in p.parts], ids=str)
+def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> None:
+    for found in imports(path):
+        assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
+        assert package(found.target) != "bus" or found.target.startswith("bus.messages"), where(path, found)
+        assert not found.target.startswith("actors.") or found.target.startswith("actors.trainer.objective"), where(
+            path, found
+        )
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "actor.py"], ids=str)
+def test_the_loop_of_a_room_does_not_know_its_libraries(path: Path) -> None:
+    for found in imports(path):
+        assert package(found.target) not in ("torch", "transformers", "aiohttp", "httpx", "safetensors", *HEAVY), where(
+            path, found
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_heavy_libraries_are_imported_only_where_asked_for(path: Path) -> None:
+    for found in imports(path):
+        if not found.top:
+            continue
+        last = found.target.rpartition(".")[2]
+        for library in HEAVY:
+            named_after = any(part.removesuffix(".py").split("_")[0] == library for part in path.parts)
+            if package(found.target) == library:
+                assert named_after, f"{where(path, found)} at module level"
+            if package(found.target) in PACKAGES and last.split("_")[0] == library:
+                adapter = (ROOT / f"{found.target.replace('.', '/')}.py").is_file()
+                needs = adapter and any(
+                    package(i.target) == library and i.top
+                    for i in imports(Path(f"{found.target.replace('.', '/')}.py"))
+                )
+                assert named_after or not needs, f"{where(path, found)} at module level"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name == "fake.py" or "testing" in p.parts], ids=str)
+def test_what_ships_for_tests_needs_no_test_framework(path: Path) -> None:
+    for found in imports(path):
+        assert package(found.target) not in ("pytest", "hypothesis", "unittest", "_pytest"), where(path, found)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("miles_async", "settings")], ids=str)
+def test_settings_need_nothing_heavy(path: Path) -> None:
+    for found in imports(path):
+        top = package(found.target)
+        assert top not in ("torch", "transformers", "redis", "bus", "actors"), where(path, found)
+        light = top in ("msgspec", *sys.stdlib_module_names) or found.target.startswith("miles_async.settings")
+        assert light or not found.top, f"{where(path, found)} at module level"
+
+
+def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedProcess[str]:
+    """Run an import in a fresh interpreter in which some packages do not exist."""
+    code = f"import sys\nfor name in {hidden!r}: sys.modules[name] = None\n{statement}"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("statement", "hidden"),
+    [
+        (
+            "import bus, bus.ledger, bus.knobs, bus.server, bus.testing.flow, bus.testing.faults",
+            ("torch", "numpy", "transformers", "aiohttp", "pytest", "hypothesis", "actors", "miles_async"),
+        ),
+        ("import miles_async.settings.load", ("torch", "numpy", "redis", "aiohttp", "transformers", "bus", "actors")),
+    ],
+    ids=["bus", "settings"],
+)
+def test_a_floor_stands_alone(statement: str, hidden: tuple[str, ...]) -> None:
+    done = imported_with_hidden(statement, *hidden)
+    assert done.returncode == 0, done.stderr[-2000:]

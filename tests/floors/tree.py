@@ -1,0 +1,69 @@
+"""The source tree as the floor tests see it: files, what they import, and where in the file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bus", "actors", "miles_async")
+FLOOR = {"bus": 0, "actors": 1, "miles_async": 2}
+ROOMS = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator")
+
+
+class Import(NamedTuple):
+    """One imported module. `top`: at module level, not inside a function or under TYPE_CHECKING."""
+
+    target: str
+    line: int
+    top: bool
+    relative: bool
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files below folders of the repository, relative to its root."""
+    return sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """Syntax tree of a file."""
+    return ast.parse((ROOT / path).read_text(), str(path))
+
+
+def is_pure(path: Path) -> bool:
+    """Whether the module's docstring says (pure)."""
+    return "(pure)" in (ast.get_docstring(parse(path)) or "")
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    """All imports of a whole file: those inside functions count too."""
+    return tuple(_walk(parse(path), top=True))
+
+
+def _walk(node: ast.AST, top: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, top, False)
+        elif isinstance(child, ast.ImportFrom):
+            relative = child.level > 0
+            yield Import(child.module or "", child.lineno, top, relative)
+            # `from actors import filter` names a module, `from actors.filter import Filter` does not.
+            for alias in child.names:
+                target = f"{child.module}.{alias.name}"
+                if (ROOT / target.replace(".", "/")).is_dir() or (ROOT / f"{target.replace('.', '/')}.py").is_file():
+                    yield Import(target, child.lineno, top, relative)
+        else:
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            checking = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            yield from _walk(child, top and not function and not checking)
+
+
+def package(target: str) -> str:
+    """First part of a module name."""
+    return target.partition(".")[0]

@@ -1,0 +1,119 @@
+"""Tiny random models on disk and batches from a seed. One thread, float32, CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.utils import logging as hf_logging
+
+from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
+from actors.trainer.objective import ObjectiveConfig, TrainSample
+from actors.trainer.torch_backend import TorchBackend
+
+VOCAB = 40
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+BatchMaker = Callable[..., StepBatch]
+BackendMaker = Callable[..., TorchBackend]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    hf_logging.disable_progress_bar()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of a Qwen3 with tied embeddings, a second one of another width, and a Llama with a head of its own."""
+    wide = {**SHAPE, "intermediate_size": 64}
+    made: dict[str, Any] = {
+        "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+        "qwen3_wide": Qwen3Config(**wide, tie_word_embeddings=True),
+        "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    }
+    root = tmp_path_factory.mktemp("models")
+    for k, (name, config) in enumerate(made.items()):
+        torch.manual_seed(k)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return {name: root / name for name in made}
+
+
+@pytest.fixture
+def make_batch() -> BatchMaker:
+    """(seed, groups=4, siblings=4, step=0, temperatures=(1.0,), knobs={}) -> a batch of uneven samples."""
+
+    def make(
+        seed: int,
+        *,
+        groups: int = 4,
+        siblings: int = 4,
+        step: int = 0,
+        temperatures: tuple[float, ...] = (1.0,),
+        **knobs: Any,
+    ) -> StepBatch:
+        rng = np.random.default_rng(seed)
+        samples = []
+        for g in range(groups):
+            prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).astype(np.int32)
+            for i in range(siblings):
+                n = int(rng.integers(1, 14))
+                mask = (rng.random(n) < 0.9).astype(np.uint8)
+                train = TrainSample(
+                    sample_id=f"g{g}/{i}",
+                    group=f"g{g}",
+                    response_length=n,
+                    reward=float(rng.random()),
+                    prompt_length=len(prompt),
+                    loss_mask=mask,
+                    rollout_logp=(-3.7 + 0.1 * rng.standard_normal(n)).astype(np.float32),
+                    spans=[(step, n)],
+                )
+                response = rng.integers(0, VOCAB, n).astype(np.int32)
+                samples.append(BatchSample(prompt, response, temperatures[(g + i) % len(temperatures)], train))
+        return StepBatch(samples, step=step, seed=seed, knobs=knobs)
+
+    return make
+
+
+@pytest.fixture
+def make_backend(models: dict[str, Path]) -> BackendMaker:
+    """(model name, objective={}, **settings) -> a backend after setup."""
+
+    def make(model: str = "qwen3", *, objective: dict[str, Any] | None = None, **settings: Any) -> TorchBackend:
+        backend = TorchBackend()
+        backend.setup(backend_config(models[model], objective=objective, **settings))
+        return backend
+
+    return make
+
+
+def backend_config(path: Path, *, objective: dict[str, Any] | None = None, **settings: Any) -> BackendConfig:
+    chosen = {"eps_clip_high": 0.28, "correction": "tis"} | (objective or {})
+    defaults = {"device": "cpu", "lr": 1e-3, "max_tokens_per_gpu": 96, "weight_decay": 0.1}
+    return BackendConfig(hf_checkpoint=str(path), objective=ObjectiveConfig(**chosen), **(defaults | settings))
+
+
+@pytest.fixture
+def make_config(models: dict[str, Path]) -> Callable[..., BackendConfig]:
+    """(model name, objective={}, **settings) -> settings of a backend."""
+    return lambda model="qwen3", **settings: backend_config(models[model], **settings)

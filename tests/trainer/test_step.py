@@ -1,0 +1,179 @@
+"""Training steps of the torch backend on tiny models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from actors.trainer.backend import StepBatch
+from actors.trainer.objective import MissingInputError, ObjectiveConfigError
+from actors.trainer.packing import BatchingError
+from actors.trainer.torch_backend import TorchBackend
+
+Backend = Callable[..., TorchBackend]
+Batch = Callable[..., StepBatch]
+
+
+def test_a_step_reports_what_happened(make_backend: Backend, make_batch: Batch) -> None:
+    batch = make_batch(1)
+    result = make_backend().train_step(batch)
+    names = {
+        "train_rollout_logprob_abs_diff", "forward_logp_max_diff", "loss", "pg_loss", "grad_norm", "lr", "entropy_loss",
+        "pg_clipfrac", "tis_clipfrac", "tokens", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
+    }  # fmt: skip
+    assert {f"train/{name}" for name in names} <= result.metrics.keys()
+    assert all(name.startswith("train/") and math.isfinite(value) for name, value in result.metrics.items())
+    assert sorted(i for ids in result.packing for i in ids) == list(range(len(batch.samples)))
+    assert result.trained_tokens == [int(s.train.loss_mask.sum()) for s in batch.samples]
+    assert not result.skipped
+
+
+def test_training_raises_the_probability_of_rewarded_answers(make_backend: Backend, make_batch: Batch) -> None:
+    backend, batch = make_backend(lr=3e-3, objective={"correction": "none"}), make_batch(2)
+    for s in batch.samples:
+        s.train.reward = float(s.response_tokens[0] < 20)
+    first = backend.train_step(batch).metrics["train/pg_loss"]
+    gains = []
+    for step in range(1, 8):
+        batch.step = step
+        gains.append(backend.train_step(batch).metrics["train/grad_norm"])
+    assert first == pytest.approx(0.0, abs=0.2) and all(g > 0 for g in gains)
+    probe = make_backend(lr=0.0, objective={"proximal": "rollout", "correction": "none"})
+    for s in batch.samples:
+        s.train.rollout_logp = None
+    with pytest.raises(MissingInputError):
+        probe.train_step(batch)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+def test_kl_to_the_frozen_reference_is_exactly_zero_at_step_one(model: str, make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend(model, objective={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"})
+    first, second = (backend.train_step(make_batch(k, step=k)).metrics["train/kl_loss"] for k in (0, 1))
+    assert first == 0.0 and second > 0.0
+
+
+def test_the_reference_follows_the_policy_at_its_interval(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend(objective={"use_kl_loss": True, "kl_loss_coef": 0.1}, ref_update_interval=2)
+    kl = [backend.train_step(make_batch(k, step=k)).metrics["train/kl_loss"] for k in range(3)]
+    assert kl[0] == 0.0 and kl[1] != 0.0 and kl[2] == 0.0
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "icepop", "decoupled"])
+def test_leaving_out_the_old_pass_changes_nothing_with_one_step_per_batch(
+    correction: str, make_backend: Backend, make_batch: Batch
+) -> None:
+    batch = make_batch(4)
+    lean = make_backend(objective={"correction": correction})
+    assert lean.core.objective.proximal == "current"
+    full = make_backend(objective={"correction": correction})
+    full.core.objective = full.core.config.objective
+    assert full.core.objective.proximal == "recompute"
+    a, b = lean.train_step(batch).metrics, full.train_step(batch).metrics
+    timing = {name for name in a if name.endswith("_s")}
+    assert a.keys() == b.keys() and {k: a[k] for k in a.keys() - timing} == {k: b[k] for k in b.keys() - timing}
+    assert lean.weights_hash() == full.weights_hash()
+
+
+def test_several_steps_per_rollout_train_every_trajectory_once(make_backend: Backend, make_batch: Batch) -> None:
+    backend, batch = make_backend(num_steps_per_rollout=3), make_batch(5)
+    for i, s in enumerate(batch.samples):
+        s.train.rollout = f"r{i // 2}"  # two samples each, eight trajectories over three steps
+        s.train.reward = batch.samples[i - i % 2].train.reward
+    result = backend.train_step(batch)
+    assert result.metrics["train/updates"] == 3 and backend.core.optimizer.steps == 3
+    assert sorted(i for ids in result.packing for i in ids) == list(range(16))
+    assert result.metrics["train/logprob_pass_s"] > 0  # the denominator is older than the second step's policy
+
+
+def test_a_policy_loss_that_could_never_clip_is_refused(make_backend: Backend) -> None:
+    with pytest.raises(ObjectiveConfigError, match="never clips"):
+        make_backend(objective={"proximal": "current"}, num_steps_per_rollout=2)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend()
+    backend.train_step(make_batch(0))
+    before, steps = backend.weights_hash(), backend.core.optimizer.steps
+    weights = backend.core.weights.params["model.layers.0.mlp.up_proj.weight"]
+    hook = weights.register_hook(lambda grad: grad * math.inf)
+    result = backend.train_step(make_batch(1, step=1))
+    hook.remove()
+    assert result.skipped and len(result.flags["nonfinite_gradient"]) == 16 and not any(result.trained_tokens)
+    assert backend.weights_hash() == before and backend.core.optimizer.steps == steps
+    assert not backend.train_step(make_batch(1, step=1)).skipped
+    assert backend.weights_hash() != before
+
+
+def test_samples_with_broken_log_probs_are_named_and_left_out(make_backend: Backend, make_batch: Batch) -> None:
+    batch = make_batch(6)
+    batch.samples[3].train.rollout_logp = np.full(batch.samples[3].train.response_length, np.nan, np.float32)
+    result = make_backend().train_step(batch)
+    assert result.flags["nan_rollout_logp"] == ["g0/3"] and result.trained_tokens[3] == 0 and not result.skipped
+
+
+def test_tokens_beyond_the_staleness_bound_have_no_gradient(make_backend: Backend, make_batch: Batch) -> None:
+    batch = make_batch(7, step=5, max_weight_staleness=2)
+    old = batch.samples[0].train
+    old.loss_mask, old.spans = None, [(1, old.response_length)]
+    result = make_backend(objective={"max_staleness": 4}).train_step(batch)
+    assert result.trained_tokens[0] == 0 and result.flags["stale_sample"] == ["g0/0"]
+
+
+def test_live_knobs_override_the_settings_of_one_step(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend(lr=1e-3, lr_decay_style="linear", num_rollout=10)
+    assert backend.train_step(make_batch(1, step=5)).metrics["train/lr"] == pytest.approx(5e-4)
+    before = backend.weights_hash()
+    assert backend.train_step(make_batch(1, step=5, lr=0.0)).metrics["train/lr"] == 0.0
+    assert backend.weights_hash() == before
+    with pytest.raises(ObjectiveConfigError):
+        backend.train_step(make_batch(1, step=5, eps_clip=3.0))
+    assert backend.weights_hash() == before
+
+
+def test_clipping_bounds_the_update_not_the_report(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend()
+    free = backend.train_step(make_batch(1, clip_grad=0.0, lr=0.0)).metrics["train/grad_norm"]
+    held = backend.train_step(make_batch(1, clip_grad=free / 2, lr=0.0)).metrics["train/grad_norm"]
+    grads = [p.grad for p in backend.core.weights.params.values() if p.grad is not None]
+    assert held == pytest.approx(free) and float(torch.nn.utils.get_total_norm(grads)) == pytest.approx(free / 2, rel=1e-4)
+
+
+def test_the_token_budget_does_not_change_the_step(make_backend: Backend, make_batch: Batch) -> None:
+    small, large = (make_backend(max_tokens_per_gpu=cap, lr=0.0, clip_grad=0.0) for cap in (24, 4096))
+    a, b = small.train_step(make_batch(9)), large.train_step(make_batch(9))
+    assert a.metrics["train/micro_batches"] > 4 > b.metrics["train/micro_batches"]
+    assert a.metrics["train/loss"] == pytest.approx(b.metrics["train/loss"], abs=1e-6)
+    for name, p in small.core.weights.params.items():
+        want = large.core.weights.params[name].grad
+        assert p.grad is not None and want is not None
+        torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sample_longer_than_the_budget_is_trained_alone_and_named(make_backend: Backend, make_batch: Batch) -> None:
+    result = make_backend(max_tokens_per_gpu=12).train_step(make_batch(1))
+    assert result.flags["over_token_cap"] and all(n >= 0 for n in result.trained_tokens) and not result.skipped
+
+
+def test_a_batch_with_nothing_to_train_moves_nothing(make_backend: Backend, make_batch: Batch) -> None:
+    backend, batch = make_backend(), make_batch(1)
+    for s in batch.samples:
+        s.train.remove = True
+    before = backend.weights_hash()
+    result = backend.train_step(batch)
+    assert backend.weights_hash() == before and "all_masked" in result.flags and not result.skipped
+    with pytest.raises(BatchingError, match="no samples"):
+        backend.train_step(StepBatch([], 0, 0))
+
+
+def test_equal_seeds_and_batches_give_equal_weights(make_backend: Backend, make_batch: Batch) -> None:
+    hashes = set()
+    for _ in range(2):
+        backend = make_backend()
+        for k in range(2):
+            backend.train_step(make_batch(k, step=k))
+        hashes.add(backend.weights_hash())
+    assert len(hashes) == 1
