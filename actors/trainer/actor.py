@@ -8,6 +8,7 @@ trains it again exactly if its gradient was lost. Version ids are never reused; 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,6 +277,7 @@ class Trainer:
         if copied is None:
             copied = await self._in_thread(self._backend.copy_weights)
         target = Path(self._spec.weights_dir) / f"v{version.id:08d}"
+        await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
         manifest: WeightManifest = await asyncio.to_thread(copied.write, target)
         prepared = context.clock.monotonic() - began
         fault_point(context.name, "before_announce")

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def as_text(scene: "Scene") -> str:
     """Findings by gravity, then one sentence per actor, then the verdict."""
     from miles_async.console.doctor import diagnose
-        from miles_async.console.explain import explain
+    from miles_async.console.explain import explain
     from miles_async.console.text import human_bytes
 
     findings = diagnose(scene)

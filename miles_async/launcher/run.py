@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
                 print(f"note: {note}", file=sys.stderr)
             status = await _supervise(settings, place, bus, run_dir, embedded)
     finally:
+        await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)  # published copies; checkpoints lie elsewhere
         if embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if settings.launch.report:

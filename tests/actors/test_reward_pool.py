@@ -21,7 +21,7 @@ from actors.reward.wire import Answer, decode_from_verifier, frame, plain
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 
-SYNC_HOOK = '''
+SYNC_HOOK = """
 import os, subprocess, sys, time
 
 print("imports may print")
@@ -54,9 +54,9 @@ def hook(sample):
     if what == "sample":
         return {name: 1.0 for name in sample} | {"pid": os.getpid(), "n": sample["n_tokens"], "m": sample["metadata"]["k"]}
     return len(what)
-'''
+"""
 
-ASYNC_HOOK = '''
+ASYNC_HOOK = """
 import asyncio, os, time
 
 async def hook(sample):
@@ -81,7 +81,7 @@ async def hook(sample):
     if what == "raise":
         raise KeyError("gone")
     return os.getpid()
-'''
+"""
 
 
 def sample(response: str, label: str = "", **fields: Any) -> Sample:
@@ -144,7 +144,9 @@ async def test_a_hook_gets_the_sample_and_answers_in_numbers(sync_hook: str) -> 
 
 async def test_what_a_hook_raises_comes_back_in_one_line_with_its_place(sync_hook: str) -> None:
     async with pool(sync_hook) as verifiers:
-        with pytest.raises(ScorerFailed, match=r"on g1/0 raised ValueError: no such answer at sync_hook.py:14$") as caught:
+        with pytest.raises(
+            ScorerFailed, match=r"on g1/0 raised ValueError: no such answer at sync_hook.py:14"
+        ) as caught:
             await verifiers.score(sample("raise"), 10.0)
         assert "Traceback" in caught.value.__notes__[0]
         with pytest.raises(ScorerFailed, match="raised SystemExit: 3"):

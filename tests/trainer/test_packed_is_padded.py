@@ -38,7 +38,9 @@ def padded_logprobs(model: torch.nn.Module, batch: StepBatch) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("settings", [{}, {"use_dynamic_batch_size": False, "micro_batch_size": 3}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dynamic_batch_size": False, "micro_batch_size": 3}, {"activation_checkpointing": True}]
+)
 def test_gradient_of_packed_equals_gradient_of_padded(
     family: str,
     settings: dict[str, object],
@@ -55,9 +57,7 @@ def test_gradient_of_packed_equals_gradient_of_padded(
     cfg = backend.core.objective
     prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
     logp, entropy = padded_logprobs(oracle, batch)
-    loss, _ = policy_loss(
-        cfg, prepared.micro_batch(range(len(batch.samples)), logp, entropy=entropy), prepared.norm()
-    )
+    loss, _ = policy_loss(cfg, prepared.micro_batch(range(len(batch.samples)), logp, entropy=entropy), prepared.norm())
     loss.backward()
 
     assert result.metrics["train/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
@@ -69,7 +69,9 @@ def test_gradient_of_packed_equals_gradient_of_padded(
         assert (grad - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max())), name
 
 
-def test_samples_do_not_see_each_other(make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]) -> None:
+def test_samples_do_not_see_each_other(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
     batch = make_batch(8)
     policy = make_backend().core.policy
     packed = PackedBatch(batch.samples)

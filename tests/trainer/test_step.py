@@ -13,6 +13,7 @@ from actors.trainer.backend import StepBatch
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend import TorchBackend
+from actors.trainer.torch_backend.layout import PackedBatch
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -34,23 +35,36 @@ def test_a_step_reports_what_happened(make_backend: Backend, make_batch: Batch) 
 
 def test_training_raises_the_probability_of_rewarded_answers(make_backend: Backend, make_batch: Batch) -> None:
     backend, batch = make_backend(lr=3e-3, objective={"correction": "none"}), make_batch(2)
-    for s in batch.samples:
-        s.train.reward = float(s.response_tokens[0] < 20)
-    first = backend.train_step(batch).metrics["train/pg_loss"]
-    gains = []
-    for step in range(1, 8):
+    for i, s in enumerate(batch.samples):
+        s.train.reward = float(i % 2)
+    packed, cpu = PackedBatch(batch.samples), torch.device("cpu")
+
+    def gap() -> float:
+        with torch.no_grad():
+            right, wrong = (backend.core.policy(packed.micro_batch(range(k, 16, 2), cpu))[0].mean() for k in (1, 0))
+        return float(right - wrong)
+
+    before = gap()
+    for step in range(5):
         batch.step = step
-        gains.append(backend.train_step(batch).metrics["train/grad_norm"])
-    assert first == pytest.approx(0.0, abs=0.2) and all(g > 0 for g in gains)
-    probe = make_backend(lr=0.0, objective={"proximal": "rollout", "correction": "none"})
+        backend.train_step(batch)
+    assert gap() > before + 0.1
+
+
+def test_a_field_that_the_objective_needs_and_nobody_has_is_an_error(make_backend: Backend, make_batch: Batch) -> None:
+    backend, batch = make_backend(), make_batch(2)
     for s in batch.samples:
         s.train.rollout_logp = None
-    with pytest.raises(MissingInputError):
-        probe.train_step(batch)
+    before = backend.weights_hash()
+    with pytest.raises(MissingInputError, match="rollout_logp"):
+        backend.train_step(batch)
+    assert backend.weights_hash() == before
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama"])
-def test_kl_to_the_frozen_reference_is_exactly_zero_at_step_one(model: str, make_backend: Backend, make_batch: Batch) -> None:
+def test_kl_to_the_frozen_reference_is_exactly_zero_at_step_one(
+    model: str, make_backend: Backend, make_batch: Batch
+) -> None:
     backend = make_backend(model, objective={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"})
     first, second = (backend.train_step(make_batch(k, step=k)).metrics["train/kl_loss"] for k in (0, 1))
     assert first == 0.0 and second > 0.0
@@ -139,7 +153,9 @@ def test_clipping_bounds_the_update_not_the_report(make_backend: Backend, make_b
     free = backend.train_step(make_batch(1, clip_grad=0.0, lr=0.0)).metrics["train/grad_norm"]
     held = backend.train_step(make_batch(1, clip_grad=free / 2, lr=0.0)).metrics["train/grad_norm"]
     grads = [p.grad for p in backend.core.weights.params.values() if p.grad is not None]
-    assert held == pytest.approx(free) and float(torch.nn.utils.get_total_norm(grads)) == pytest.approx(free / 2, rel=1e-4)
+    assert held == pytest.approx(free) and float(torch.nn.utils.get_total_norm(grads)) == pytest.approx(
+        free / 2, rel=1e-4
+    )
 
 
 def test_the_token_budget_does_not_change_the_step(make_backend: Backend, make_batch: Batch) -> None:

@@ -1,0 +1,163 @@
+"""Two real processes over gloo: rank 0 here, rank 1 a follower. One pair serves all tests of this file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from actors.trainer.backend import BackendConfig, StepBatch
+from actors.trainer.objective import MissingInputError
+from actors.trainer.torch_backend import TorchBackend
+from actors.trainer.torch_backend.files import hash_tensors
+from actors.trainer.torch_backend.wire import decode, encode, pack_step, unpack_step
+from bus.errors import CheckpointRefused
+
+Batch = Callable[..., StepBatch]
+Config = Callable[..., BackendConfig]
+Backend = Callable[..., TorchBackend]
+STOP_DEADLINE_S = 20
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[TorchBackend]:
+    """A backend of two ranks, to be set up by each test."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "actors.trainer.torch_backend.follower"], env={**os.environ, **shared, "RANK": "1"}
+    )
+    backend = TorchBackend()
+    with pytest.MonkeyPatch.context() as env:
+        for name, value in {**shared, "RANK": "0"}.items():
+            env.setenv(name, value)
+        try:
+            yield backend
+            backend.close()
+            assert follower.wait(STOP_DEADLINE_S) == 0
+        finally:
+            follower.kill()
+            follower.wait(STOP_DEADLINE_S)
+
+
+def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
+    """Gradients of the first step, read off Adam's first moment."""
+    state = backend.snapshot().optimizer
+    return {n.split("/", 1)[1]: t / 0.1 for n, t in state.items() if n.startswith("exp_avg/")}
+
+
+def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBackend:
+    """The same in one process, whatever the environment says."""
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("WORLD_SIZE", "1")
+        return make_backend(*args, **settings)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"entropy_coef": 0.01},
+        {"reduction": "per_token", "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"correction": "mis", "tis_batch_normalize": True, "proximal": "recompute", "normalize_advantages": True},
+    ],
+    ids=["per_sample", "per_token_kl", "mis_whitened"],
+)
+def test_two_ranks_have_the_loss_and_gradient_of_one(
+    model: str,
+    objective: dict[str, object],
+    pair: TorchBackend,
+    make_config: Config,
+    make_backend: Backend,
+    make_batch: Batch,
+) -> None:
+    batch = make_batch(5, temperatures=(1.0, 0.8))
+    settings = {"objective": objective, "clip_grad": 0.0}
+    pair.setup(make_config(model, **settings))
+    one = alone(make_backend, model, **settings)
+    a, b = pair.train_step(batch), one.train_step(batch)
+    assert a.trained_tokens == b.trained_tokens and a.flags == b.flags
+    assert sorted(i for ids in a.packing for i in ids) == list(range(16))
+    timing = {n for n in b.metrics if n.endswith("_s")} | {"train/micro_batches"}
+    for name in b.metrics.keys() - timing:
+        assert a.metrics[name] == pytest.approx(b.metrics[name], abs=1e-5, rel=1e-5), name
+    got, want = gradients(pair), gradients(one)
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_checkpoints_move_between_one_and_two_ranks(
+    optimizer: str, pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch, tmp_path: Path
+) -> None:
+    one = alone(make_backend, optimizer=optimizer)
+    one.train_step(make_batch(0))
+    one.snapshot().write(tmp_path / "one")
+    pair.setup(make_config(optimizer=optimizer, seed=4))
+    pair.load(tmp_path / "one")
+    assert pair.weights_hash() == one.weights_hash()
+    assert hash_tensors(pair.snapshot().optimizer) == hash_tensors(one.snapshot().optimizer)
+
+    for k in (1, 2):
+        pair.train_step(make_batch(k, step=k))
+    pair.snapshot().write(tmp_path / "two")
+    pair.train_step(make_batch(3, step=3))
+    after = pair.weights_hash()
+    pair.load(tmp_path / "two")
+    pair.train_step(make_batch(3, step=3))
+    assert pair.weights_hash() == after
+    one.load(tmp_path / "two")
+    one.train_step(make_batch(3, step=3))
+    got, want = pair.snapshot().weights, one.snapshot().weights
+    for name, p in want.items():
+        torch.testing.assert_close(got[name], p, rtol=1e-4, atol=1e-5)
+
+
+def test_what_rank_0_refuses_leaves_the_pair_at_work(
+    pair: TorchBackend, make_config: Config, make_batch: Batch, tmp_path: Path
+) -> None:
+    pair.setup(make_config())
+    with pytest.raises(CheckpointRefused):
+        pair.load(tmp_path)
+    batch = make_batch(0)
+    for s in batch.samples:
+        s.train.rollout_logp = None
+    with pytest.raises(MissingInputError):
+        pair.train_step(batch)
+    assert pair.train_step(make_batch(0)).metrics["train/updates"] == 1
+    manifest = pair.copy_weights().write(tmp_path / "v1")
+    assert manifest.n_tensors == len(pair.core.shapes) and pair.weights_hash()
+
+
+def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
+    batch = make_batch(3, lr=1e-4)
+    command = pack_step(batch)
+    again = decode(encode(command))
+    assert again == command
+    back = unpack_step(again)  # type: ignore[arg-type]
+    assert msgspec.structs.asdict(pack_step(back)) == msgspec.structs.asdict(command)
+    with pytest.raises(msgspec.MsgspecError):
+        decode(b"\x80\x04K\x01.")
+
+
+def test_a_follower_alone_refuses_to_run() -> None:
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "actors.trainer.torch_backend.follower"],
+        env=env,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
