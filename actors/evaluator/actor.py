@@ -155,8 +155,12 @@ class Evaluator:
 
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
         """Collect; with the last one, answer and acknowledge all in one commit."""
-        sample_id = entry.fields["id"]
-        group_id = entry.fields["group"]
+        if isinstance(member, Scored):
+            sample_id, group_id = member.rollout.task.sample_id, member.rollout.task.group_id
+        else:
+            sample_id, group_id = member.sample_id, member.group_id
+        if not (group_id.startswith("e") and group_id[1:].isdecimal()):
+            return Commit(ack=(entry,))  # not of an evaluation of ours
         members = self._members.setdefault(group_id, {})
         if sample_id in members and members[sample_id][0].id != entry.id:
             return Commit(ack=(entry,))

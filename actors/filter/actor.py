@@ -11,12 +11,12 @@ import msgspec
 
 from actors.filter.groups import GroupTable, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
-from actors.runtime.consume import Consumer
+from actors.runtime.consume import Consumer, header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
 from bus import Commit, Entry, Out
-from bus.messages.groups import GroupKept, GroupVerdict
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
 from bus.messages.samples import RolloutLost, Scored
 from bus.topology import GROUPS, SCORED, VERDICTS
 
@@ -44,6 +44,8 @@ class Filter:
 
     async def handle(self, entry: Entry, member: Member) -> Commit | None:
         """Hold a member; judge the group when it is the last."""
+        if isinstance(member, RolloutLost) and member.n_samples == 0:
+            member = msgspec.structs.replace(member, n_samples=await self._size_of(member.group_id))
         match self._table.add(entry, member):
             case "duplicate":
                 self._context.count("duplicates")
@@ -55,6 +57,11 @@ class Filter:
         fault_point(self._context.name, "assembling")
         await self._judge(group_id)
         return None
+
+    async def _size_of(self, group_id: str) -> int:
+        """Samples of a group by the run's registry, for members whose own entry could not be read; 0 = unknown."""
+        raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
+        return msgspec.msgpack.decode(raw, type=OpenGroup).n_samples if raw else 0
 
     async def _judge(self, group_id: str) -> None:
         context = self._context
@@ -101,7 +108,7 @@ def _on_dead(entry: Entry, message: object, error: str) -> Commit:
         n_samples=0,
         reason="malformed",
         error=error,
-        tokens_made=int(entry.fields.get("tokens", 0) or 0),
+        tokens_made=header_number(entry, "tokens"),
     )
     return Commit(append=(Out(SCORED, lost),) if lost.sample_id and lost.group_id else ())
 

@@ -18,7 +18,7 @@ from actors.generation.engine import Engine, EngineUnavailable, GenerateRequest,
 from actors.generation.link import EngineLink, WeightsUnusable
 from actors.generation.process import EngineProcess
 from actors.generation.sample import Running, start
-from actors.runtime.consume import bury, keep_leases
+from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Commit, Entry, Out, Reader, Tail
@@ -317,7 +317,7 @@ def _lost(task: SampleTask, reason: Any, *, tokens_made: int = 0, error: str = "
 
 def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
     """A sample that no engine can run, or an entry that cannot be read: its group must still close."""
-    tokens = int(entry.fields.get("tokens", 0) or 0)
+    tokens = header_number(entry, "tokens")
     if message is not None:
         task = message if isinstance(message, SampleTask) else message.task
         lost = _lost(task, "poison", tokens_made=tokens, error=error)

@@ -18,6 +18,10 @@ class EngineUnavailable(Transient):
     """This engine did not answer, answered with a server error, or broke off; another one, or a later try, may do."""
 
 
+class BootRefused(EngineUnavailable):
+    """This engine cannot start, or must not be used, as it is set up; the same again would end the same."""
+
+
 class RequestRefused(Poison):
     """The engine says that this request can never be served (too long, ill-formed)."""
 

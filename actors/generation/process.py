@@ -1,18 +1,41 @@
-"""An engine server as a child of its worker: started on a port it chooses itself, watched, ended with the worker."""
+"""Engine servers as children of their worker: what all kinds share, and the embedded one.
+
+Always true: a child is in a session of its own, is ended with everything it started, and dies when the worker dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from actors.generation.engine import EngineUnavailable
+from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
 
 _PR_SET_PDEATHSIG = 1
+STOP_S = 3.0
+
+
+class EngineServer(Protocol):
+    """A server this worker starts. `start` may be called again after `stop` or after the child died."""
+
+    note: str
+    """How it runs otherwise than it was asked to; empty when as asked."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def start(self) -> str:
+        """Boot and return the base URL once it is ready. EngineUnavailable: try again later; BootRefused: do not."""
+        ...
+
+    async def stop(self) -> None: ...
 
 
 def _die_with_parent() -> None:
@@ -21,8 +44,61 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class Child:
+    """One process and its descendants, its output in a file."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """Run `words`; OSError when there is no such program."""
+        with log.open("wb") as out:
+            self._process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=dict(env) if env is not None else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    async def wait(self) -> int | None:
+        """Its exit status, once it ended."""
+        return await self._process.wait() if self._process is not None else None
+
+    async def stop(self, patience_s: float = STOP_S) -> None:
+        """End it and all it started, politely first."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), patience_s)
+            except TimeoutError:
+                pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # its session: helpers that it left behind hold the GPU
+        except (ProcessLookupError, PermissionError):
+            pass
+        await process.wait()
+
+
 class EngineProcess:
-    """One embedded engine. `start` may be called again after `stop` or after the child died."""
+    """One embedded engine."""
 
     def __init__(self, *, model_path: str, folder: Path, threads: int, max_running: int, boot_deadline_s: float) -> None:
         self._model_path = model_path
@@ -30,16 +106,17 @@ class EngineProcess:
         self._threads = threads
         self._max_running = max_running
         self._boot_deadline_s = boot_deadline_s
-        self._child: asyncio.subprocess.Process | None = None
+        self._child = Child()
         self.boots = 0
+        self.note = ""
 
     @property
     def pid(self) -> int:
-        return self._child.pid if self._child is not None else 0
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
-        return self._child is not None and self._child.returncode is None
+        return self._child.alive
 
     async def start(self) -> str:
         """Boot and return the base URL once the server listens; EngineUnavailable names the log's last line."""
@@ -55,36 +132,30 @@ class EngineProcess:
             *("--port-file", str(port_file), "--threads", str(self._threads)),
             *("--max-running-requests", str(self._max_running)),
         ]
-        with log.open("wb") as out:
-            self._child = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_die_with_parent
-            )
+        await self._child.start(argv, log)
         try:
             async with deadline(self._boot_deadline_s, f"boot of the embedded engine (log: {log})"):
                 while not (port_file.exists() and port_file.read_text().strip()):
                     if not self.alive:
-                        raise EngineUnavailable(f"embedded engine ended at boot with {self._why(log)}")
+                        raise self._ended(log)
                     await asyncio.sleep(0.05)
         except DeadlineExceeded as error:
             await self.stop()
             raise EngineUnavailable(str(error)) from error
         return f"http://127.0.0.1:{port_file.read_text().strip()}"
 
-    def _why(self, log: Path) -> str:
+    def _ended(self, log: Path) -> EngineUnavailable:
+        """What the child's end at boot means: status 2 is its refusal, which another try would not change."""
         lines = log.read_text(errors="replace").strip().splitlines()
-        code = self._child.returncode if self._child is not None else None
-        return f"exit code {code}; last log line: {lines[-1] if lines else '(empty)'} (log: {log})"
+        code = self._child.exit_code
+        last = lines[-1] if lines else "(empty)"
+        if code == 2:
+            return BootRefused(f"{last} (log: {log})")
+        return EngineUnavailable(f"embedded engine ended at boot with exit code {code}; last log line: {last} (log: {log})")
 
     async def stop(self) -> None:
         """End the child this object started, politely first."""
-        if self._child is None or self._child.returncode is not None:
-            return
-        self._child.terminate()
-        try:
-            await asyncio.wait_for(self._child.wait(), 3.0)
-        except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
+        await self._child.stop()
 
 
-__all__ = ("EngineProcess",)
+__all__ = ("Child", "EngineProcess", "EngineServer")

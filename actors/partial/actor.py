@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from actors.partial.decide import POLICIES, BufferPolicy, Waiting, mask_prefix
-from actors.runtime.consume import bury, keep_leases
+from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
@@ -110,7 +110,7 @@ class PartialBuffer:
 
 def _on_dead(entry: Entry, message: object, error: str) -> Commit:
     """A parked entry that cannot be read: generation reports the sample as lost."""
-    tokens = int(entry.fields.get("tokens", 0) or 0)
+    tokens = header_number(entry, "tokens")
     task = SampleTask(
         sample_id=entry.fields.get("id", ""),
         group_id=entry.fields.get("group", ""),

@@ -20,7 +20,7 @@ from actors.reward.scorer import Scorers
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
-from bus import Commit, Entry, Out, Stream
+from bus import Commit, Entry, Out
 from bus.errors import InvariantBroken, Poison, Transient
 from bus.messages.base import Packed, unpack_ints
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
@@ -77,7 +77,7 @@ class RewardRoom:
     async def handle(self, entry: Entry, message: RolloutDone | RolloutLost) -> Commit | None:
         """Score a rollout; pass a lost one on. None = not finished before the end of the drain, so it stays pending."""
         if isinstance(message, RolloutLost):
-            return Commit(ack=(entry,), append=(Out(_target(entry.stream), message),))
+            return Commit(ack=(entry,), append=(_onward(entry, message),))
         began = self._context.clock.monotonic()
         try:
             async with asyncio.timeout_at(self._until) as scope:
@@ -99,7 +99,7 @@ class RewardRoom:
         )
         self._context.count(f"scored/{scorer}")
         # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
-        return Commit(ack=(entry,), append=(Out(_target(entry.stream), scored),))
+        return Commit(ack=(entry,), append=(_onward(entry, scored),))
 
     async def _score(self, entry: Entry, rollout: RolloutDone) -> tuple[Reward, str]:
         """One attempt under the knob's deadline. Failures that may pass are Transient while attempts are left."""
@@ -140,9 +140,8 @@ class RewardRoom:
 def on_dead(entry: Entry, message: Any, error: str) -> Commit:
     """What follows a dead rollout: it counts as lost, so that its group closes. One that cannot be read is known by its
     header; without a sample and a group there, nothing waits for it."""
-    target = _target(entry.stream)
     if isinstance(message, RolloutLost):
-        return Commit(append=(Out(target, message),))
+        return Commit(append=(_onward(entry, message),))
     if isinstance(message, RolloutDone):
         task = message.task
         lost = RolloutLost(
@@ -155,7 +154,7 @@ def on_dead(entry: Entry, message: Any, error: str) -> Commit:
             tokens_made=message.response.n_tokens,
             eval_name=task.eval_name,
         )
-        return Commit(append=(Out(target, lost),))
+        return Commit(append=(_onward(entry, lost),))
     tokens = entry.fields.get("tokens", "")
     lost = RolloutLost(
         sample_id=entry.fields.get("id", ""),
@@ -165,11 +164,11 @@ def on_dead(entry: Entry, message: Any, error: str) -> Commit:
         error=error,
         tokens_made=int(tokens) if tokens.isdecimal() and len(tokens) < 12 else 0,
     )
-    return Commit(append=(Out(target, lost),) if lost.sample_id and lost.group_id else ())
+    return Commit(append=(_onward(entry, lost),) if lost.sample_id and lost.group_id else ())
 
 
-def _target(source: Stream) -> Stream:
-    return SCORED if source.name == ROLLOUTS.name else EVAL_SCORED
+def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
+    return Out(SCORED if entry.stream.name == ROLLOUTS.name else EVAL_SCORED, message)
 
 
 def _load_tokenizer(folder: str) -> Tokenizer:

@@ -135,6 +135,12 @@ class Consumer:
         await bury(context, self.reader, entry, message, error, self._on_dead)
 
 
+def header_number(entry: Entry, field: str) -> int:
+    """A number from an entry's readable fields; 0 when it is missing or no number (headers come from outside too)."""
+    text = entry.fields.get(field, "")
+    return int(text) if text.isdecimal() else 0
+
+
 async def bury(
     context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead
 ) -> None:
@@ -190,4 +196,4 @@ async def keep_leases(
             reader.offer(claimed)
 
 
-__all__ = ("Consumer", "Handler", "OnDead", "bury", "keep_leases")
+__all__ = ("Consumer", "Handler", "OnDead", "bury", "header_number", "keep_leases")

@@ -24,6 +24,8 @@ from actors.trainer.checkpoint import BusState, iter_dir, latest, read_bus_state
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.cut import cut
 from actors.trainer.intake import Intake
+from actors.trainer.null_backend import NullBackend
+from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.saver import SaveFailed, Saver
 from bus import Commit, Guard, Out
 from bus.errors import CheckpointRefused
@@ -58,8 +60,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     update_weights_interval: int = 1
     lookahead: int = 0
     backend_name: str = "torch"
-    hash_weights: bool = False
     async_save: bool = True
+    record: str = ""  # path with {rollout_id}: write every trained batch there
+    replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
 
 
 def open_backend(name: str) -> TrainBackend:
@@ -68,7 +71,9 @@ def open_backend(name: str) -> TrainBackend:
         from actors.trainer.torch_backend import TorchBackend
 
         return TorchBackend()
-    raise Refused(f"train backend {name!r} is unknown. Choose torch.")
+    if name == "none":
+        return NullBackend()
+    raise Refused(f"train backend {name!r} is unknown. Choose torch or none.")
 
 
 class Trainer:
@@ -86,6 +91,7 @@ class Trainer:
         self._version = PolicyVersion(id=0, step=0)
         self._marker = ""  # value of the state field `trainer`
         self._publishing: asyncio.Task[None] | None = None
+        self._step_knobs: dict[str, Any] = {}
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
@@ -182,6 +188,8 @@ class Trainer:
         """Waits for groups until a batch is complete; woken by the blocking read. None when draining."""
         context, spec, intake = self._context, self._spec, self._intake
         step = self._version.step
+        if spec.replay_from:
+            return list((await asyncio.to_thread(read_record, path_of(spec.replay_from, step + 1))).groups)
         while not context.draining.is_set():
             knobs = context.knobs
             interval = spec.update_weights_interval
@@ -220,6 +228,7 @@ class Trainer:
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
+        self._step_knobs = values
         fault_point(self._context.name, "before_step")
         result: StepResult = await self._in_thread(self._backend.train_step, batch)
         for reason, sample_ids in result.flags.items():
@@ -255,14 +264,18 @@ class Trainer:
             seed=seed_for(context.spec.run_seed, "step", step),
             knob_epoch=context.knobs.epoch,
             metrics=metrics,
-            weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.hash_weights else "",
+            weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
             wall=context.clock.wall(),
         )
+        if self._spec.record:
+            record = RecordedBatch(done=done, groups=tuple(groups), knobs=self._step_knobs)
+            await asyncio.to_thread(write_record, self._spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")
         await self._say(done)
         fault_point(context.name, "after_done")
-        self._intake.trained(groups, result, step + 1)
+        if not self._spec.replay_from:
+            self._intake.trained(groups, result, step + 1)
         context.version = number
         context.count("steps")
         if not self._spec.save:

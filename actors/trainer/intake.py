@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.runtime.consume import header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.backend import StepResult
@@ -63,8 +64,9 @@ class Intake:
 
     async def _bury(self, entry: Entry, error: BadMessage) -> None:
         group_id = entry.fields.get("group", "")
-        n_samples = int(entry.fields.get("note", "").removeprefix("samples=") or 0)
-        tokens = int(entry.fields.get("tokens", 0) or 0)
+        note = entry.fields.get("note", "").removeprefix("samples=")
+        n_samples = int(note) if note.isdecimal() else 0
+        tokens = header_number(entry, "tokens")
         letter = DeadLetter(
             stream=GROUPS.name,
             entry_id=entry.id,

@@ -1,84 +1,149 @@
--- One hop as one step: check, acknowledge, append, move the accounts. All or nothing.
+-- Hops: each one checks, acknowledges, appends and moves the accounts, all or nothing. Several of one process share a call.
 --
--- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6.. streams and other keys, addressed by index
--- ARGV  slot, mark (what this call leaves in the marks of its sender, so that a repetition after a lost reply is known),
---       then a flat list of counted sections, in this order:
+-- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6.. every other key that ARGV names
+-- ARGV  lane, mark: what this call leaves in the marks of its sender, so that a repetition after a lost reply is known
+--       n, then n commits, each a list of counted sections:
 --   guard   0 | 1 field expect value
---   acks    n, then n x (stream key, readers, entry id, bytes, shared)      shared = 1: other readers exist, do not delete
---   appends n, then n x (stream key, bytes, bound, blob key or 0, cap, m, m x field/value)
+--   acks    n, then n x (stream key, readers, shared, bytes, m, m x entry id in order)     shared = 1: other readers exist,
+--           do not delete
+--   appends n, then n x (stream key, bytes, bound, blob key or '', cap, m, m x field/value)
+--   more    0 | 1 and the rest:
 --   ledger  n, then n x (field, delta)
 --   opens   n, then n x (group id, value)
 --   closes  n, then n x group id
---   deletes n, then n x key index
+--   deletes n, then n x key
 --   state   n, then n x (field, value)
--- Returns {"ok", entry ids...} | {"done"} (by this very call, whose reply was lost) | {"again"} (the guard says that an
---         equal one was done before) | {"stale", value} (the guard fails)
---       | {"moved", ids...} (no longer pending) | {"full", stream key} | {"noblob", key}
-local a, i = ARGV, 1
-local function take() local v = a[i]; i = i + 1; return v end
-local function key() return KEYS[tonumber(take())] end
+-- Returns for each commit {"ok", entry ids...} | {"done"} (by this very call, whose reply was lost) | {"again"} (the guard
+--         says that an equal one was done before) | {"stale", value} (the guard fails) | {"moved", ids...} (no longer
+--         pending) | {"full", stream key} | {"noblob", key}
+local a, i = ARGV, 3
+local state, ledger, open, bytes, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local call = redis.call
+local function take() i = i + 1; return a[i] end
+local function number() i = i + 1; return tonumber(a[i]) end
+-- m values from here on, without copying them one by one.
+local function span(m) local from = i + 1; i = i + m; return from, i end
 
-local slot, mark = take(), take()
-if redis.call('HGET', KEYS[5], slot) == mark then return {'done'} end
-
-local guard = nil
-if take() == '1' then guard = {take(), take(), take()} end
-if guard then
-  local now = redis.call('HGET', KEYS[1], guard[1]) or ''
-  if now == guard[3] then return {'again'} end
-  if now ~= guard[2] then return {'stale', now} end
+-- Bytes in flight of a stream: read once, kept here, written when the call ends.
+local used, moves = {}, {}
+local function in_flight(key)
+  if not used[key] then used[key] = tonumber(call('HGET', bytes, key) or '0') end
+  return used[key]
+end
+local function move_bytes(key, delta)
+  if used[key] then used[key] = used[key] + delta end
+  moves[key] = (moves[key] or 0) + delta
 end
 
-local acks = {}
-for n = 1, tonumber(take()) do acks[n] = {key(), take(), take(), tonumber(take()), take()} end
-local outs = {}
-for n = 1, tonumber(take()) do
-  local out = {key(), tonumber(take()), tonumber(take()), tonumber(take()), tonumber(take())}
-  local fields = {}
-  for f = 1, tonumber(take()) do fields[f] = take() end
-  out[6] = fields
-  outs[n] = out
-end
-
--- Checks first: nothing is written before all of them hold.
-local moved = {}
-for _, ack in ipairs(acks) do
-  local held = redis.call('XPENDING', ack[1], ack[2], ack[3], ack[3], 1)
-  if #held == 0 then moved[#moved + 1] = ack[3] end
-end
-if #moved > 0 then table.insert(moved, 1, 'moved'); return moved end
-for _, out in ipairs(outs) do
-  if out[4] > 0 and redis.call('EXISTS', KEYS[out[4]]) == 0 then return {'noblob', KEYS[out[4]]} end
-  if out[3] > 0 then
-    local used = tonumber(redis.call('HGET', KEYS[4], out[1]) or '0')
-    if used > 0 and used + out[2] > out[3] then return {'full', out[1]} end
+local function still_pending(key, readers, from, to)
+  local n = to - from + 1
+  local held = call('XPENDING', key, readers, a[from], a[to], n)
+  local all = #held == n
+  for at = 1, #held do all = all and held[at][1] == a[from + at - 1] end
+  if all then return nil end
+  local moved = nil -- entries of others lie between, or some are gone: ask one by one
+  for at = from, to do
+    if #call('XPENDING', key, readers, a[at], a[at], 1) == 0 then
+      moved = moved or {'moved'}
+      moved[#moved + 1] = a[at]
+    end
   end
+  return moved
 end
 
-for _, ack in ipairs(acks) do
-  redis.call('XACK', ack[1], ack[2], ack[3])
-  if ack[5] == '0' then
-    redis.call('XDEL', ack[1], ack[3])
-    if ack[4] > 0 then redis.call('HINCRBY', KEYS[4], ack[1], string.format('-%.0f', ack[4])) end
+local function hop(done)
+  local guard = nil
+  if take() == '1' then guard = {take(), take(), take()} end
+  local n_acks = number()
+  local acks = i + 1
+  for _ = 1, n_acks do i = i + 4; span(number()) end
+  local n_outs = number()
+  local outs = i + 1
+  for _ = 1, n_outs do i = i + 5; span(number()) end
+  local sums, sums_to, opens, opens_to, closes, closes_to, deletes, deletes_to, sets, sets_to
+  local more = take() == '1'
+  if more then
+    sums, sums_to = span(2 * number())
+    opens, opens_to = span(2 * number())
+    closes, closes_to = span(number())
+    deletes, deletes_to = span(number())
+    sets, sets_to = span(2 * number())
   end
-end
-local reply = {'ok'}
-for _, out in ipairs(outs) do
-  local id
-  if out[5] > 0 then
-    id = redis.call('XADD', out[1], 'MAXLEN', '~', out[5], '*', unpack(out[6]))
-  else
-    id = redis.call('XADD', out[1], '*', unpack(out[6]))
-    redis.call('HINCRBY', KEYS[4], out[1], out[2])
+  if done then return {'done'} end
+
+  -- Checks first: nothing is written before all of them hold.
+  if guard then
+    local now = call('HGET', state, guard[1]) or ''
+    if now == guard[3] then return {'again'} end
+    if now ~= guard[2] then return {'stale', now} end
   end
-  reply[#reply + 1] = id
+  local at = outs
+  for _ = 1, n_outs do -- at: stream key, bytes, bound, blob key, cap, m, fields
+    if a[at + 3] ~= '' and call('EXISTS', a[at + 3]) == 0 then return {'noblob', a[at + 3]} end
+    if a[at + 2] ~= '0' then
+      local now = in_flight(a[at])
+      if now > 0 and now + a[at + 1] > tonumber(a[at + 2]) then return {'full', a[at]} end
+    end
+    at = at + 6 + a[at + 5]
+  end
+  at = acks
+  local alone = n_acks == 1 and a[acks + 4] == '1'
+  if not alone then -- a single acknowledgement is its own check, below
+    for _ = 1, n_acks do -- at: stream key, readers, shared, bytes, m, ids
+      local moved = still_pending(a[at], a[at + 1], at + 5, at + 4 + a[at + 4])
+      if moved then return moved end
+      at = at + 5 + a[at + 4]
+    end
+    at = acks
+  end
+
+  for _ = 1, n_acks do
+    local key, last = a[at], at + 4 + a[at + 4]
+    if call('XACK', key, a[at + 1], unpack(a, at + 5, last)) == 0 and alone then return {'moved', a[last]} end
+    if a[at + 2] == '0' then
+      call('XDEL', key, unpack(a, at + 5, last))
+      move_bytes(key, -a[at + 3])
+    end
+    at = last + 1
+  end
+  local reply = {'ok'}
+  at = outs
+  for n = 1, n_outs do
+    local key, last = a[at], at + 5 + a[at + 5]
+    if a[at + 4] ~= '0' then
+      reply[n + 1] = call('XADD', key, 'MAXLEN', '~', a[at + 4], '*', unpack(a, at + 6, last))
+    else
+      reply[n + 1] = call('XADD', key, '*', unpack(a, at + 6, last))
+      move_bytes(key, tonumber(a[at + 1]))
+    end
+    at = last + 1
+  end
+  if more then
+    for f = sums, sums_to, 2 do call('HINCRBY', ledger, a[f], a[f + 1]) end
+    for f = opens, opens_to, 2 do call('HSET', open, a[f], a[f + 1]) end
+    for f = closes, closes_to do call('HDEL', open, a[f]) end
+    for f = deletes, deletes_to do call('DEL', a[f]) end
+    for f = sets, sets_to, 2 do call('HSET', state, a[f], a[f + 1]) end
+  end
+  if guard then call('HSET', state, guard[1], guard[3]) end
+  return reply
 end
-for _ = 1, tonumber(take()) do redis.call('HINCRBY', KEYS[2], take(), take()) end
-for _ = 1, tonumber(take()) do redis.call('HSET', KEYS[3], take(), take()) end
-for _ = 1, tonumber(take()) do redis.call('HDEL', KEYS[3], take()) end
-for _ = 1, tonumber(take()) do redis.call('DEL', key()) end
-for _ = 1, tonumber(take()) do redis.call('HSET', KEYS[1], take(), take()) end
-if guard then redis.call('HSET', KEYS[1], guard[1], guard[3]) end
-redis.call('HSET', KEYS[5], slot, mark)
-redis.call('EXPIRE', KEYS[5], 3600)
-return reply
+
+-- A mark is the number of the call and, for each commit, whether it took effect. One that did not has written nothing, so
+-- it may simply be tried again when the call is repeated.
+local before = call('HGET', marks, a[1]) or ''
+local effects = string.match(before, '^' .. a[2] .. ':(.*)$')
+local replies, flags = {}, {}
+for n = 1, tonumber(a[3]) do
+  replies[n] = hop(effects ~= nil and string.sub(effects, n, n) == '1')
+  flags[n] = (replies[n][1] == 'ok' or replies[n][1] == 'done') and '1' or '0'
+end
+for key, delta in pairs(moves) do
+  if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
+end
+flags = table.concat(flags)
+if string.find(flags, '1') then
+  call('HSET', marks, a[1], a[2] .. ':' .. flags)
+  call('EXPIRE', marks, 3600)
+end
+return replies

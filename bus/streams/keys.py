@@ -73,4 +73,15 @@ class Keys(msgspec.Struct, frozen=True):
         return self._key("identity")
 
 
-__all__ = ("Keys",)
+class StreamKeys(dict[str, str]):
+    """Stream name -> key, each made once."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def __missing__(self, name: str) -> str:
+        key = self[name] = self._keys.stream(name)
+        return key
+
+
+__all__ = ("Keys", "StreamKeys")

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -31,10 +29,12 @@ from redis.exceptions import (
 
 from bus.clock import Clock
 from bus.errors import BusFull, BusRefused, BusUnreachable, InvariantBroken
+from bus.streams.wire import Command, Wire, make_client
 
 T = TypeVar("T")
-Command = tuple[Any, ...]
+Waiting = asyncio.Future[Any]
 BATCH = 128  # commands in one pipelined write
+JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
 
 
 class Script:
@@ -45,18 +45,19 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
-def make_client(url: str) -> Redis:
-    """A client with its own timeouts, retries and reply parsing switched off: deadlines are ours, replies are plain."""
-    client: Redis = Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=None,
-        socket_connect_timeout=5.0,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-    )
-    client.response_callbacks.clear()
-    return client
+class Job:
+    """Part of a call of a script that does several jobs at once; the replies come back one for each.
+
+    Jobs of one `lane` may share a call. `fixed` keys come first and are the same in every job of a lane.
+    """
+
+    __slots__ = ("args", "fixed", "keys", "lane", "script", "size")
+
+    def __init__(
+        self, script: Script, lane: str, *, fixed: Sequence[str], keys: Sequence[str], args: Sequence[Any], size: int
+    ) -> None:
+        self.script, self.lane, self.size = script, lane, size
+        self.fixed, self.keys, self.args = fixed, keys, args
 
 
 async def call(client: Redis, *command: Any) -> Any:
@@ -92,17 +93,26 @@ class Link:
         self.server_restarts = 0
         self._scripts = {script.sha: script for script in scripts}
         self._run_id = ""
-        self._queue: list[tuple[Command, asyncio.Future[Any]]] = []
+        self._wire = Wire(url)
+        self._calls = 0
+        self._queue: list[tuple[Command | Job, Waiting]] = []
         self._writer: asyncio.Task[None] | None = None
 
     async def run(self, *command: Any) -> Any:
         """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._queue.append((command, future))
+        return await self._enqueue(command)
+
+    def run_job(self, job: Job) -> Waiting:
+        """One job of a script that knows its repetitions, in one call with its like that are queued."""
+        return self._enqueue(job)
+
+    def _enqueue(self, what: Command | Job) -> Waiting:
+        future: Waiting = asyncio.get_running_loop().create_future()
+        self._queue.append((what, future))
         if self._writer is None:
             # Owned by this object: it ends when the queue is empty, and close() waits for it.
             self._writer = asyncio.create_task(self._write_all(), name="bus-writer")
-        return await asyncio.shield(future)
+        return future
 
     async def run_many(self, commands: list[Command], *, repeatable: bool) -> None:
         """Commands in one pipeline of their own; a lost connection is waited out only when twice is harmless."""
@@ -121,34 +131,75 @@ class Link:
                 raise translate(reply, self.url) from reply
 
     async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """EVALSHA, loading the script when the server does not know it (first use, or a restarted server)."""
-        try:
-            return await self.run("EVALSHA", script.sha, len(keys), *keys, *args)
-        except NoScriptError:
-            return await self.run("EVAL", script.source, len(keys), *keys, *args)
+        """A call of a script that is safe to repeat."""
+        self._scripts.setdefault(script.sha, script)
+        return await self._enqueue(("EVALSHA", script.sha, len(keys), *keys, *args))
 
     async def _write_all(self) -> None:
         try:
             while self._queue:
-                batch, self._queue = self._queue[:BATCH], self._queue[BATCH:]
+                commands, waiting = self._next_batch()
                 try:
-                    replies = await self.retry(lambda batch=batch: self._send([c for c, _ in batch]))  # type: ignore[misc]
+                    replies = await self.retry(lambda commands=commands: self._exchange(commands))  # type: ignore[misc]
                 except Exception as error:  # noqa: BLE001 - every waiter gets it; none is left hanging
-                    for _, future in batch:
-                        if not future.done():
-                            future.set_exception(error)
-                    continue
-                for (_, future), reply in zip(batch, replies, strict=True):
-                    if future.done():
-                        continue
-                    if isinstance(reply, NoScriptError):
-                        future.set_exception(reply)
-                    elif isinstance(reply, RedisError):
-                        future.set_exception(translate(reply, self.url))
-                    else:
-                        future.set_result(reply)
+                    replies = [error] * len(commands)
+                for futures, reply in zip(waiting, replies, strict=True):
+                    if isinstance(reply, RedisError):
+                        reply = translate(reply, self.url)
+                    joined = isinstance(futures, list) and not isinstance(reply, Exception)
+                    futures = futures if isinstance(futures, list) else [futures]
+                    parts = reply if joined else [reply] * len(futures)
+                    for future, part in zip(futures, parts, strict=True):
+                        if future.done():  # its caller was cancelled
+                            continue
+                        if isinstance(part, Exception):
+                            future.set_exception(part)
+                        else:
+                            future.set_result(part)
         finally:
             self._writer = None
+
+    def _next_batch(self) -> tuple[list[Command], list[Waiting | list[Waiting]]]:
+        """Commands to write together, jobs of a lane joined into one, and who waits for the reply (or its parts) of each."""
+        commands: list[Command] = []
+        waiting: list[Waiting | list[Waiting]] = []
+        jobs: dict[tuple[str, str], list[Job]] = {}
+        waiting_jobs: dict[tuple[str, str], list[Waiting]] = {}
+        room, taken = JOB_BYTES, 0
+        for what, future in self._queue[:BATCH]:
+            if isinstance(what, Job):
+                if room <= 0:
+                    break
+                room -= what.size
+                lane = (what.script.sha, what.lane)
+                jobs.setdefault(lane, []).append(what)
+                waiting_jobs.setdefault(lane, []).append(future)
+            else:
+                commands.append(what)
+                waiting.append(future)
+            taken += 1
+        del self._queue[:taken]
+        for (sha, lane_name), group in jobs.items():
+            keys = dict.fromkeys(group[0].fixed)
+            for job in group:
+                keys.update(dict.fromkeys(job.keys))
+            self._calls += 1
+            command: list[Any] = ["EVALSHA", sha, len(keys), *keys, lane_name, self._calls, len(group)]
+            for job in group:
+                command += job.args
+            commands.append(tuple(command))
+            waiting.append(waiting_jobs[sha, lane_name])
+        return commands, waiting
+
+    async def _exchange(self, commands: list[Command]) -> list[Any]:
+        replies = await self._wire.exchange(commands)
+        # A server that does not know a script (a restarted one) has done nothing; it gets the source.
+        unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            sources = [("EVAL", self._scripts[commands[n][1]].source, *commands[n][2:]) for n in unknown]
+            for n, reply in zip(unknown, await self._wire.exchange(sources), strict=True):
+                replies[n] = reply
+        return replies
 
     async def _send(self, commands: list[Command]) -> list[Any]:
         if len(commands) == 1:
@@ -177,8 +228,8 @@ class Link:
                 if lost:
                     await self._note_restart()
                 return await attempt()
-            except (AuthenticationError, NoScriptError) as error:
-                raise error if isinstance(error, NoScriptError) else translate(error, self.url) from error
+            except AuthenticationError as error:
+                raise translate(error, self.url) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 lost = True
                 if self.clock.monotonic() >= until:
@@ -213,7 +264,8 @@ class Link:
         """Let queued commands finish, then close."""
         if self._writer is not None:
             await asyncio.gather(self._writer, return_exceptions=True)
+        await self._wire.close()
         await self.client.aclose()
 
 
-__all__ = ("BATCH", "Command", "Link", "Script", "call", "make_client", "translate")
+__all__ = ("BATCH", "JOB_BYTES", "Command", "Job", "Link", "Script", "call", "make_client", "translate")

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
-from bus.streams.link import call, make_client, translate
+from bus.streams.hop import id_key
+from bus.streams.link import translate
 from bus.streams.redis import Bus, make_entry
+from bus.streams.wire import Wire
 from bus.topology import Stream
 
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
@@ -32,7 +33,7 @@ class Reader:
         self._streams = tuple(streams)
         self._readers = readers
         self.me = me
-        self._client: Redis = make_client(bus.config.url)
+        self._wire = Wire(bus.config.url)
         self._restarts_seen = bus.link.server_restarts
         self._mean_bytes = 1024.0
         self.held: dict[tuple[str, str], Entry] = {}
@@ -46,7 +47,7 @@ class Reader:
 
     async def close(self) -> None:
         """Close the connection; held entries stay pending for their next owner."""
-        await self._client.aclose()
+        await self._wire.close()
 
     async def read(self, count: int, block_s: float) -> list[Entry]:
         """Up to `count` entries: own pending ones first after a (re)start, then new ones in stream order of priority."""
@@ -62,9 +63,10 @@ class Reader:
             if entries:
                 return entries
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
-        for stream in self._streams:
-            if found := await self._take([stream], count, None):
-                return found
+        if len(self._streams) > 1 or block_s <= 0:
+            for stream in self._streams:
+                if found := await self._take([stream], count, None):
+                    return found
         if block_s <= 0:
             return []
         return await self._take(self._streams, max(1, count // len(self._streams)), int(block_s * 1000))
@@ -98,7 +100,9 @@ class Reader:
                 await self._bus.link.run(
                     "XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID"
                 )  # resets idle, keeps the delivery count
-            gone = [e for e in group if e.id not in mine and (name, e.id) in self.held]  # not what we finished meanwhile
+            gone = [
+                e for e in group if e.id not in mine and (name, e.id) in self.held
+            ]  # not what we finished meanwhile
             lost |= {e.id for e in gone}
             self.forget(gone)
         return lost
@@ -109,7 +113,7 @@ class Reader:
 
     async def _deliveries(self, key: str, entry_ids: Sequence[str]) -> dict[str, int]:
         """How often each of our pending entries between the first and the last of these ids was delivered."""
-        ids = sorted(entry_ids, key=_id_key)
+        ids = sorted(entry_ids, key=id_key)
         counts: dict[str, int] = {}
         start = ids[0]
         while True:
@@ -198,12 +202,12 @@ class Reader:
 
     async def _call(self, command: list[Any]) -> Any:
         try:
-            return await call(self._client, *command)
+            return await self._wire.call(*command)
         except ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise translate(error, self._bus.config.url) from error
             await self.open()  # a server that lost its last second may have lost the group too
-            return await call(self._client, *command)
+            return await self._wire.call(*command)
         except (ConnectionError, TimeoutError, OSError):
             self._reread = True  # entries may have been given to us in a reply that never came
             raise
@@ -216,7 +220,7 @@ class Tail:
         self._bus = bus
         self._streams = tuple(streams)
         self._start = start
-        self._client: Redis = make_client(bus.config.url)
+        self._wire = Wire(bus.config.url)
         self.positions: dict[str, str] = {}
 
     async def open(self) -> None:
@@ -230,7 +234,7 @@ class Tail:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._client.aclose()
+        await self._wire.close()
 
     async def read(self, block_s: float, count: int = 256) -> list[Entry]:
         """New entries of all streams, oldest first; empty after `block_s` without any."""
@@ -239,14 +243,14 @@ class Tail:
             command += ["BLOCK", int(block_s * 1000)]
         keys = [self._bus.keys.stream(s.name) for s in self._streams]
         command += ["STREAMS", *keys, *(self.positions[s.name] for s in self._streams)]
-        reply = await self._bus.link.retry(lambda: call(self._client, *command))
+        reply = await self._bus.link.retry(lambda: self._wire.call(*command))
         rows = _by_stream(reply, self._streams)
         found: list[Entry] = []
         for stream in self._streams:
             for raw in rows.get(stream.name, []):
                 found.append(make_entry(stream, "", raw))
                 self.positions[stream.name] = found[-1].id
-        found.sort(key=lambda e: _id_key(e.id))
+        found.sort(key=lambda e: id_key(e.id))
         return found
 
 
@@ -261,11 +265,6 @@ def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:
             raise InvariantBroken(f"Redis answered for stream {name!r}, which was not asked for")
         rows[name] = list(entries)
     return rows
-
-
-def _id_key(entry_id: str) -> tuple[int, int]:
-    ms, _, seq = entry_id.partition("-")
-    return int(ms), int(seq or 0)
 
 
 def _str(value: bytes | str) -> str:

@@ -21,12 +21,14 @@ from bus.errors import DeadlineExceeded, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
-from bus.streams.keys import Keys
-from bus.streams.link import BATCH, Link, Script
+from bus.streams.hop import Placed, hop_args
+from bus.streams.keys import Keys, StreamKeys
+from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import BY_NAME, STREAMS, Stream
 
 COMMIT, TRIM, PREFIX = Script("commit.lua"), Script("trim.lua"), Script("prefix.lua")
 SNAPSHOT = Script("snapshot.lua")
+_BARE = Commit(bounded=True)  # an append without condition
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +57,11 @@ class Bus:
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
         )
+        self._stream_keys = StreamKeys(self.keys)
         self._sender = uuid.uuid4().hex[:16]  # names this process's marks; decides nothing
         self._sent = 0
+        self._fixed_keys = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
+        self._fixed_keys.append(self.keys.marks(self._sender))
         self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
         self.waiting_for_room: str = ""
 
@@ -75,17 +80,24 @@ class Bus:
         `repeatable`: twice is harmless, as for all mere news, so a lost connection is waited out. Otherwise it is an
         error, because an outcome that is unknown must not be doubled.
         """
+        bodies = [encode(out.message) for out in outs]
+        if max(map(len, bodies), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
+            # The commit script keeps the byte bound exactly and knows a repetition: this is safe in any case.
+            placed = [Placed(out, body) for out, body in zip(outs, bodies, strict=True)]
+            for start in range(0, len(placed), BATCH):
+                await self._hop(_BARE, placed[start : start + BATCH])
+            return
         commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
-        for out in outs:
-            fields, size, _ = await self._fields(out, encode(out.message), self.config.inline_limit_bytes)
-            key = self.keys.stream(out.stream.name)
+        for out, body in zip(outs, bodies, strict=True):
+            one = await self._place(out, body, self.config.inline_limit_bytes)
+            key = self._stream_keys[out.stream.name]
             if out.stream.cap:
-                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields))
+                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *one.fields()))
             else:
-                commands.append(("XADD", key, "*", *fields))
+                commands.append(("XADD", key, "*", *one.fields()))
             if out.stream.is_data:
-                added[key] = added.get(key, 0) + size
+                added[key] = added.get(key, 0) + len(body)
         for key, total in added.items():
             if self.config.stream_max_bytes:
                 await self._wait_for_room(key, total)
@@ -98,52 +110,21 @@ class Bus:
         `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry.
         """
         released = [e.blob for e in commit.ack if e.blob and len(e.stream.readers) == 1]  # shared ones go with `trim`
-        created: list[str] = []
-        keys: list[str] = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
-        keys.append(self.keys.marks(self._sender))
-        index: dict[str, int] = {}
-
-        def key(name: str) -> int:
-            if name not in index:
-                keys.append(name)
-                index[name] = len(keys)
-            return index[name]
-
-        args: list[Any] = [0] if commit.guard is None else [1, *msgspec.structs.astuple(commit.guard)]
-        args.append(len(commit.ack))
-        for entry in commit.ack:
-            shared = int(len(entry.stream.readers) > 1)
-            args += [key(self.keys.stream(entry.stream.name)), entry.readers, entry.id, entry.size, shared]
-        args.append(len(commit.append))
+        placed: list[Placed] = []
         for out in commit.append:
-            fields, size, ref = await self._fields(out, encode(out.message), self.config.hop_limit_bytes)
-            if ref:
-                created.append(ref)
-            blob_key = key(self.keys.blob(ref.split(":")[1])) if ref.startswith("redis:") else 0
-            bound = self.config.stream_max_bytes if commit.bounded and out.stream.is_data else 0
-            held = size if out.stream.is_data else 0
-            args += [key(self.keys.stream(out.stream.name)), held, bound, blob_key, out.stream.cap, len(fields)]
-            args += fields
-        args.append(len(commit.ledger))
-        for account, delta in commit.ledger.items():
-            args += [account, delta]
-        args.append(len(commit.open_groups))
-        for group_id, issued in commit.open_groups.items():
-            args += [group_id, issued]
-        args += [len(commit.close_groups), *commit.close_groups]
-        args.append(len(commit.delete_prefixes))
-        args += [key(self.keys.prefix(sample_id)) for sample_id in commit.delete_prefixes]
-        args.append(len(commit.state))
-        for field, value in commit.state.items():
-            args += [field, value]
-
-        outcome, rest = await self._run_commit(keys, args)
-        if outcome == "moved":
-            await self.blobs.delete(created)
-            return CommitResult(done=False, moved=rest)
+            body = encode(out.message)
+            small = len(body) <= self.config.hop_limit_bytes
+            placed.append(Placed(out, body) if small else await self._place(out, body, self.config.hop_limit_bytes))
+        created = [one.ref for one in placed if one.ref]
+        outcome, rest = await self._hop(commit, placed)
+        if outcome == b"moved":
+            if created:
+                await self.blobs.delete(created)
+            return CommitResult(done=False, moved=tuple(map(_text, rest)))
         # "again": an equal commit of somebody else is the one that counts, so our new bodies have no entry.
-        await self.blobs.delete(released + created if outcome == "again" else released)
-        return CommitResult(done=True, entry_ids=rest)
+        if unused := released + created if outcome == b"again" else released:
+            await self.blobs.delete(unused)
+        return CommitResult(done=True, entry_ids=tuple(map(_text, rest)))
 
     def _mark(self) -> tuple[int, int]:
         """(slot, mark) of the next conditional write. Taken right before sending: of at most BATCH commands of this
@@ -151,28 +132,36 @@ class Bus:
         self._sent += 1
         return self._sent % (2 * BATCH), self._sent
 
-    async def _run_commit(self, keys: list[str], args: list[Any]) -> tuple[str, tuple[str, ...]]:
-        until = self.clock.monotonic() + self.config.room_deadline_s
-        pause_s = 0.01
+    async def _hop(self, commit: Commit, placed: Sequence[Placed]) -> tuple[bytes, list[bytes]]:
+        bound = self.config.stream_max_bytes if commit.bounded else 0
+        named, args = hop_args(commit, placed, keys=self.keys, stream_keys=self._stream_keys, bound=bound)
+        size = sum(len(one.body) for one in placed if not one.ref)
+        # Apart, because a server out of memory takes what begins with an acknowledgement and refuses the rest.
+        lane = "hop" if commit.ack else "append"
+        job = Job(COMMIT, lane, fixed=self._fixed_keys, keys=named, args=args, size=size)
+        until, pause_s = 0.0, 0.01
         while True:
-            reply = [_text(part) for part in await self.link.run_script(COMMIT, keys, [*self._mark(), *args])]
-            match reply[0]:
-                case "ok" | "done" | "again" | "moved" as outcome:
+            outcome, *rest = await self.link.run_job(job)
+            match outcome:
+                case b"ok" | b"done" | b"again" | b"moved":
                     self.waiting_for_room = ""
-                    return outcome, tuple(reply[1:])
-                case "full":
-                    self.waiting_for_room = reply[1]
+                    return outcome, rest
+                case b"full":
+                    self.waiting_for_room = _text(rest[0])
+                    until = until or self.clock.monotonic() + self.config.room_deadline_s
                     if self.clock.monotonic() > until:
-                        raise DeadlineExceeded(self._full_text(reply[1]))
+                        raise DeadlineExceeded(self._full_text(self.waiting_for_room))
                     await self.clock.sleep(pause_s)
                     pause_s = min(0.2, pause_s * 2)
-                case "stale":
+                case b"stale":
                     raise InvariantBroken(
-                        f"state moved under us in run {self.config.run}: found {reply[1]!r}. Another process holds this "
-                        "role; stop one of them."
+                        f"state moved under us in run {self.config.run}: found {_text(rest[0])!r}. Another process holds "
+                        "this role; stop one of them."
                     )
                 case _:
-                    raise InvariantBroken(f"commit refused: {' '.join(reply)}; the body of the message is missing")
+                    raise InvariantBroken(
+                        f"commit refused: {_text(outcome)} {_text(rest[0])}; the body of the message is missing"
+                    )
 
     async def _wait_for_room(self, key: str, size: int) -> None:
         until = self.clock.monotonic() + self.config.room_deadline_s
@@ -195,14 +184,8 @@ class Bus:
             "--stream-max-bytes; nothing was lost."
         )
 
-    async def _fields(self, out: Out, body: bytes, limit: int) -> tuple[list[Any], int, str]:
-        """Entry fields, accounted bytes, blob reference when the body had to move aside."""
-        kind = str(out.message.__struct_config__.tag)
-        fields: list[Any] = ["type", kind, *out.message.header().fields()]
-        if len(body) <= limit:
-            return [*fields, "body", body], len(body), ""
-        ref = await self.blobs.put(body)
-        return [*fields, "blob", ref], len(body), ref
+    async def _place(self, out: Out, body: bytes, limit: int) -> Placed:
+        return Placed(out, body, "" if len(body) <= limit else await self.blobs.put(body))
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
@@ -303,15 +286,23 @@ class Bus:
         await self.link.run("HSET", self.keys.vitals, actor, encode(message))
 
 
+_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note")}
+
+
 def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
-    """redis-py's (id, {field: value} | [field, value, ...]) to an Entry."""
+    """A reply's [id, [field, value, ...]] to an Entry."""
     entry_id, pairs = raw
-    if not isinstance(pairs, dict):
-        pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    body: bytes = pairs.pop(b"body", b"")
-    blob = _text(pairs.pop(b"blob", b""))
+    fields: dict[str, str] = {}
+    body, blob = b"", ""
+    each = iter(pairs)
+    for name, value in zip(each, each, strict=True):
+        if name == b"body":
+            body = value
+        elif name == b"blob":
+            blob = _text(value)
+        else:
+            fields[_NAMES.get(name) or _text(name)] = value.decode("utf-8", "replace")
     size = _blob_bytes(blob) if blob else len(body)
-    fields = {_text(k): _text(v) for k, v in pairs.items()}
     return Entry(
         id=_text(entry_id),
         stream=stream,

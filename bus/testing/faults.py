@@ -234,19 +234,24 @@ async def check_reply_of_a_body_lost(make_bus: MakeBus, proxy: LossyProxy, make_
 
 
 async def check_reply_of_news_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
-    """News goes on, perhaps twice; an entry of a data stream is never written blindly a second time."""
+    """A small message is known when it is repeated. A larger one is not: news goes on, perhaps twice; an entry of a data
+    stream is never written blindly a second time."""
+    news = Event(actor="a", kind="k", text="x" * 20_000, wall=0.0)
     async with make_bus() as outside, make_lossy() as bus:
+        proxy.lose_reply_to("EVALSHA")
+        await publish(bus, 1)
+        assert await outside.length(PROMPTS) == 1
         proxy.lose_reply_to("XADD")
-        await bus.append([Out(EVENTS, Event(actor="a", kind="k", text="", wall=0.0))])
+        await bus.append([Out(EVENTS, news)])
         assert await outside.length(EVENTS) in (1, 2)
         proxy.lose_reply_to("XADD")
         try:
-            await publish(bus, 1)
+            await publish(bus, 1, prompt_tokens=5000)
         except BusUnreachable as error:
             assert "unknown" in str(error)
         else:
             raise AssertionError("an unknown outcome was passed over")
-        assert await outside.length(PROMPTS) == 1
+        assert await outside.length(PROMPTS) == 2
 
 
 async def check_reply_of_a_knob_patch_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:

@@ -37,6 +37,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
+    Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
 )
 

@@ -33,8 +33,10 @@ _CSS = {
     LINE: "var(--line)",
 }
 SERIES = (GREEN, PURPLE, ORANGE, RED)
+# Ids that repeat from picture to picture; those of clip paths and markers are referred to and carry the salt.
+_IDS = re.compile(r'\bid="(?:figure|axes|patch|line2d|text|[xy]tick|matplotlib\.axis|legend|\w+Collection)_\d+"')
 HALF, WIDE = (5.2, 2.75), (10.8, 3.1)
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9,
@@ -72,7 +74,7 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.S)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'\bid="(figure|axes|patch|line2d|text|xtick|ytick|matplotlib\.axis|legend|Line2DCollection|PathCollection|FillBetweenPolyCollection|PolyCollection)_\d+"', "", svg)  # fmt: skip
+    svg = _IDS.sub("", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     for colour, css in _CSS.items():
         svg = svg.replace(colour, css)

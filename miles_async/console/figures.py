@@ -25,11 +25,12 @@ class TimeSplit(msgspec.Struct, frozen=True):
 
 
 def time_split(step: Step) -> TimeSplit:
-    """The split of one step. What the trainer does not name, up to the next step's end, counts as publishing."""
+    """The split of one step. What the trainer does not name counts as publishing, but not the time
+    that it was away."""
     wait, train = step.get("perf/wait_s"), step.get("perf/train_s")
     publish = step.metrics.get("perf/publish_s")
     if publish is None:
-        publish = max(0.0, step.gap_s - wait - train) if step.gap_s else 0.0
+        publish = max(0.0, step.gap_s - wait - train) if step.gap_s and not step.resumed else 0.0
     return TimeSplit(wait, train, float(publish))
 
 

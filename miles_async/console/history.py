@@ -19,13 +19,15 @@ TOKENS_PER_S = "perf/tokens_per_s"
 
 @dataclass(slots=True)
 class Step:
-    """One training step of the surviving lineage. `gap_s`: wall seconds since the step before it, 0 for the first."""
+    """One training step of the surviving lineage. `gap_s`: wall seconds since the step before it, 0 for the first.
+    `resumed`: the first after a restart, so that its gap is mostly the trainer's absence."""
 
     step: int
     wall: float
     metrics: dict[str, float]
     groups: list[str]
     gap_s: float = 0.0
+    resumed: bool = False
 
     def get(self, name: str, default: float = 0.0) -> float:
         return float(self.metrics.get(name, default))
@@ -61,6 +63,7 @@ class History:
     last_wall: float = 0.0
     lost_steps: int = 0
     finished: bool = False
+    _resumed: bool = False
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock."""
@@ -100,7 +103,9 @@ class History:
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
         metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
-        self.steps.append(Step(number, wall, metrics, list(record.get("groups", ())), max(0.0, gap)))
+        groups = list(record.get("groups", ()))
+        self.steps.append(Step(number, wall, metrics, groups, max(0.0, gap), resumed=self._resumed and gap > 0))
+        self._resumed = False
         for _, reason in record.get("dropped", ()):
             self.drops[str(reason)] += 1
 
@@ -117,6 +122,7 @@ class History:
         self.evals = [e for e in self.evals if e.step <= step]
         self.restores.append(record)
         self.finished = False
+        self._resumed = True
 
     def eval_names(self) -> list[str]:
         """Names of evaluation sets, in order of appearance."""

@@ -24,7 +24,7 @@ from miles_async.console import charts
 from miles_async.console.figures import shares, throughput
 from miles_async.console.history import MAX_STALENESS, REWARD, History, history_of
 from miles_async.console.metrics_file import read_records
-from miles_async.console.text import duration, human_count, percent
+from miles_async.console.text import duration, human_count, percent, plural
 
 FILE = "report.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
@@ -102,8 +102,8 @@ def _header(name: str, history: History) -> str:
 def _notes(history: History, accounts: Accounts | None) -> str:
     notes: list[tuple[str, str]] = []
     if history.lost_steps:
-        times = len(history.restores) - 1
-        notes.append(("", f"{history.lost_steps} steps were lost with the trainer and done again ({times} restarts)."))
+        times = plural(len(history.restores) - 1, "restart")
+        notes.append(("", f"{plural(history.lost_steps, 'step')} lost with the trainer and done again ({times})."))
     if history.dead:
         notes.append(("bad", f"{len(history.dead)} entries became dead letters; the last: {history.dead[-1]['error']}"))
     if accounts is not None and accounts.pending < 0:
@@ -149,14 +149,15 @@ def _charts(history: History, settings: dict[str, dict[str, Any]], accounts: Acc
     if steps:
         wait, train, publish = shares(steps)
         split = f"Training {train:.0%}, waiting for rollouts {wait:.0%}, publishing and saving {publish:.0%}."
+        rate = f"{human_count(throughput(steps))} response tokens per second overall."
         late = max(s.get(MAX_STALENESS) for s in steps)
+        old = f"Versions between the weights that made a token and those trained; at most {late:.0f}."
         cards += [
             _card("Time of the trainer", split, charts.time_of_steps(history)),
-            _card("Throughput", f"{human_count(throughput(steps))} response tokens per second overall.", charts.throughput(history)),
-            _card("Staleness", f"Versions between the weights that made a token and those trained; at most {late:.0f}.",
-                  charts.staleness(history, staleness_bounds(history, settings))),
+            _card("Throughput", rate, charts.throughput(history)),
+            _card("Staleness", old, charts.staleness(history, staleness_bounds(history, settings))),
             _card("Response length", _lengths_text(history), charts.lengths(history)),
-        ]  # fmt: skip
+        ]
     if history.activations:
         cards.append(_card("Pauses of the engines", _pauses_text(history), charts.pauses(history)))
     by_reason, unit = _drops(history, accounts)
@@ -224,7 +225,7 @@ def _ledger(accounts: Accounts | None) -> str:
     rows.append(["issued / generated", f"{accounts.issued:,}", f"{accounts.tokens_generated:,}"])
     table = _table(["account", "samples", "tokens"], rows, numbers=2, last_is_sum=True)
     text = "Every sample issued and every token generated ends in exactly one account."
-    return _card("Ledger", text, table)
+    return _card("Ledger", text, table, wide=True)
 
 
 def _events(history: History) -> str:
@@ -235,7 +236,7 @@ def _events(history: History) -> str:
     for r in history.knobs:
         if int(r["epoch"]) > 0:
             values = ", ".join(f"{k} = {v}" for k, v in r["values"].items())
-            rows.append((float(r["wall"]), "", f"knob epoch {r['epoch']}", f"{values} {r.get('reason', '')}".strip()))
+            rows.append((float(r["wall"]), "", f"knob epoch {r['epoch']}", values + (f" ({r['reason']})" if r.get('reason') else '')))
     for r in history.restores[1:]:
         rows.append((float(r["wall"]), "warning", "trainer restored", f"to step {r['step']} {r.get('checkpoint', '')}"))
     if not rows:
@@ -245,7 +246,8 @@ def _events(history: History) -> str:
         f"<td>{escape(text[:400])}</td></tr>"
         for wall, level, what, text in sorted(rows)[-40:]
     )
-    table = f'<div class="scroll"><table><thead><tr><th>after</th><th>what</th><th></th></tr></thead><tbody>{lines}</tbody></table></div>'
+    head = "<thead><tr><th>after</th><th>what</th><th></th></tr></thead>"
+    table = f'<div class="scroll"><table>{head}<tbody>{lines}</tbody></table></div>'
     return _card("Events", "Faults, restarts and knob changes; the newest last.", table, wide=True)
 
 

@@ -166,14 +166,17 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 backend=backend_config(settings, place),
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
-                save="" if c.no_save else str(c.save),
-                load="" if c.no_save and c.load is None else str(c.load or ""),
+                save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
+                load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
                 fingerprint=place.fingerprint,
                 keep_last=c.keep_last,
                 save_trigger_sentinel=c.save_trigger_sentinel or "",
                 update_weights_interval=interval,
                 lookahead=lookahead,
                 async_save=c.async_save,
+                backend_name="none" if settings.launch.debug_rollout_only else "torch",
+                record=c.save_debug_rollout_data or "",
+                replay_from=c.load_debug_rollout_data or "",
             ),
         ),
         ("publisher", "publisher", PublisherSpec(weights_dir=place.weights_dir)),
@@ -206,6 +209,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         custom_rm_path=r.custom_rm_path or "",
         rm_url=r.rm_url or "",
         reward_key=r.reward_key or "",
+        max_retries=r.reward_max_retries,
         tokenizer_dir=place.model_dir,
     )
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
@@ -214,6 +218,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url)))
         for i, url in enumerate(urls)
     ]
+    if c.load_debug_rollout_data:
+        return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
     if settings.eval.datasets:
         rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
     return rooms

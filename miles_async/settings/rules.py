@@ -291,7 +291,19 @@ def checkpoint_options_agree(s: RunSettings) -> None:
             raise _refuse(name, pattern, "every rollout would use one file", "Write {rollout_id} into the path.")
 
 
+def debug_modes_exclude_each_other(s: RunSettings) -> None:
+    if s.launch.debug_rollout_only and (s.launch.debug_train_only or s.ckpt.load_debug_rollout_data):
+        raise _refuse("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
+    if s.launch.debug_train_only and not s.ckpt.load_debug_rollout_data:
+        raise _refuse("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
+    for field in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        pattern = getattr(s.ckpt, field)
+        if pattern is not None and "{rollout_id}" not in pattern:
+            raise _refuse(field, pattern, "one file per rollout", "Put {rollout_id} into the path.")
+
+
 RULES: tuple[Rule, ...] = (
+    debug_modes_exclude_each_other,
     run_name_is_a_plain_name,
     four_knobs_agree,
     run_length_is_known,

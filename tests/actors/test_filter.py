@@ -98,5 +98,18 @@ async def test_garbage_goes_to_the_dead_letters_and_its_group_closes(redis_url: 
         assert letter.stream == "scored" and "undecodable" in letter.error
 
 
+async def test_a_group_with_no_readable_member_still_closes(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        await issue(bus, 1, tokens=0)
+        key = bus.keys.stream(SCORED.name)
+        async with running(bus, "filter", run, FilterSpec()):
+            for index in range(2):
+                fields = ("type", "rollout.scored", "id", f"g1/{index}", "group", "g1", "tokens", "many", "body", b"\xc1")
+                await bus.link.run("XADD", key, "*", *fields)
+            [verdict] = await until(lambda: messages(bus, VERDICTS))
+        assert verdict.reason == "lost_malformed" and verdict.n_samples == 2
+        assert await bus.hash_of(bus.keys.open_groups) == {}
+
+
 async def _true(value: bool) -> bool:
     return value

@@ -121,9 +121,10 @@ async def gone(pid: int) -> None:
 
 async def appears(path: Path) -> str:
     async with asyncio.timeout(10.0):
-        while not (path.exists() and path.read_text()):
+        while True:
+            if path.exists() and (text := path.read_text()):
+                return text
             await asyncio.sleep(0.02)
-    return path.read_text()
 
 
 # -- sync hooks ---------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ async def test_a_hook_that_hangs_is_killed_while_others_go_on(sync_hook: str, tm
         hanging = asyncio.create_task(verifiers.score(sample("hang", str(tmp_path / "pid")), 4.0))
         pid = int(await appears(tmp_path / "pid"))
         assert await asyncio.gather(*(verifiers.score(sample("ok"), 20.0) for _ in range(8))) == [2.0] * 8
-        with pytest.raises(DeadlineExceeded, match="scoring g1/0 with .* took longer than 4 s"):
+        with pytest.raises(DeadlineExceeded, match=r"scoring g1/0 with .* took longer than 4 s"):
             await hanging
         await gone(pid)
         assert pid not in verifiers.pids

@@ -54,7 +54,8 @@ class TorchBackend:
         return self._core
 
     def setup(self, config: BackendConfig) -> None:
-        """Load everything; may be called again, which starts anew. Raises Refused or ObjectiveConfigError for what cannot be trained; waits for all ranks."""
+        """Load everything; may be called again, which starts anew. Waits for all ranks. Raises Refused or
+        ObjectiveConfigError for what cannot be trained."""
         hf_logging.disable_progress_bar()
         if not self._ranks.connected:
             self._ranks = Ranks.from_environment()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -103,10 +104,11 @@ def write_bytes(path: Path, data: bytes, *, durable: bool) -> FileEntry:
 
 def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool) -> FileEntry:
     part, total, size = path.with_name(f".{path.name}.part"), digest(), 0
-    with part.open("wb") as file:
+    with part.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         for piece in pieces:
+            hashed = hasher.submit(total.update, piece)  # beside the write: both let go of the interpreter
             file.write(piece)
-            total.update(piece)
+            hashed.result()
             size += len(piece)
         if durable:
             file.flush()

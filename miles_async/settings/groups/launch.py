@@ -25,4 +25,10 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         int, doc("Restarts of one actor before the run ends with its error.", unit="restarts", ge=0)
     ] = 5
     heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0)] = 2.0
+    debug_rollout_only: Annotated[
+        bool, doc("Run everything but training: groups are taken and counted, the weights stay as they are.")
+    ] = False
+    debug_train_only: Annotated[
+        bool, doc("Run the trainer alone on the batches of load_debug_rollout_data; implied by it.")
+    ] = False
     report: Annotated[bool, doc("Write report.html at the end of the run.")] = True

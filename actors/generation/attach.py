@@ -1,0 +1,79 @@
+"""Checks of a running server that this worker did not start: does it serve our model, and how does it stream?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.generation.engine import BootRefused
+
+# What makes two models one shape. A weight update between different ones would fail half-way, or worse, not fail.
+SHAPE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+)
+# A key that a config leaves out, and what it then means, where that is one value for all families.
+_DEFAULTS = {"tie_word_embeddings": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """`exact`: chunks never mix tokens of two versions. `tp_size`: GPUs of the engine. `note`: what could not be checked."""
+
+    exact: bool
+    tp_size: int
+    note: str = ""
+
+
+def describe(info: Mapping[str, Any]) -> Attached:
+    """What /server_info tells about streaming and size."""
+    exact = info.get("version") == "embedded" or (
+        info.get("stream_interval", 1) == 1 and bool(info.get("skip_tokenizer_init", False))
+    )
+    return Attached(exact=exact, tp_size=int(info.get("tp_size") or 1))
+
+
+def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path: str) -> Attached:
+    """BootRefused, one line, when the server at `url` serves a model of another shape, or cannot take weight updates."""
+    found = describe(info)
+    if not model_path:
+        return found
+    ours = _config(Path(model_path))
+    if ours is None:
+        return found
+    theirs = _config(Path(served_path))
+    if theirs is None:
+        return Attached(found.exact, found.tp_size, f"{served_path} is not readable here, its shape was not compared")
+    for key in SHAPE_KEYS:
+        mine, its = (c.get(key, _DEFAULTS.get(key)) for c in (ours, theirs))
+        if mine != its:
+            raise BootRefused(
+                f"the engine at {url} serves another model ({served_path}): its {key} is {its!r}, {model_path} has {mine!r}. "
+                "Give the address of an engine of this model to --rollout-external-engine-addrs."
+            )
+    context = info.get("context_length")
+    note = f"context of {context} tokens" if isinstance(context, int) else ""
+    return Attached(found.exact, found.tp_size, note)
+
+
+def _config(directory: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+__all__ = ("SHAPE_KEYS", "Attached", "check_served", "describe")

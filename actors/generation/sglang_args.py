@@ -1,0 +1,87 @@
+"""Flags of a real SGLang server: what follows from the run, what users may pass on, the argv (pure, stdlib only).
+
+Names are SGLang's own without the leading dashes. Owned ones follow from settings of the run and are refused when given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from actors.generation.boot_failures import ArgValue
+
+MODULE = "sglang.launch_server"
+STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
+
+# name -> the setting that decides it
+OWNED: dict[str, str] = {
+    "model-path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "config": "the settings file",
+    "host": "the launcher: engines listen on this host only",
+    "port": "the launcher: a free port is chosen",
+    "nccl-port": "the launcher",
+    "dist-init-addr": "the launcher",
+    "nnodes": "the launcher",
+    "node-rank": "the launcher",
+    "base-gpu-id": "--rollout-gpu-ids",
+    "gpu-id-step": "--rollout-gpu-ids",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "skip-tokenizer-init": "the launcher: only token ids are exchanged",
+    "random-seed": "--seed",
+    "weight-version": "the policy version that is served",
+    "enable-memory-saver": "--colocate",
+    "api-key": "the bus: engines are not reached by anyone else",
+    "admin-api-key": "the bus: engines are not reached by anyone else",
+    "tokenizer-worker-num": "the launcher: one keeps version boundaries exact",
+}
+
+
+def flag_name(name: str) -> str:
+    """SGLang's spelling of a name: dashes, lower case, no prefix."""
+    return name.strip().lstrip("-").replace("_", "-")
+
+
+def server_args(
+    *,
+    tp_size: int,
+    max_running: int,
+    seed: int,
+    given: Mapping[str, ArgValue],
+    context_length: int = 0,
+    exact_stream: bool = False,
+) -> dict[str, ArgValue]:
+    """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
+
+    exact_stream: a chunk per token, so that a weight update without an abort has an exact boundary.
+    """
+    args: dict[str, ArgValue] = {
+        "grammar-backend": "none",
+        "stream-interval": 1 if exact_stream else STREAM_INTERVAL,
+        "incremental-streaming-output": True,
+        "max-running-requests": max_running,
+        "log-level": "info",
+    }
+    if context_length:
+        args["context-length"] = context_length
+    args |= {flag_name(name): value for name, value in given.items()}
+    return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
+
+
+def argv(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[str]:
+    """Command and flags as words. True is a bare flag, False leaves the flag out, a list follows its flag."""
+    words = list(command)
+    for name, value in args.items():
+        if value is False:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, tuple | list):
+            words.extend(str(item) for item in value)
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "argv", "flag_name", "server_args")

@@ -1,0 +1,208 @@
+"""A real SGLang server as a child: started on a free port, given a new chance where the failure allows one, watched.
+
+Owns <folder>/boot.NNN, one per attempt. Always true: `start` returns only a server that is ours (it states the label we
+gave it), answers /health, and has made a token. What a start had to give up stays given up, and is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from actors.generation.boot_failures import Failure, Launch, classify, next_step
+from actors.generation.boot_record import BootRecord, open_record
+from actors.generation.engine import BootRefused, EngineUnavailable
+from actors.generation.process import Child
+from actors.generation.sglang_args import argv
+
+Report = Callable[[str, str], Awaitable[None]]
+POLL_S = 0.25
+PROBE_S = 30.0
+STOP_S = 10.0
+PROBE_TOKEN = 1
+
+
+class SGLangServer:
+    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees)."""
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        folder: Path,
+        launch: Launch,
+        given: frozenset[str],
+        command: Sequence[str],
+        gpus: Sequence[int],
+        boot_deadline_s: float,
+        report: Report,
+    ) -> None:
+        self._model_path = model_path
+        self._folder = folder
+        self._launch = launch
+        self._given = given
+        self._command = list(command)
+        self._gpus = list(gpus)
+        self._boot_deadline_s = boot_deadline_s
+        self._report = report
+        self._child = Child()
+        self._attempts = len(list(folder.glob("boot.*")))
+        self.note = ""
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._child.alive
+
+    async def start(self) -> str:
+        """Boot, with every fallback that fits. BootRefused when none is left or none may be tried."""
+        await self.stop()
+        history: list[Failure] = []
+        while True:
+            record, outcome = await self._attempt()
+            if isinstance(outcome, str):
+                if self._launch.degraded:
+                    self.note = f"engine degraded: {', '.join(self._launch.degraded)}"
+                    await self._report("engine degraded", f"started with {', '.join(self._launch.degraded)} ({record.folder})")
+                return outcome
+            history.append(outcome)
+            answer = next_step(self._launch, history, given=self._given)
+            if answer.launch is None:
+                raise BootRefused(
+                    f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}"
+                )
+            await self._report("engine boot failed", f"{outcome}; trying {answer.why} (boot folder: {record.folder})")
+            self._launch = answer.launch
+            await asyncio.sleep(answer.wait_s)
+
+    async def stop(self) -> None:
+        """End the server and every process it started."""
+        await self._child.stop(STOP_S)
+
+    async def _attempt(self) -> tuple[BootRecord, str | Failure]:
+        """One start: the URL, or why not."""
+        self._attempts += 1
+        port, label = free_port(), f"boot-{uuid.uuid4().hex[:12]}"
+        args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
+        words = argv(self._command, {**args, "weight-version": label})
+        changed = {**self._launch.env, **self._visible()}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **changed}
+        record = open_record(
+            self._folder / f"boot.{self._attempts:03d}", words, env, changed=changed, degraded=self._launch.degraded
+        )
+        try:
+            await self._child.start(words, record.log, env)
+        except OSError as error:
+            failure = Failure("config", f"{words[0]} cannot be run: {error.strerror}")
+            record.result("failed", kind=failure.kind, cause=failure.cause)
+            return record, failure
+        url = f"http://127.0.0.1:{port}"
+        began = asyncio.get_running_loop().time()
+        outcome: str | Failure
+        try:
+            async with asyncio.timeout(self._boot_deadline_s):
+                ended = asyncio.ensure_future(self._child.wait())
+                ready = asyncio.ensure_future(_until_ready(url, label))
+                try:
+                    await asyncio.wait((ended, ready), return_when=asyncio.FIRST_COMPLETED)
+                    if ready.done():
+                        ready.result()
+                        outcome = url
+                    else:
+                        outcome = classify(record.log_text(), exit_code=self._child.exit_code)
+                finally:
+                    for task in (ended, ready):
+                        task.cancel()
+                    await asyncio.gather(ended, ready, return_exceptions=True)
+        except TimeoutError:
+            outcome = classify(record.log_text(), exit_code=None, timed_out=True)
+        except _NotOurs as error:
+            outcome = Failure("port", str(error))
+        except EngineUnavailable as error:
+            outcome = Failure("unknown", str(error))
+        seconds = round(asyncio.get_running_loop().time() - began, 2)
+        if isinstance(outcome, Failure):
+            await self.stop()
+            record.result(
+                "failed", kind=outcome.kind, cause=outcome.cause, exit_code=outcome.exit_code, seconds=seconds,
+                log_tail=record.log_text().splitlines()[-30:],
+            )  # fmt: skip
+        else:
+            record.result("ready", url=url, pid=self._child.pid, seconds=seconds)
+        return record, outcome
+
+    def _visible(self) -> dict[str, str]:
+        """GPU ids are positions in what this process may see."""
+        if not self._gpus:
+            return {}
+        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        try:
+            names = [seen[gpu] if seen else str(gpu) for gpu in self._gpus]
+        except IndexError:
+            raise BootRefused(
+                f"GPUs {self._gpus} do not exist here: CUDA_VISIBLE_DEVICES={','.join(seen)}. Correct --rollout-gpu-ids."
+            ) from None
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+def free_port() -> int:
+    """A port nobody listens on now, by binding it. Someone may take it before the server does: that is a boot failure
+    of its own kind, answered with another port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _NotOurs(EngineUnavailable):
+    """Somebody else's server answers on the port."""
+
+
+async def _until_ready(url: str, label: str) -> None:
+    """Waits for /health, then for the label we gave, then for one token."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
+        while not await _healthy(http, f"{url}/health"):
+            await asyncio.sleep(POLL_S)
+        model = await _json(http, "GET", f"{url}/model_info")
+        if model.get("weight_version") != label:
+            raise _NotOurs(f"another server has the port: {url} states weight version {model.get('weight_version')!r}")
+        body = {
+            "input_ids": [PROBE_TOKEN],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        answer = await _json(http, "POST", f"{url}/generate", body)
+        meta = answer.get("meta_info") or {}
+        if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
+            raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
+
+
+async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
+async def _json(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> dict[str, object]:
+    try:
+        async with http.request(method, url, json=body) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise EngineUnavailable(f"{url} answered HTTP {response.status}: {text[:200]}")
+            return msgspec.json.decode(text, type=dict[str, object])
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+        raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None
+
+
+__all__ = ("SGLangServer", "free_port")

@@ -1,0 +1,47 @@
+"""No training: `--debug-rollout-only` runs everything else at full speed, with the weights it started from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.trainer.backend import BackendConfig, Snapshot, StepBatch, StepResult, WeightCopy
+from bus.errors import CheckpointRefused
+from bus.messages.policy import WeightManifest
+
+
+class SameWeights:
+    """The checkpoint directory itself; nothing is written."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def write(self, directory: Path) -> WeightManifest:
+        """A manifest that names the directory the engines booted from."""
+        return WeightManifest(path=self._directory)
+
+
+class NullBackend:
+    """Takes batches and learns nothing."""
+
+    def setup(self, config: BackendConfig) -> None:
+        self._directory = config.hf_checkpoint
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Count tokens as if they were trained."""
+        lengths = [len(sample.response_tokens) for sample in batch.samples]
+        return StepResult(metrics={}, packing=(), trained_tokens=lengths)
+
+    def copy_weights(self) -> WeightCopy:
+        return SameWeights(self._directory)
+
+    def snapshot(self) -> Snapshot:
+        raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to save")
+
+    def load(self, directory: Path) -> None:
+        raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to load")
+
+    def weights_hash(self) -> str:
+        return ""
+
+
+__all__ = ("NullBackend",)

@@ -1,0 +1,84 @@
+"""One connection to the server, used by one task at a time, without redis-py's machinery around each command.
+
+redis-py dials it, logs in and speaks TLS; commands are packed and replies read here, many at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
+from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
+
+Command = tuple[Any, ...]
+
+
+def make_client(url: str) -> Redis:
+    """A client with its own timeouts, retries and reply parsing switched off: deadlines are ours, replies are plain."""
+    client: Redis = Redis.from_url(
+        url,
+        protocol=2,
+        socket_timeout=None,
+        socket_connect_timeout=5.0,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+    client.response_callbacks.clear()
+    return client
+
+
+class Wire:
+    """Writes commands in one piece and reads as many replies. Dials when it must; never repeats anything."""
+
+    def __init__(self, url: str) -> None:
+        self._pool: Any = make_client(url).connection_pool
+        self._connection: Any = None
+        self._pack: Any = HiredisRespSerializer().pack
+
+    async def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """The reply to each command; a refusal (RedisError) is returned in its place. Raises redis-py's ConnectionError
+        or TimeoutError when the connection is lost: then it is unknown how many commands took effect."""
+        packed = b"".join(self._pack(*command)[0] for command in commands)
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = self._pool.make_connection()
+        try:
+            await connection.send_packed_command(packed, check_health=False)
+            replies: list[Any] = []
+            loading: BusyLoadingError | None = None
+            for _ in commands:
+                try:
+                    replies.append(await connection.read_response())
+                except BusyLoadingError as error:
+                    loading = error
+                except (ConnectionError, TimeoutError):
+                    raise
+                except RedisError as error:
+                    replies.append(error)
+        except BaseException:  # also when cancelled: what comes back later would answer the wrong question
+            self._connection = None
+            await connection.disconnect(nowait=True)
+            raise
+        if loading is not None:
+            raise loading
+        return replies
+
+    async def call(self, *command: Any) -> Any:
+        """One command's reply; a refusal is raised."""
+        reply = (await self.exchange((command,)))[0]
+        if isinstance(reply, RedisError):
+            raise reply
+        return reply
+
+    async def close(self) -> None:
+        """Hang up; the next exchange would dial again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect()
+
+
+__all__ = ("Command", "Wire", "make_client")

@@ -1,0 +1,114 @@
+"""Large and mixed commits through the script, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bus import Bus, BusConfig, Commit, Entry, Out, Reader
+from bus.errors import BusFull, DeadlineExceeded
+from bus.server import EmbeddedRedis
+from bus.streams.hop import id_key
+from bus.testing.messages import a_rollout, a_task
+from bus.topology import PROMPTS, ROLLOUTS
+
+
+async def publish(bus: Bus, n: int) -> None:
+    await bus.append([Out(PROMPTS, a_task(index, "g0000001", n_samples=n)) for index in range(n)])
+
+
+async def read_all(bus: Bus, n: int, me: str = "a") -> tuple[Reader, list[Entry]]:
+    reader = Reader(bus, [PROMPTS], "generation", me)
+    await reader.open()
+    while len(reader.held) < n:
+        assert await reader.read(n - len(reader.held), 1.0)
+    return reader, list(reader.held.values())
+
+
+def test_entry_ids_sort_as_numbers():
+    assert sorted(["10-0", "9-11", "9-2"], key=id_key) == ["9-2", "9-11", "10-0"]
+
+
+async def test_thousands_of_acknowledgements_fit_into_one_commit(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 2500)
+        reader, entries = await read_all(bus, 2500)
+        result = await bus.commit(Commit(ack=entries[::-1], append=(Out(ROLLOUTS, a_rollout(a_task())),)))
+        assert result.done
+        assert (await bus.length(PROMPTS), await bus.length(ROLLOUTS)) == (0, 1)
+        assert int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("prompts")]) == 0
+        await reader.close()
+
+
+async def test_entries_of_others_in_between_do_not_disturb_a_commit(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 9)
+        first, second = Reader(bus, [PROMPTS], "generation", "a"), Reader(bus, [PROMPTS], "generation", "b")
+        await first.open()
+        for _ in range(3):
+            await first.read(1, 0)
+            await second.read(2, 0)
+        assert (await bus.commit(Commit(ack=list(first.held.values())))).done
+        assert await bus.length(PROMPTS) == 6
+        await first.close()
+        await second.close()
+
+
+async def test_one_finished_entry_among_many_stops_the_whole_commit_and_is_named(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 5)
+        reader, entries = await read_all(bus, 5)
+        assert (await bus.commit(Commit(ack=entries[2:3]))).done
+        result = await bus.commit(Commit(ack=entries, append=(Out(ROLLOUTS, a_rollout(a_task())),)))
+        assert (result.done, result.moved) == (False, (entries[2].id,))
+        assert (await bus.length(PROMPTS), await bus.length(ROLLOUTS)) == (4, 0)
+        await reader.close()
+
+
+async def test_commits_that_share_a_call_succeed_and_fail_each_for_itself(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 40)
+        reader, entries = await read_all(bus, 40)
+        assert (await bus.commit(Commit(ack=entries[::2]))).done
+        out = Out(ROLLOUTS, a_rollout(a_task()))
+        results = await asyncio.gather(*(bus.commit(Commit(ack=(e,), append=(out,))) for e in entries))
+        assert [r.done for r in results] == [False, True] * 20
+        assert [r.moved for r in results[::2]] == [(e.id,) for e in entries[::2]]
+        assert await bus.length(ROLLOUTS) == 20
+        await reader.close()
+
+
+async def test_the_byte_bound_counts_what_the_same_call_appends(redis_url, run_name):
+    config = BusConfig(url=redis_url, run=run_name, stream_max_bytes=2000, room_deadline_s=0.05)
+    async with Bus(config) as bus:
+        results = await asyncio.gather(*(publish(bus, 1) for _ in range(30)), return_exceptions=True)
+        assert any(isinstance(r, DeadlineExceeded) for r in results)
+        used = int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("prompts")])
+        assert 0 < used <= 2000
+        assert await bus.length(PROMPTS) == sum(r is None for r in results)
+
+
+async def test_a_server_out_of_memory_takes_hops_and_refuses_appends_also_in_one_batch(
+    private_redis: EmbeddedRedis, run_name
+):
+    async with Bus(BusConfig(url=private_redis.url, run=run_name)) as bus:
+        await publish(bus, 3)
+        reader, entries = await read_all(bus, 3)
+        await bus.link.run("CONFIG", "SET", "maxmemory", "1")
+        refused, *hops = await asyncio.gather(
+            publish(bus, 1), *(bus.commit(Commit(ack=(e,))) for e in entries), return_exceptions=True
+        )
+        assert isinstance(refused, BusFull)
+        assert [getattr(hop, "done", hop) for hop in hops] == [True, True, True]
+        await bus.link.run("CONFIG", "SET", "maxmemory", "0")
+        await publish(bus, 1)
+        assert await bus.length(PROMPTS) == 1
+        await reader.close()
+
+
+@pytest.mark.parametrize("n", [0, 1, 129, 400])
+async def test_appends_of_any_number_keep_their_order(redis_url, run_name, n):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, n)
+        assert [e.fields["id"] for e in await bus.scan_all(PROMPTS)] == [f"g0000001/{i}" for i in range(n)]

@@ -1,0 +1,273 @@
+"""Random interleavings of everything that can happen to a run, on a real server; after each step the books must close.
+
+The machine plays sampler, workers, scorer, filter, partial buffer and trainer, kills and pauses them, lets peers claim,
+lets zombies wake up and act, takes checkpoints that are cut short, goes back to them, and trims. At the end it lets the
+house run dry: then every group issued was trained once in the surviving lineage, or dropped, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+from uuid import uuid4
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from bus import Bus, BusConfig, ledger
+from bus.errors import InvariantBroken
+from bus.messages.versions import PolicyVersion
+from bus.topology import STREAMS
+from tests.bus.house import BOUND, N_SAMPLES, PER_STEP, READS, Consumer, Sampler, Saved, Trainer, restored
+
+T = TypeVar("T")
+WORKERS = st.sampled_from(["a", "b"])
+PICK = st.integers(0, 7)
+THEN = st.sampled_from(["go on", "save", "park", "finish", "finish", "finish", "lose", "bury"])
+
+
+class HouseMachine(RuleBasedStateMachine):
+    """See the module's docstring. `url` is set by the test."""
+
+    url: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        config = BusConfig(url=self.url, run=f"model-{uuid4().hex[:12]}", hop_limit_bytes=200, deadline_s=10)
+        self.bus, self.elsewhere = Bus(config), Bus(config)  # zombies are other processes: they have their own bus
+        self.living: dict[tuple[str, str], Consumer] = {}
+        self.zombies: list[Consumer] = []
+        self.names = 0
+        self.active = PolicyVersion(1, 0)
+        self.saved = Saved()
+        self.went_back = False
+        self.dropped: list[str] = []
+
+    def run(self, steps: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(steps, 30))
+
+    @initialize()
+    def begin(self) -> None:
+        async def start() -> None:
+            await self.bus.make_readers()
+            for room in READS:
+                for name in ("a",) if room == "filter" else ("a", "b"):
+                    self.living[room, name] = Consumer(self.bus, room, name)
+            self.sampler = Sampler(self.bus)
+            await self.sampler.tail.open()
+            await self.sampler.activate(self.active)
+            self.trainer: Trainer = await restored(self.bus, self.saved)
+
+        self.run(start())
+
+    def worker(self, room: str, name: str) -> Consumer:
+        return self.living[room, "a" if room == "filter" else name]
+
+    # -- work -------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def issue(self) -> None:
+        self.run(self.sampler.issue())
+
+    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS, count=st.integers(1, 4))
+    def deliver(self, room: str, name: str, count: int) -> None:
+        async def steps() -> None:
+            consumer = self.worker(room, name)
+            await consumer.take(await consumer.reader.read(count, 0))
+
+        self.run(steps())
+
+    @rule(name=WORKERS, pick=PICK, n_tokens=st.integers(0, 3), then=THEN)
+    def generate(self, name: str, pick: int, n_tokens: int, then: str) -> None:
+        self.run(self.act(self.worker("generation", name), pick, n_tokens, then, 0))
+
+    @rule(name=WORKERS, pick=PICK, reward=st.sampled_from([0, 1]))
+    def score(self, name: str, pick: int, reward: int) -> None:
+        self.run(self.act(self.worker("reward", name), pick, 0, "", reward))
+
+    @rule(name=WORKERS, pick=PICK)
+    def place_or_judge(self, name: str, pick: int) -> None:
+        self.run(self.act(self.worker("partial", name), pick, 0, "", 0))
+        self.run(self.act(self.worker("filter", name), pick, 0, "", 0))
+
+    async def act(self, consumer: Consumer, pick: int, n_tokens: int, then: str, reward: int) -> None:
+        """One piece of work on something that this consumer holds."""
+        if consumer.room == "filter":
+            if consumer.complete:
+                group = consumer.complete.pop(0)
+                if group in consumer.table._groups and (outcome := await consumer.judge(group)):
+                    reason, done = outcome
+                    self.dropped += [group] if reason and done else []
+            return
+        if not consumer.held:
+            return
+        entry = list(consumer.held.values())[pick % len(consumer.held)]
+        if consumer.room == "generation":
+            await consumer.generate(entry, n_tokens, self.active, then)
+        elif consumer.room == "reward":
+            await consumer.score(entry, float(reward))
+        else:
+            await consumer.place(entry, self.active.step)
+
+    @rule()
+    def train(self) -> None:
+        self.run(self.trainer.train())
+
+    @rule()
+    def activate(self) -> None:
+        """The newest weights reach the engines."""
+        self.active = PolicyVersion(self.active.id + 1, self.trainer.step)
+        self.run(self.sampler.activate(self.active))
+
+    # -- misfortune -------------------------------------------------------------------------------------------------
+
+    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS, same_name=st.booleans())
+    def die(self, room: str, name: str, same_name: bool) -> None:
+        """A process stops. It may only have been paused: it is kept to act later."""
+        old = self.worker(room, name)
+        old.bus = old.reader._bus = self.elsewhere
+        self.zombies = [*self.zombies[-4:], old]
+        self.names += 1
+        me = old.name if same_name else f"{name}{self.names}"
+        self.living[room, "a" if room == "filter" else name] = Consumer(self.bus, room, me)
+        self.run(old.reader.close())
+
+    @rule(pick=PICK, which=PICK, n_tokens=st.integers(0, 2), then=THEN, reward=st.sampled_from([0, 1]))
+    def zombie_acts(self, pick: int, which: int, n_tokens: int, then: str, reward: int) -> None:
+        if self.zombies:
+            self.run(self.act(self.zombies[which % len(self.zombies)], pick, n_tokens, then, reward))
+
+    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS)
+    def claim(self, room: str, name: str) -> None:
+        """Every lease of this room has run out, also those of the living: slow ones become zombies without knowing."""
+
+        async def steps() -> None:
+            consumer = self.worker(room, name)
+            await consumer.take(await consumer.reader.claim(0))
+
+        self.run(steps())
+
+    @rule(cut_short=st.sampled_from(["", "", "before it is durable", "before the acknowledgement"]))
+    def checkpoint(self, cut_short: str) -> None:
+        async def steps() -> None:
+            state = self.trainer.save()
+            if cut_short != "before it is durable":
+                self.saved = state
+            if cut_short:
+                await self.restore_now()
+            else:
+                await self.trainer.acknowledge(state)
+
+        self.run(steps())
+
+    @rule()
+    def trainer_dies(self) -> None:
+        self.run(self.restore_now())
+
+    async def restore_now(self) -> None:
+        self.went_back |= self.trainer.step > self.saved.step
+        await self.trainer.reader.close()
+        self.trainer = await restored(self.bus, self.saved)
+
+    @rule()
+    def sampler_repeats_itself(self) -> None:
+        """A second sampler, or one killed after its commit: the same groups cannot be issued again."""
+        if self.sampler.last is None:
+            return
+        try:
+            result = self.run(self.elsewhere.commit(self.sampler.last))
+        except InvariantBroken:
+            return
+        assert result.done and not result.entry_ids
+
+    @rule()
+    def trim(self) -> None:
+        async def steps() -> None:
+            for stream in STREAMS:
+                if stream.is_data:
+                    await self.bus.trim(stream)
+
+        self.run(steps())
+
+    # -- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_books_close(self) -> None:
+        seen = self.run(ledger.check(self.bus))
+        assert seen.closes, seen.text()
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        if hasattr(self, "trainer"):
+            trained = [group for step in self.trainer.lineage for group in step]
+            assert len(trained) == len(set(trained)) and not set(trained) & set(self.dropped)
+            assert len(self.trainer.lineage) == self.trainer.step
+
+    @invariant()
+    def no_more_groups_are_open_than_the_bound_admits(self) -> None:
+        if hasattr(self, "trainer") and not self.went_back:
+            served = {g for step in self.trainer.lineage[: self.active.step] for g in step}
+            groups = self.run(self.bus.hash_of(self.bus.keys.open_groups))
+            assert len(set(groups) - served) <= (BOUND + 1) * PER_STEP
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "trainer"):
+                self.run(self.run_dry())
+        finally:
+            self.run(self.close())
+            self.loop.close()
+
+    async def run_dry(self) -> None:
+        for turn in range(60):
+            for consumer in self.living.values():
+                await consumer.take(await consumer.reader.claim(0))
+                await consumer.take(await consumer.reader.read(64, 0))
+                for _ in range(len(consumer.held) + 1):
+                    await self.act(consumer, 0, 1, "finish", turn % 2)
+            await self.trainer.train(per_step=1)
+            if turn % 7 == 3:
+                self.saved = self.trainer.save()
+                await self.trainer.acknowledge(self.saved)
+            if turn % 7 == 3 and not await self.bus.hash_of(self.bus.keys.open_groups):
+                break
+        accounts = await ledger.read_accounts(self.bus)
+        issued = int(await self.bus.state("cursor") or 0)
+        trained = [group for step in self.trainer.lineage for group in step]
+        assert sorted(trained + self.dropped) == [f"g{n:07d}" for n in range(issued)]
+        assert accounts.pending == accounts.tokens_pending == 0 and accounts.trained == len(trained) * N_SAMPLES
+        assert accounts.issued == issued * N_SAMPLES
+        assert all([await self.bus.length(stream) == 0 for stream in STREAMS if stream.is_data])
+        assert await self.bus.blobs.list_ids() == []
+        in_flight = await self.bus.hash_of(self.bus.keys.in_flight_bytes)
+        assert {int(n) for n in in_flight.values()} <= {0}
+
+    async def close(self) -> None:
+        for consumer in self.living.values():
+            await consumer.reader.close()
+        if hasattr(self, "trainer"):
+            await self.trainer.reader.close()
+            await self.sampler.tail.close()
+        await self.bus.link.close()
+        await self.elsewhere.link.close()
+
+
+def test_nothing_is_lost_and_nothing_is_trained_twice(redis_url: str) -> None:
+    class Machine(HouseMachine):
+        url = redis_url
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            print_blob=True,
+        ),
+    )
