@@ -9,15 +9,12 @@ after the lease, which goes on from the last saved prefix. Without a current ver
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from actors.generation.engine import Engine, EngineUnavailable, GenerateRequest, RequestRefused
-from actors.generation.link import EngineLink, WeightsUnusable
-from actors.generation.process import EngineProcess
+from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
+from actors.generation.link import WeightsUnusable
 from actors.generation.sample import Running, start
+from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -27,22 +24,7 @@ from bus.messages.policy import Activate
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS
 
-
-class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings of a worker. `engine`: embedded (a server of its own) or external (at `engine_url`)."""
-
-    model_path: str = ""
-    engine: str = "embedded"
-    engine_url: str = ""
-    threads: int = 1
-    max_running: int = 256
-    request_deadline_s: float = 3600.0
-    token_deadline_s: float = 60.0
-    control_deadline_s: float = 60.0
-    boot_deadline_s: float = 180.0
-    verify_checksum: bool = True
-    mask_offpolicy: bool = False
-    context_length: int = 0
+RESENDS = 8  # in a row without a new token; then the sample is parked
 
 
 class Worker:
@@ -52,37 +34,11 @@ class Worker:
         self._context = context
         self._spec = spec
         self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
-        process = None
-        if spec.engine == "embedded":
-            process = EngineProcess(
-                model_path=spec.model_path,
-                folder=Path(context.spec.run_dir or ".") / "engines" / context.name,
-                threads=spec.threads,
-                max_running=spec.max_running,
-                boot_deadline_s=spec.boot_deadline_s,
-            )
-        self._link = EngineLink(
-            context,
-            self._connect,
-            process=process,
-            url=spec.engine_url,
-            control_deadline_s=spec.control_deadline_s,
-            verify_checksum=spec.verify_checksum,
-        )
+        self._link = open_link(context, spec)
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
         self._slot = asyncio.Event()
         self._changed = asyncio.Event()  # a slot came free, an order arrived, the engine changed
-
-    def _connect(self, url: str) -> Engine:
-        from actors.generation.sglang_client import SGLangClient
-
-        return SGLangClient(
-            url,
-            request_deadline_s=self._spec.request_deadline_s,
-            token_deadline_s=self._spec.token_deadline_s,
-            control_deadline_s=self._spec.control_deadline_s,
-        )
 
     async def run(self) -> None:
         """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
@@ -111,18 +67,25 @@ class Worker:
     # -- engine -------------------------------------------------------------------------------------------------
 
     async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
-        """The newest order that names this worker; woken by the blocking read."""
+        """The newest order that names this worker; woken by the blocking read. Older ones tell what labels stand for."""
+        for entry in reversed(await self._context.bus.last(ACTIVE, 64)):
+            message = await self._context.bus.message(entry)
+            if isinstance(message, Activate):
+                self._link.know(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
                 message = await self._context.bus.message(entry)
-                if isinstance(message, Activate) and (not message.workers or self._context.name in message.workers):
-                    self._order = message
-                    self._changed.set()
+                if isinstance(message, Activate):
+                    self._link.know(message)
+                    if not message.workers or self._context.name in message.workers:
+                        self._order = message
+                        self._changed.set()
 
     async def _keep_engine(self, stop: asyncio.Event) -> None:
         """Boots the engine, activates what is ordered, boots it again when it failed; woken by `_changed`."""
         while not stop.is_set():
             link = self._link
+            await link.check()
             if link.engine is None or link.broken.is_set():
                 with self._context.waiting("the engine to boot"):
                     await link.boot()
@@ -237,27 +200,50 @@ class Worker:
 
     async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
-        context = self._context
-        engine = self._link.engine
-        knobs = context.knobs
-        sampling = running.task.sampling
-        slice_left = int(knobs.max_tokens_per_slice) or running.remaining
-        if engine is None:
+        slice_left = int(self._context.knobs.max_tokens_per_slice) or running.remaining
+        end = running.n_tokens + min(running.remaining, slice_left)
+        idle = 0
+        while idle <= RESENDS:
+            before = running.n_tokens
+            if before >= end:
+                return "slice"
+            reason = await self._stream(entry, running, end - before)
+            if reason != "again":
+                return reason
+            if running.ended():
+                return None
+            idle = 0 if running.n_tokens > before else idle + 1
+        return "engine"
+
+    async def _stream(
+        self, entry: Entry, running: Running, max_tokens: int
+    ) -> ParkReason | Literal["lease", "again"] | None:
+        """One request to the engine. "again": it was ended for a reason that is not the sample's."""
+        context, link = self._context, self._link
+        await link.open.wait()  # bounded: an activation has a deadline, after which it opens again
+        engine = link.engine
+        if context.draining.is_set():
+            return "drain"
+        if engine is None or link.broken.is_set():
             return "engine"
+        sampling = running.task.sampling
+        running.finish = None
         request = GenerateRequest(
             rid=running.task.sample_id,
             input_ids=running.input_ids(),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_new_tokens=min(running.remaining, slice_left),
+            max_new_tokens=max_tokens,
             stop_token_ids=sampling.stop_token_ids,
             sampling_seed=sampling.seed,
+            extra_key=link.salt or None,
+            routing_key=running.task.group_id,
         )
-        save_every = int(knobs.partial_save_tokens)
+        save_every = int(context.knobs.partial_save_tokens)
         try:
             async for chunk in engine.generate(request):
-                running.take(chunk, self._link.versions)
+                running.take(chunk, link.versions)
                 if running.finish is None and save_every and running.unsaved() >= save_every:
                     fault_point(context.name, "before_save")
                     held = await context.bus.save_prefix(
@@ -268,14 +254,26 @@ class Worker:
                         context.count("leases_lost")
                         await engine.abort(running.task.sample_id)
                         return "lease"
+        except RouteBroken as error:
+            context.count("routes_broken")
+            context.log.warning("sample %s is sent again: %s", running.task.sample_id, error)
+            return "again"
+        except VersionUnknown as error:
+            if link.routed:
+                return "again"  # a peer's engine is ahead of what we heard, or serves what we never will
+            await link.fail(error)
+            self._changed.set()
+            return "engine"
         except EngineUnavailable as error:
-            await self._link.fail(error)
+            await link.fail(error)
             self._changed.set()
             return "engine"
         except RequestRefused as error:
             raise Poison(f"the engine refuses the request: {error}") from error
         if running.finish == "abort":
-            return "drain" if context.draining.is_set() else "abort"
+            if context.draining.is_set():
+                return "drain"
+            return "again" if link.resends and context.knobs.pause_generation_mode != "abort" else "abort"
         if running.finish == "length" and running.remaining > 0:
             return "slice"
         if running.finish is None:

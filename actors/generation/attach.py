@@ -24,8 +24,6 @@ SHAPE_KEYS = (
     "num_experts",
     "moe_intermediate_size",
 )
-# A key that a config leaves out, and what it then means, where that is one value for all families.
-_DEFAULTS = {"tie_word_embeddings": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
     if theirs is None:
         return Attached(found.exact, found.tp_size, f"{served_path} is not readable here, its shape was not compared")
     for key in SHAPE_KEYS:
-        mine, its = (c.get(key, _DEFAULTS.get(key)) for c in (ours, theirs))
-        if mine != its:
+        mine, its = ours.get(key), theirs.get(key)
+        if None not in (mine, its) and mine != its:  # a config may leave out what its family implies
             raise BootRefused(
                 f"the engine at {url} serves another model ({served_path}): its {key} is {its!r}, {model_path} has {mine!r}. "
                 "Give the address of an engine of this model to --rollout-external-engine-addrs."

@@ -32,7 +32,10 @@ _SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
             r"custom_all_reduce\w*\.py\", line)[\s\S]{0,2000}?(?:invalid argument|cudaErrorInvalid\w+|IpcGetMemHandle)"
         ),
     ),
-    ("port", re.compile(r"[Aa]ddress already in use|EADDRINUSE|Errno 98\b|[Pp]ort is already in use|port \d+ .{0,30}in use")),
+    (
+        "port",
+        re.compile(r"[Aa]ddress already in use|EADDRINUSE|Errno 98\b|[Pp]ort is already in use|port \d+ .{0,30}in use"),
+    ),
     (
         "memory",
         re.compile(
@@ -208,10 +211,8 @@ def _with(launch: Launch, name: str, args: dict[str, ArgValue], env: dict[str, s
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = None
-    for found in pattern.finditer(text):
-        continue
-    return found
+    every = list(pattern.finditer(text))
+    return every[-1] if every else None
 
 
 def _line_at(text: str, at: int) -> str:

@@ -22,6 +22,14 @@ class BootRefused(EngineUnavailable):
     """This engine cannot start, or must not be used, as it is set up; the same again would end the same."""
 
 
+class VersionUnknown(EngineUnavailable):
+    """Tokens name a version that this worker was never told of; without it they cannot be trained."""
+
+
+class RouteBroken(EngineUnavailable):
+    """A request broke off on its way, but our own engine is well: send it again with the tokens so far."""
+
+
 class RequestRefused(Poison):
     """The engine says that this request can never be served (too long, ill-formed)."""
 
@@ -82,6 +90,10 @@ class Engine(Protocol):
 
     async def abort(self, rid: str) -> None:
         """Requests of this name sent from here end with what they have (finish "abort"). An unknown id is not an error."""
+        ...
+
+    async def abort_all(self) -> None:
+        """Requests of everyone on this engine end with what was handed out; paused ones at once."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -11,14 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from actors.generation.engine import Engine, EngineUnavailable, PauseMode
-from actors.generation.process import EngineProcess
+from actors.generation.attach import Attached, check_served, describe
+from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode
+from actors.generation.process import EngineServer
+from actors.generation.routed import RoutedEngine
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.versions import PolicyVersion
+
+TRANSPORTS = ("disk",)
 
 
 class EngineLink:
@@ -29,8 +34,9 @@ class EngineLink:
         context: Context,
         connect: Callable[[str], Engine],
         *,
-        process: EngineProcess | None,
+        process: EngineServer | None,
         url: str = "",
+        model_path: str = "",
         control_deadline_s: float = 60.0,
         verify_checksum: bool = True,
     ) -> None:
@@ -38,6 +44,7 @@ class EngineLink:
         self._connect = connect
         self._process = process
         self._url = url
+        self._model_path = model_path
         self._control_deadline_s = control_deadline_s
         self._verify = verify_checksum
         self._failures = 0
@@ -45,21 +52,46 @@ class EngineLink:
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.broken = asyncio.Event()
+        self.open = asyncio.Event()  # cleared while weights change: no request is sent then
+        self.open.set()
+        self.salt = ""  # the version whose keys and values requests may share
+        self.kind = Attached(exact=True, tp_size=1)
         self.pause_s = 0.0
 
+    @property
+    def resends(self) -> bool:
+        """Whether a sample that the engine aborts is to be sent again: a weight update aborts where a chunk could
+        otherwise mix two versions, and behind a router any engine may do so."""
+        return not self.kind.exact or self.routed
+
+    @property
+    def routed(self) -> bool:
+        """Whether a router stands before our engine and its peers."""
+        return isinstance(self.engine, RoutedEngine)
+
     async def boot(self) -> None:
-        """Start (or reach) the engine; tries again with back-off until draining."""
+        """Start (or reach) the engine; tries again with back-off until draining. Refused: it can never start so."""
         context = self._context
         while not context.draining.is_set():
             try:
+                if self.engine is not None:
+                    await self.engine.close()
+                    self.engine = None
                 url = await self._process.start() if self._process is not None else self._url
                 self.engine = self._connect(url)
                 async with deadline(self._control_deadline_s, f"health of the engine at {url}"):
-                    await self.engine.health()
+                    health = await self.engine.health()
+                    info = await self.engine.info()
+                own = self._process is not None
+                self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
                 self.serving = None
                 self.broken.clear()
-                await context.event("joined", f"engine ready at {url}")
+                context.note = self._process.note if self._process is not None else self.kind.note
+                await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
                 return
+            except BootRefused as error:
+                await context.event("engine boot refused", str(error), level="error")
+                raise Refused(str(error)) from error
             except (EngineUnavailable, DeadlineExceeded) as error:
                 self._failures += 1
                 pause_s = min(30.0, 0.5 * 2 ** min(self._failures, 6))
@@ -71,31 +103,48 @@ class EngineLink:
 
     async def activate(self, order: Activate) -> None:
         """Pause, load, resume. The engine holds the old weights or the new ones, never a mixture: the server checks all
-        names and shapes before it changes anything, and a failure in between restarts it."""
+        names and shapes before it changes anything, and a failure in between restarts it.
+
+        Where a chunk could mix two versions (an engine that streams several tokens at a time), paused requests are
+        aborted too: they end with the tokens handed out, all of the old version, and go on as new requests.
+        """
         engine = self.engine
         assert engine is not None
         started = self._context.clock.monotonic()
         label = str(order.version.id)
+        if order.manifest.transport not in TRANSPORTS:
+            raise WeightsUnusable(
+                f"transport {order.manifest.transport!r} is unknown to this worker; use {TRANSPORTS[0]}"
+            )
         if self._verify:
             await asyncio.to_thread(check_manifest, order.manifest)
-        self.versions[label] = order.version
+        self.know(order)
         self.serving = None
+        self.open.clear()
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
-                await engine.pause(cast(PauseMode, order.mode))
                 paused = self._context.clock.monotonic()
+                await engine.pause(cast(PauseMode, order.mode) if self.kind.exact else "retract")
+                if not self.kind.exact:
+                    await engine.abort_all()
                 fault_point(self._context.name, "activating")
-                await engine.update_weights_from_disk(order.manifest.path, label)
+                if isinstance(engine, RoutedEngine):
+                    await engine.flush()  # peers may have sent requests under the next version's salt already
+                await load_weights(engine, order.manifest, label)
+                self.salt = label
                 await engine.resume()
+                resumed = self._context.clock.monotonic()
+                if isinstance(engine, RoutedEngine):
+                    await engine.join()
         except DeadlineExceeded as error:
             raise EngineUnavailable(str(error)) from error
+        finally:
+            self.open.set()
         now = self._context.clock.monotonic()
-        self.pause_s = now - paused
+        self.pause_s = resumed - paused
         self.serving = order.version
         self._failures = 0
         self._context.version = order.version.id
-        for old in sorted(self.versions, key=int)[:-8]:
-            del self.versions[old]
         await self._context.event(
             "activated",
             f"version {label} (step {order.version.step})",
@@ -105,6 +154,19 @@ class EngineLink:
             total_s=now - started,
         )
 
+    def know(self, order: Activate) -> None:
+        """Remember what an order's label stands for; behind a router, peers serve versions before we do."""
+        self.versions[str(order.version.id)] = order.version
+        for old in sorted(self.versions, key=int)[:-8]:
+            del self.versions[old]
+
+    async def check(self) -> None:
+        """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""
+        if self._process is not None and self.engine is not None and not self._process.alive:
+            await self.fail(EngineUnavailable("the engine's process has ended"))
+        elif isinstance(self.engine, RoutedEngine) and (news := await self.engine.renew()):
+            await self._context.event("router", news, level="info" if self.engine.routed else "warning")
+
     async def fail(self, error: BaseException) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again."""
         if not self.broken.is_set():
@@ -112,6 +174,8 @@ class EngineLink:
             self.serving = None
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
+            if isinstance(self.engine, RoutedEngine):
+                await self.engine.leave()
 
     async def close(self) -> None:
         """End the engine if it is ours."""
@@ -119,6 +183,11 @@ class EngineLink:
             await self.engine.close()
         if self._process is not None:
             await self._process.stop()
+
+
+async def load_weights(engine: Engine, manifest: WeightManifest, label: str) -> None:
+    """Hand a version's weights to a paused engine, by the manifest's transport."""
+    await engine.update_weights_from_disk(manifest.path, label)
 
 
 def check_manifest(manifest: WeightManifest) -> None:
@@ -141,4 +210,4 @@ class WeightsUnusable(Exception):
     """A published version that must not be loaded; the engine goes on with what it has."""
 
 
-__all__ = ("EngineLink", "WeightsUnusable", "check_manifest")
+__all__ = ("EngineLink", "WeightsUnusable", "check_manifest", "load_weights")

@@ -100,7 +100,9 @@ class Child:
 class EngineProcess:
     """One embedded engine."""
 
-    def __init__(self, *, model_path: str, folder: Path, threads: int, max_running: int, boot_deadline_s: float) -> None:
+    def __init__(
+        self, *, model_path: str, folder: Path, threads: int, max_running: int, boot_deadline_s: float
+    ) -> None:
         self._model_path = model_path
         self._folder = folder
         self._threads = threads
@@ -151,7 +153,9 @@ class EngineProcess:
         last = lines[-1] if lines else "(empty)"
         if code == 2:
             return BootRefused(f"{last} (log: {log})")
-        return EngineUnavailable(f"embedded engine ended at boot with exit code {code}; last log line: {last} (log: {log})")
+        return EngineUnavailable(
+            f"embedded engine ended at boot with exit code {code}; last log line: {last} (log: {log})"
+        )
 
     async def stop(self) -> None:
         """End the child this object started, politely first."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from actors.generation.engine import Chunk, EngineUnavailable
+from actors.generation.engine import Chunk, VersionUnknown
 from bus.messages.base import EMPTY, Packed, join
 from bus.messages.samples import PrefixResume, Response, SampleTask
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans
@@ -66,13 +66,13 @@ class Running:
         return (ids + self._tokens).tolist()
 
     def take(self, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> None:
-        """Fold one chunk; EngineUnavailable when it names a version this worker never activated."""
+        """Fold one chunk; VersionUnknown when it names a version that no order named."""
         if chunk.token_ids:
             version = versions.get(chunk.weight_version)
             if version is None:
-                raise EngineUnavailable(
+                raise VersionUnknown(
                     f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
-                    f"{', '.join(versions) or 'none'}); it is restarted"
+                    f"{', '.join(versions) or 'none'})"
                 )
             self._tokens.extend(chunk.token_ids)
             self._logprobs.extend(chunk.logprobs)

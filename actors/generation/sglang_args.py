@@ -6,6 +6,7 @@ Names are SGLang's own without the leading dashes. Owned ones follow from settin
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 
 from actors.generation.boot_failures import ArgValue
@@ -37,6 +38,11 @@ OWNED: dict[str, str] = {
     "admin-api-key": "the bus: engines are not reached by anyone else",
     "tokenizer-worker-num": "the launcher: one keeps version boundaries exact",
 }
+
+
+def default_command() -> tuple[str, ...]:
+    """The SGLang of this Python."""
+    return (sys.executable, "-m", MODULE)
 
 
 def flag_name(name: str) -> str:
@@ -84,4 +90,4 @@ def argv(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[str]:
     return words
 
 
-__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "argv", "flag_name", "server_args")
+__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "argv", "default_command", "flag_name", "server_args")

@@ -8,7 +8,7 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -81,7 +81,7 @@ class SGLangClient:
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         # The engine knows the request by another name: unique among all clients and attempts, and no name is a prefix of
         # another, because SGLang aborts by prefix.
         name = f"{self._nonce}-{next(self._numbers):08d}-{request.rid}"
@@ -155,9 +155,20 @@ class SGLangClient:
             finish=None if reason is None else _FINISH[reason.type],
         )
 
+    def flying(self, rid: str) -> tuple[str, ...]:
+        """Names under which requests of this id are on engines now."""
+        return tuple(self._flying.get(rid, ()))
+
     async def abort(self, rid: str) -> None:
-        for name in tuple(self._flying.get(rid, ())):
-            await self._post("/abort_request", {"rid": name})
+        for name in self.flying(rid):
+            await self.abort_name(name)
+
+    async def abort_name(self, name: str) -> None:
+        """End the request of this name if this engine has it."""
+        await self._post("/abort_request", {"rid": name})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
         await self._post("/pause_generation", {"mode": mode})

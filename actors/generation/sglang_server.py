@@ -12,6 +12,7 @@ import socket
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -73,7 +74,9 @@ class SGLangServer:
             if isinstance(outcome, str):
                 if self._launch.degraded:
                     self.note = f"engine degraded: {', '.join(self._launch.degraded)}"
-                    await self._report("engine degraded", f"started with {', '.join(self._launch.degraded)} ({record.folder})")
+                    await self._report(
+                        "engine degraded", f"started with {', '.join(self._launch.degraded)} ({record.folder})"
+                    )
                 return outcome
             history.append(outcome)
             answer = next_step(self._launch, history, given=self._given)
@@ -170,7 +173,7 @@ class _NotOurs(EngineUnavailable):
 async def _until_ready(url: str, label: str) -> None:
     """Waits for /health, then for the label we gave, then for one token."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
-        while not await _healthy(http, f"{url}/health"):
+        while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
             await asyncio.sleep(POLL_S)
         model = await _json(http, "GET", f"{url}/model_info")
         if model.get("weight_version") != label:
@@ -194,13 +197,13 @@ async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _json(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> dict[str, object]:
+async def _json(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> dict[str, Any]:
     try:
         async with http.request(method, url, json=body) as response:
             text = await response.text()
             if response.status != 200:
                 raise EngineUnavailable(f"{url} answered HTTP {response.status}: {text[:200]}")
-            return msgspec.json.decode(text, type=dict[str, object])
+            return msgspec.json.decode(text, type=dict[str, Any])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
         raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None
 

@@ -98,7 +98,7 @@ def as_text(snapshot: "Snapshot") -> str:
     head = [_standing(snapshot)]
     if snapshot.ledger:
         head.append(f"ledger: {ledger_line(snapshot)}")
-    from miles_async.console.text import duration, human_bytes, table
+    from miles_async.console.text import duration, human_bytes, plural, table
 
     rows = []
     for actor in snapshot.actors:
@@ -121,19 +121,20 @@ def as_text(snapshot: "Snapshot") -> str:
     columns = ["stream", "entries", "held", "waiting", "oldest held", "bytes"]
     streams = table(columns, rows, right=columns[1:])
     dead = snapshot.streams["dead"].length
-    tail = [f"\n{dead} dead letters: miles-async bus dead list"] if dead else []
+    tail = [f"\n{plural(dead, 'dead letter')}: miles-async bus dead list"] if dead else []
     return "\n".join([*head, "", actors, "", streams, *tail])
 
 
 def _standing(snapshot: "Snapshot") -> str:
-    from miles_async.console.text import duration, percent
+    from miles_async.console.text import duration, percent, plural
 
     policy = snapshot.policy
     parts = [f"run {snapshot.run}", f"step {policy.step}" + (" (finished)" if policy.finished else "")]
     if policy.announced >= 0:
         parts.append(f"version {policy.announced} announced {duration(policy.announced_age_s)} ago")
     if policy.active >= 0:
-        parts.append(f"version {policy.active} active on {len(policy.serving)} workers")
+        n = sum(v == policy.active for v in policy.serving.values())
+        parts.append(f"version {policy.active} active on {plural(n, 'worker')}")
     for name, done in snapshot.evals.items():
         parts.append(f"{name} {percent(done.metrics.get(f'eval/{name}', 0.0))} at step {done.step}")
     if snapshot.knob_epoch > 0:

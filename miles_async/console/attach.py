@@ -19,7 +19,6 @@ from redis.exceptions import RedisError
 from bus import Bus, BusConfig
 from bus.errors import BusRefused, BusUnreachable
 from bus.server import connect, without_secrets
-from bus.streams.link import call
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
 
@@ -91,7 +90,7 @@ async def _ask(ref: RunRef) -> str:
     client = connect(ref.bus_url)
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await call(client, "PING")
+            await client.ping()
             known = await _runs_there(client)
     except (OSError, TimeoutError) as error:
         raise BusUnreachable(_gone(ref, _why(error))) from error
@@ -127,12 +126,8 @@ async def _runs_there(client: Redis) -> list[str]:
     """Names of all runs on a server, from keys that every run has."""
     names: set[str] = set()
     for pattern in ("ma:{*}:identity", "ma:{*}:vitals", "ma:{*}:state"):
-        cursor: bytes = b"0"
-        while True:
-            cursor, keys = await call(client, "SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            names |= {key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0] for key in keys}
-            if cursor == b"0":
-                break
+        async for key in client.scan_iter(match=pattern, count=1000):
+            names.add(key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0])
     return sorted(names)
 
 

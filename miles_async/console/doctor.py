@@ -20,6 +20,7 @@ from miles_async.console.text import duration, human_bytes, plural, shorten
 
 Level = Literal["error", "warning", "info"]
 ROLES = ("trainer", "sampler", "generation", "reward", "filter", "partial", "publisher")
+BRIEF_S = 5.0  # shorter than this is the ordinary course of things
 PATIENCE_S = 60.0  # a wait that should be short is a fault after this
 STALE_S = 30.0  # a worker may serve an older version for so long
 STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
@@ -179,11 +180,13 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
         vitals = actor.vitals
         if actor.life != "alive" or vitals.version >= policy.announced or vitals.state == "draining" or scene.over:
             continue
+        behind_s = policy.behind_s(vitals.version)
+        if behind_s < BRIEF_S and vitals.version >= 0:
+            continue
         has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
         doing = f"; it waits for {vitals.waits_for}" if vitals.waits_for else ""
-        text = f"{vitals.actor} {has}, version {policy.announced} was announced {duration(policy.announced_age_s)} ago{doing}"
-        level: Level = "warning" if policy.announced_age_s > STALE_S else "info"
-        yield Finding(level, "stale worker", vitals.actor, text, policy.announced_age_s)
+        text = f"{vitals.actor} {has}, newer ones have been announced for {duration(behind_s)} (now {policy.announced}){doing}"
+        yield Finding("warning" if behind_s > STALE_S else "info", "stale worker", vitals.actor, text, behind_s)
 
 
 def starving_filter(scene: Scene) -> Iterator[Finding]:
@@ -208,7 +211,7 @@ def starving_filter(scene: Scene) -> Iterator[Finding]:
 def incomplete_groups(scene: Scene) -> Iterator[Finding]:
     """Groups at the filter whose siblings do not come."""
     alive = {a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"}
-    found = scene.places.incomplete()
+    found = [group for group in scene.places.incomplete() if scene.now - group.since > BRIEF_S]
     for group in found[:5]:
         age = scene.now - group.since
         places = group.missing.values()

@@ -27,8 +27,8 @@ def _sentence(actor: ActorFacts, scene: Scene) -> str:
             what = f"is {vitals.state}"
         return what + (f" ({vitals.note})" if vitals.note else "")
     since = waiting_since(actor, scene)
-    ago = f" since {duration(since)}" if since >= 1 else ""
-    return f"waits for {vitals.waits_for}{ago}{because(actor, scene)}"
+    waits = f"has waited {duration(since)} for" if since >= 1 else "waits for"
+    return f"{waits} {vitals.waits_for}{because(actor, scene)}"
 
 
 def waiting_since(actor: ActorFacts, scene: Scene) -> float:
@@ -68,13 +68,17 @@ def because(actor: ActorFacts, scene: Scene) -> str:
 
 
 def open_text(scene: Scene) -> str:
-    """`5 groups open of at most 12 (2 in generation, 3 kept)`."""
+    """`5 groups open of at most 12 (2 in generation, 3 with the trainer), 8 trained and not yet in a checkpoint`."""
     where = {"generation": "in generation", "reward": "being scored", "filter": "at the filter", "kept": "with the trainer",
              "nowhere": "in no stream"}  # fmt: skip
-    stages = ", ".join(f"{n} {where[stage]}" for stage, n in scene.places.stages().items() if n)
+    saved = len(scene.uncommitted & scene.places.groups.keys())
+    count = scene.places.stages()
+    count["kept"] = max(0, count["kept"] - saved)
+    stages = ", ".join(f"{n} {where[stage]}" for stage, n in count.items() if n)
     batch = int(scene.knobs.get("rollout_batch_size", 0))
     limit = f" of at most {(int(scene.knobs.get('max_weight_staleness', 0)) + 1) * batch}" if batch else ""
-    return plural(scene.snapshot.open_groups, "group") + f" open{limit}" + (f" ({stages})" if stages else "")
+    text = plural(sum(count.values()), "group") + f" open{limit}" + (f" ({stages})" if stages else "")
+    return text + (f", {saved} trained and not yet in a checkpoint" if saved else "")
 
 
 def incomplete_text(group: Incomplete, now: float) -> str:
@@ -84,7 +88,7 @@ def incomplete_text(group: Incomplete, now: float) -> str:
         for sample, place in list(group.missing.items())[:3]
     ]
     more = f" and {len(group.missing) - 3} more" if len(group.missing) > 3 else ""
-    have = f"group {group.group_id} has {group.here} of {group.wanted} samples at the filter since"
+    have = f"group {group.group_id} has had {group.here} of {group.wanted} samples at the filter for"
     return f"{have} {duration(now - group.since)}; missing: {'; '.join(parts)}{more}"
 
 

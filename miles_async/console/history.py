@@ -124,6 +124,11 @@ class History:
         self.finished = False
         self._resumed = True
 
+    def unsaved_groups(self) -> int:
+        """Groups trained since the newest checkpoint."""
+        saved = int(self.checkpoints[-1]["step"]) if self.checkpoints else 0
+        return sum(len(s.groups) for s in self.steps if s.step > saved)
+
     def eval_names(self) -> list[str]:
         """Names of evaluation sets, in order of appearance."""
         return list(dict.fromkeys(e.name for e in self.evals))

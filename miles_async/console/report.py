@@ -236,11 +236,18 @@ def _events(history: History) -> str:
     for r in history.knobs:
         if int(r["epoch"]) > 0:
             values = ", ".join(f"{k} = {v}" for k, v in r["values"].items())
-            rows.append((float(r["wall"]), "", f"knob epoch {r['epoch']}", values + (f" ({r['reason']})" if r.get('reason') else '')))
+            rows.append(
+                (
+                    float(r["wall"]),
+                    "",
+                    f"knob epoch {r['epoch']}",
+                    values + (f" ({r['reason']})" if r.get("reason") else ""),
+                )
+            )
     for r in history.restores[1:]:
         rows.append((float(r["wall"]), "warning", "trainer restored", f"to step {r['step']} {r.get('checkpoint', '')}"))
     if not rows:
-        return _card("Events", "No fault, no restart, no knob was turned.", "")
+        return _card("Events", "No fault, no restart, no knob was turned.", "", wide=True)
     lines = "".join(
         f"<tr><td>{duration(wall - history.first_wall)}</td><td class='level-{level}'>{escape(what)}</td>"
         f"<td>{escape(text[:400])}</td></tr>"

@@ -11,7 +11,7 @@ import msgspec
 from bus import Bus
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
-from bus.topology import DEAD, VERDICTS
+from bus.topology import DEAD, POLICY, VERDICTS
 from miles_async.console.heads import Head, newest_heads
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
@@ -19,7 +19,8 @@ from miles_async.console.snapshot import Snapshot, read_snapshot
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
-    """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time."""
+    """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
+    `uncommitted`: groups that were trained since the last checkpoint; they hold no slot but stay open until the next."""
 
     snapshot: Snapshot
     places: Places
@@ -28,6 +29,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: list[Head]
     dead: list[Head]
     knobs: Mapping[str, Any]
+    uncommitted: frozenset[str]
     now: float
     lease_s: float
     stream_max_bytes: int
@@ -41,7 +43,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_scene(bus: Bus) -> Scene:
     """One look at everything. The ledger check is exact; the rest may be a few milliseconds apart."""
-    snapshot, places, server, ledger, verdicts, dead, patches, time = await asyncio.gather(
+    snapshot, places, server, ledger, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
         read_snapshot(bus),
         read_places(bus),
         read_server(bus),
@@ -49,6 +51,7 @@ async def read_scene(bus: Bus) -> Scene:
         newest_heads(bus, VERDICTS, 2000),
         newest_heads(bus, DEAD, 20),
         read_history(bus),
+        _uncommitted(bus),
         bus.link.run("TIME"),
     )
     return Scene(
@@ -59,10 +62,23 @@ async def read_scene(bus: Bus) -> Scene:
         verdicts=verdicts,
         dead=dead,
         knobs=dict(values_at(patches, patches[-1].epoch).values) if patches else {},
+        uncommitted=uncommitted,
         now=int(time[0]) + int(time[1]) / 1e6,
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
     )
+
+
+async def _uncommitted(bus: Bus, most: int = 1000) -> frozenset[str]:
+    """Groups of the steps behind the newest checkpoint or restore."""
+    groups: set[str] = set()
+    for entry in await bus.last(POLICY, most):
+        kind = entry.fields.get("type")
+        if kind in ("policy.checkpointed", "policy.restored"):
+            break
+        if kind == "policy.step":
+            groups.update((await bus.message(entry)).groups)
+    return frozenset(groups)
 
 
 __all__ = ("Scene", "read_scene")

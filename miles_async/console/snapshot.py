@@ -112,6 +112,11 @@ class PolicyFacts(msgspec.Struct, frozen=True):
     serving: dict[str, int] = {}
     finished: bool = False
     checkpoint_step: int = -1
+    announced_ages: dict[int, float] = {}  # of the newest versions, seconds
+
+    def behind_s(self, version: int) -> float:
+        """How long a newer version than this one has been announced; 0 when it is the newest."""
+        return max((age for newer, age in self.announced_ages.items() if newer > version), default=0.0)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +254,8 @@ def exists(pid: int) -> bool:
 
 def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:
     """Facts from the plain fields of the newest entries of `policy`, oldest first (pure)."""
-    facts: dict[str, Any] = {}
+    ages: dict[int, float] = {}
+    facts: dict[str, Any] = {"announced_ages": ages}
     for head in sorted(heads, key=lambda h: order_of(h.id)):
         age, number = max(0.0, now - head.wall), _number(head.sample)
         match head.fields.get("type", ""):
@@ -262,6 +268,7 @@ def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> Po
             case "policy.announced":
                 step = _number(head.fields.get("note", ""))
                 facts |= {"announced": number, "announced_age_s": age, "announced_step": step}
+                ages[number] = age
     if said is not None:
         facts |= {"active": said.version.id, "active_step": said.version.step, "serving": dict(said.serving)}
     return PolicyFacts(**facts)

@@ -167,7 +167,8 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 text = f"group dropped: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
-                text = f"{record['sample'] or record['group']} became a dead letter on {record['stream']}: "
+                who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
+                text = f"{who}became a dead letter on {record['stream']}: "
                 found.append(Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]}))
     return found
 

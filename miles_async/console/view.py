@@ -33,7 +33,7 @@ def screen(
     if silent_s > 3:
         parts.append(Text(f"the bus has not answered for {duration(silent_s)}; trying again", style="bold red"))
     parts += [Text(), *_learning(snapshot, history, width), Text()]
-    streams, actors = _streams(snapshot, width), _actors(snapshot, width)
+    streams, actors = _streams(snapshot, history, width), _actors(snapshot, width)
     if width >= WIDE:
         grid = Table.grid(padding=(0, 4))
         grid.add_row(streams, actors)
@@ -101,7 +101,7 @@ def _learning(snapshot: Snapshot, history: History, width: int) -> list[Renderab
         text.append(f"   serving {_serving(policy.serving)}" if policy.serving else "   no engine serves yet")
     rows.append(("policy", text))
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, width=9)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     for name, value in rows:
         grid.add_row(name, value)
@@ -123,7 +123,7 @@ def _table(*columns: tuple[str, str]) -> Table:
     return table
 
 
-def _streams(snapshot: Snapshot, width: int) -> RenderableType:
+def _streams(snapshot: Snapshot, history: History, width: int) -> RenderableType:
     columns = [("stream", "left"), ("depth", "right"), ("held", "right"), ("oldest", "right")]
     if width >= NARROW:
         columns.append(("bytes", "right"))
@@ -132,7 +132,11 @@ def _streams(snapshot: Snapshot, width: int) -> RenderableType:
         if not facts.is_data or (facts.name.startswith("eval") and not facts.length):
             continue
         oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
-        row = [facts.name, str(facts.length), str(facts.pending), duration(oldest) if facts.pending else ""]
+        # Trained groups lie on the stream until a checkpoint holds their step; they wait for nothing else.
+        saved = min(history.unsaved_groups(), facts.pending) if facts.name == "groups" else 0
+        name = facts.name + (f" (+{saved} to save)" if saved else "")
+        depth, held = facts.length - saved, facts.pending - saved
+        row = [name, str(depth), str(held), duration(oldest) if held else ""]
         if width >= NARROW:
             row.append(human_bytes(facts.n_bytes) if facts.n_bytes else "")
         table.add_row(*row, style="" if facts.length else "dim")

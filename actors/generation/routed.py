@@ -1,0 +1,116 @@
+"""A worker's engine behind a router: requests go to whichever engine the router picks, control goes to our own.
+
+Always true: the death of the router costs no sample. While it is gone, requests go to our own engine, and a membership
+that it forgot is renewed. A failure is blamed on our own engine (EngineUnavailable) only when that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, RouteBroken
+from actors.generation.router_client import RouterClient, RouterGone
+from actors.generation.sglang_client import SGLangClient
+
+RENEW_S = 2.0
+
+
+class RoutedEngine(SGLangClient):
+    """Our own engine at `base_url`, and a router before all engines. Same deadlines as SGLangClient."""
+
+    def __init__(self, base_url: str, router_url: str, **deadlines: float) -> None:
+        super().__init__(base_url, **deadlines)
+        self._front = SGLangClient(router_url, **deadlines)
+        self._router = RouterClient(router_url, deadline_s=min(10.0, deadlines["control_deadline_s"]))
+        self._peers: dict[str, SGLangClient] = {}
+        self._deadlines = deadlines
+        self._joined = False
+        self._open = False  # whether requests may go through the router now
+        self._renewed_at = 0.0
+
+    @property
+    def routed(self) -> bool:
+        """Whether the router is used now."""
+        return self._open
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not self._open:
+            async with aclosing(super().generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        try:
+            async with aclosing(self._front.generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except EngineUnavailable as error:
+            self._open = False
+            await self.health()  # EngineUnavailable here is the fault of our own engine
+            raise RouteBroken(str(error)) from error
+
+    async def join(self) -> None:
+        """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""
+        self._joined = True
+        self._renewed_at = 0.0
+        await self.renew()
+
+    async def leave(self) -> None:
+        """No new requests from the router; those that run go on."""
+        self._joined = self._open = False
+        try:
+            await self._router.deregister(self.base_url)
+        except RouterGone:
+            return  # it holds no list any more, or will find our engine dead
+
+    async def renew(self) -> str:
+        """Register again where the router forgot us (it was restarted). Call it now and then; returns what changed."""
+        now = asyncio.get_running_loop().time()
+        if not self._joined or now - self._renewed_at < RENEW_S:
+            return ""
+        self._renewed_at = now
+        before = self._open
+        try:
+            await self._router.register(self.base_url)
+            self._open = True
+        except RouterGone as error:
+            self._open = False
+            return str(error) if before else ""
+        return "" if before else f"router {self._router.url} serves our engine"
+
+    async def abort(self, rid: str) -> None:
+        await super().abort(rid)
+        names = self._front.flying(rid)
+        if not names:
+            return
+        try:
+            urls = list(await self._router.workers())
+        except RouterGone:
+            urls = [self.base_url]
+        for url in urls:
+            for name in names:
+                try:
+                    await self._peer(url).abort_name(name)
+                except EngineUnavailable:
+                    if url == self.base_url:
+                        raise
+                    break  # a peer that is dead runs nothing
+
+    def _peer(self, url: str) -> SGLangClient:
+        if url == self.base_url:
+            return self
+        if url not in self._peers:
+            self._peers[url] = SGLangClient(url, **self._deadlines)
+        return self._peers[url]
+
+    async def close(self) -> None:
+        if self._joined:
+            await self.leave()
+        for client in (self._front, *self._peers.values()):
+            await client.close()
+        await self._router.close()
+        await super().close()
+
+
+__all__ = ("RoutedEngine",)

@@ -1,0 +1,109 @@
+"""What a worker is told at its start, and the link to its engine built from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from actors.generation.boot_failures import ArgValue, Launch
+from actors.generation.engine import Engine
+from actors.generation.link import EngineLink
+from actors.generation.process import EngineProcess, EngineServer
+from actors.generation.sglang_args import default_command, flag_name, server_args
+from actors.generation.sglang_server import SGLangServer
+from actors.runtime.context import Context
+
+
+class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Start-up settings of a worker. `engine`: embedded (a server of our own), sglang (a real one, started here) or
+    external (running at `engine_url`). `router_url`: the router before all engines, empty = none."""
+
+    model_path: str = ""
+    engine: str = "embedded"
+    engine_url: str = ""
+    router_url: str = ""
+    threads: int = 1
+    max_running: int = 256
+    request_deadline_s: float = 3600.0
+    token_deadline_s: float = 60.0
+    control_deadline_s: float = 60.0
+    boot_deadline_s: float = 180.0
+    verify_checksum: bool = True
+    mask_offpolicy: bool = False
+    context_length: int = 0
+    gpus: tuple[int, ...] = ()
+    """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""
+    tp_size: int = 1
+    server_command: tuple[str, ...] = ()
+    """Program and first words of an SGLang server; empty = this Python's."""
+    server_args: dict[str, ArgValue] = {}
+    """SGLang's own flags without dashes, passed on as they are."""
+    seed: int = 0
+    exact_stream: bool = False
+
+
+def open_link(context: Context, spec: GenerationSpec) -> EngineLink:
+    """The bond of this worker with its engine; nothing is started yet."""
+    deadlines = {
+        "request_deadline_s": spec.request_deadline_s,
+        "token_deadline_s": spec.token_deadline_s,
+        "control_deadline_s": spec.control_deadline_s,
+    }
+
+    def connect(url: str) -> Engine:
+        from actors.generation.routed import RoutedEngine
+        from actors.generation.sglang_client import SGLangClient
+
+        if spec.router_url:
+            return RoutedEngine(url, spec.router_url, **deadlines)
+        return SGLangClient(url, **deadlines)
+
+    return EngineLink(
+        context,
+        connect,
+        process=_server(context, spec),
+        url=spec.engine_url,
+        model_path=spec.model_path,
+        control_deadline_s=spec.control_deadline_s,
+        verify_checksum=spec.verify_checksum,
+    )
+
+
+def _server(context: Context, spec: GenerationSpec) -> EngineServer | None:
+    folder = Path(context.spec.run_dir or ".") / "engines" / context.name
+    if spec.engine == "embedded":
+        return EngineProcess(
+            model_path=spec.model_path,
+            folder=folder,
+            threads=spec.threads,
+            max_running=spec.max_running,
+            boot_deadline_s=spec.boot_deadline_s,
+        )
+    if spec.engine != "sglang":
+        return None
+
+    async def report(kind: str, text: str) -> None:
+        await context.event(kind, text, level="warning")
+
+    args = server_args(
+        tp_size=spec.tp_size,
+        max_running=spec.max_running,
+        seed=spec.seed,
+        given=spec.server_args,
+        context_length=spec.context_length,
+        exact_stream=spec.exact_stream,
+    )
+    return SGLangServer(
+        model_path=spec.model_path,
+        folder=folder,
+        launch=Launch(args, {}),
+        given=frozenset(map(flag_name, spec.server_args)),
+        command=spec.server_command or default_command(),
+        gpus=spec.gpus,
+        boot_deadline_s=spec.boot_deadline_s,
+        report=report,
+    )
+
+
+__all__ = ("GenerationSpec", "open_link")

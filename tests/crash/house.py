@@ -1,0 +1,266 @@
+"""One run of the real launcher in a directory of its own, watched and disturbed from outside.
+
+Processes are found by the run directory in their command line, so that nothing else is ever hit. Every wait polls with a
+deadline and names what did not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from bus import Bus, BusConfig
+from bus.server import EmbeddedRedis
+from bus.topology import POLICY
+
+REPO = Path(__file__).resolve().parents[2]
+STEPS = 6
+RUN_DEADLINE_S = 90.0
+LEASE_S = 1.5
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ckpt": {"save_interval": 2, "keep_last": 2},
+    "rollout": {
+        "input_key": "prompt",
+        "label_key": "label",
+        "rollout_shuffle": True,
+        "num_rollout": STEPS,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "over_sampling_batch_size": 6,
+        "rollout_max_response_len": 48,
+        "partial_save_tokens": 8,
+        "rm_type": "deterministic_random",
+        "max_weight_staleness": 2,
+    },
+    "bus": {"lease_s": LEASE_S},
+    "grpo": {"use_tis": True},
+    "optimizer": {"lr": 1e-3},
+    "sglang": {"num_generation_workers": 1, "sglang_server_concurrency": 16},
+    "launch": {"name": "r", "console": "none", "report": False, "heartbeat_s": 0.5, "drain_timeout_s": 10.0},
+}
+
+
+class Missed(AssertionError):
+    """Something that should have come did not."""
+
+
+def until(what: str, seen: Callable[[], bool], *, seconds: float = 40.0) -> None:
+    """Poll until `seen`; Missed names `what`."""
+    end = time.monotonic() + seconds
+    while not seen():
+        if time.monotonic() > end:
+            raise Missed(f"{what}: not within {seconds:g} s")
+        time.sleep(0.05)
+
+
+class Run:
+    """`<directory>/runs/r`. `start` may be called again: that is a rerun of the same command."""
+
+    def __init__(self, directory: Path, toy: Path, settings: dict[str, dict[str, Any]] | None = None) -> None:
+        self.home = directory
+        self.dir = directory / "runs" / "r"
+        self.checkpoints = self.dir / "checkpoints"
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self._tables = merged(SETTINGS, settings or {})
+        self._tables = merged(
+            {
+                "model": {"hf_checkpoint": str(toy / "model")},
+                "rollout": {"prompt_data": str(toy / "prompts.jsonl")},
+                "launch": {"runs_dir": str(directory / "runs")},
+                "ckpt": {"save_debug_rollout_data": str(directory / "batches" / "{rollout_id}.msgpack")},
+            },
+            self._tables,
+        )
+
+    @property
+    def steps(self) -> int:
+        return int(self._tables["rollout"]["num_rollout"])
+
+    def setting(self, table: str, name: str) -> Any:
+        """A value the run was given."""
+        return self._tables[table][name]
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, fault: str = "", flags: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> None:
+        """Run the command. `fault`: see actors.runtime.faultpoints; it strikes once per test."""
+        file = self.home / "run.toml"
+        file.write_text(toml_of(self._tables))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        environment.pop("MILES_ASYNC_FAULT", None)
+        if fault:
+            environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.fault_file)}
+        with (self.home / "launcher.log").open("ab") as log:
+            self.launcher = subprocess.Popen(
+                [*wrap, sys.executable, "-m", "miles_async", "train", str(file), *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self.home,
+            )
+
+    @property
+    def fault_file(self) -> Path:
+        return self.home / "fault"
+
+    @property
+    def struck(self) -> bool:
+        """Whether the armed fault has happened."""
+        return self.fault_file.exists()
+
+    def join(self, *, seconds: float = RUN_DEADLINE_S) -> int:
+        """Wait for the launcher; its exit status."""
+        assert self.launcher is not None
+        try:
+            return self.launcher.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Missed(f"the run did not end within {seconds:g} s\n{self.story()}") from None
+
+    def finish(self, *, seconds: float = RUN_DEADLINE_S) -> None:
+        """Wait for a good end."""
+        code = self.join(seconds=seconds)
+        assert code == 0, f"exit {code}\n{self.story()}"
+
+    def output(self) -> str:
+        """What the launcher printed."""
+        return (self.home / "launcher.log").read_text(errors="replace")
+
+    def story(self) -> str:
+        """Last lines of all logs, for a failure's message."""
+        parts = [f"launcher: {self.output()[-1500:]}"]
+        for log in sorted((self.dir / "logs").glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            parts.append("\n".join([f"-- {log.name}", *(line[:300] for line in lines[-12:])]))
+        return "\n".join(parts)
+
+    # -- what is there ------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """All actors and engines of this run that live, whoever started them."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = process.info["cmdline"] or []
+            if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(self.dir) + "/" in word for word in words):
+                found.append(process)
+        return found
+
+    def pids(self, actor: str) -> list[int]:
+        """Pids of one actor by its name; several only when something is wrong."""
+        wanted = str(self.dir / "actors" / f"{actor}.json")
+        return [p.pid for p in self.processes() if wanted in (p.info["cmdline"] or [])]
+
+    def engine_pids(self) -> list[int]:
+        """Pids of embedded engines."""
+        return [p.pid for p in self.processes() if "actors.generation.embedded" in (p.info["cmdline"] or [])]
+
+    def pid(self, actor: str) -> int:
+        """The living process of an actor."""
+        until(f"a process of {actor}", lambda: bool(self.pids(actor)))
+        return self.pids(actor)[0]
+
+    def server(self) -> EmbeddedRedis:
+        """The run's embedded Redis, adopted or started."""
+        server = EmbeddedRedis(self.dir)
+        server.start()
+        return server
+
+    def redis_pid(self) -> int:
+        """Pid of the living server."""
+        return int((self.dir / "redis" / "redis.pid").read_text())
+
+    def ask(self, question: Callable[[Bus], Any]) -> Any:
+        """Answer of an async function of the run's bus, which must be up."""
+        reference = msgspec.json.decode((self.dir / "run.json").read_bytes())
+        config = BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(self.dir / "blobs"))
+
+        async def answer() -> Any:
+            async with Bus(config) as bus:
+                return await question(bus)
+
+        return asyncio.run(answer())
+
+    def step(self) -> int:
+        """Newest step on the bus, 0 when there is none yet."""
+        if not (self.dir / "run.json").exists():
+            return 0
+
+        async def newest(bus: Bus) -> int:
+            return max((int(e.fields["id"][4:]) for e in await bus.scan_all(POLICY) if e.fields["type"] == "policy.step"), default=0)
+
+        return int(self.ask(newest))
+
+    def until_step(self, step: int) -> None:
+        """Wait until training has come so far."""
+        until(f"step {step}", lambda: self.step() >= step or self.launcher is None or self.launcher.poll() is not None)
+        assert self.step() >= step, self.story()
+
+    def saved(self) -> int:
+        """Step of the newest durable checkpoint, 0 without one."""
+        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else 0
+
+    # -- what is done to it -------------------------------------------------------------------------------------
+
+    def kill(self, actor: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signal an actor; its pid."""
+        pid = self.pid(actor)
+        os.kill(pid, number)
+        return pid
+
+    def kill_all(self) -> None:
+        """SIGKILL to launcher, actors, engines and Redis: what a power cut does, but for the page cache."""
+        if self.launcher is not None and self.launcher.poll() is None:
+            self.launcher.kill()
+            self.launcher.wait(10)
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        until("all processes to end", lambda: not self.processes(), seconds=10)
+        if (self.dir / "redis").exists():
+            EmbeddedRedisAt(self.dir).end()
+
+
+class EmbeddedRedisAt:
+    """The server of a directory, if one runs there; never starts one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def end(self) -> None:
+        """SIGKILL, if the directory's own server lives."""
+        try:
+            pid = int((self._directory / "redis" / "redis.pid").read_text())
+            process = psutil.Process(pid)
+            if process.cwd() == str(self._directory / "redis"):
+                process.kill()
+                process.wait(10)
+        except (OSError, ValueError, psutil.Error):
+            return
+
+
+def toml_of(tables: dict[str, dict[str, Any]]) -> str:
+    """Numbers, strings and booleans read alike in JSON and TOML."""
+    lines: list[str] = []
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def merged(base: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tables of `base` with those of `more` over them."""
+    return {table: {**base.get(table, {}), **more.get(table, {})} for table in {*base, *more}}

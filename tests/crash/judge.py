@@ -1,0 +1,133 @@
+"""What must hold after every case, read from the run's streams, recorded batches and checkpoints.
+
+1 the ledger closes, sample by sample · 2 in the lineage that survived, every step is there once and no sample has
+contributed twice · 3 no issued group is missing: trained, dropped with a reason, or still on a stream · 4 no prompt of the
+epoch was skipped · 5 no trained token is older than the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.sampler.actor import Position
+from actors.sampler.order import permutation
+from actors.trainer.checkpoint import latest
+from actors.trainer.record import read_record
+from bus import Bus, ledger
+from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
+from bus.messages.versions import staleness
+from bus.topology import POLICY, VERDICTS
+from tests.crash.house import Run
+from tests.crash.toy import N_PROMPTS
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What the bus held when everything had ended."""
+
+    check: ledger.LedgerCheck
+    policy: list[Any]
+    verdicts: list[Any]
+    open_groups: set[str]
+    sampler: str
+
+
+def lineage(policy: Sequence[Any]) -> dict[int, StepDone]:
+    """The steps inside the last weights: a restart from a checkpoint cuts what came after it."""
+    steps: dict[int, StepDone] = {}
+    for message in policy:
+        match message:
+            case StepDone():
+                assert message.step not in steps, f"step {message.step} done twice without a restart in between"
+                steps[message.step] = message
+            case Restored():
+                steps = {step: done for step, done in steps.items() if step <= message.step}
+    return steps
+
+
+async def read_facts(bus: Bus) -> Facts:
+    """Everything at once; nothing moves any more."""
+    return Facts(
+        check=await ledger.check(bus),
+        policy=[await bus.message(e) for e in await bus.scan_all(POLICY)],
+        verdicts=[await bus.message(e) for e in await bus.scan_all(VERDICTS)],
+        open_groups=set(await bus.hash_of(bus.keys.open_groups)),
+        sampler=await bus.state("sampler"),
+    )
+
+
+def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None) -> Facts:
+    """Assert all of it. `whole_policy` False: the bus was lost on the way, so that it knows the later part only."""
+    server = run.server()
+    try:
+        facts: Facts = run.ask(read_facts)
+    finally:
+        server.stop()
+    wanted = run.steps if steps is None else steps
+    assert facts.check.closes, facts.check.text()
+    done = lineage(facts.policy)
+    if whole_policy:
+        assert sorted(done) == list(range(1, wanted + 1)), f"steps of the lineage: {sorted(done)}"
+        assert isinstance(facts.policy[-1], Finished) or wanted < run.steps
+    else:
+        assert max(done) == wanted, f"last step of the lineage: {max(done)}"
+    trained = [group for step in sorted(done) for group in done[step].groups]
+    assert len(trained) == len(set(trained)), "a group was trained twice"
+    samples = [sample for step in sorted(done) for sample in done[step].samples]
+    assert len(samples) == len(set(samples)), "a sample contributed twice"
+    if whole_policy:
+        _nothing_missing(facts, set(trained))
+        _prompts_in_order(facts, done, seed=42)
+    if wanted == run.steps:
+        assert latest(run.checkpoints) == wanted
+    _within_the_bound(run, done)
+    _accounts_agree(facts, done, whole_policy)
+    return facts
+
+
+def _nothing_missing(facts: Facts, trained: set[str]) -> None:
+    dropped = {v.group_id for v in facts.verdicts if not v.kept}
+    dropped |= {g for m in facts.policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
+    n_issued = Position.parse(facts.sampler).cursor.group
+    everywhere = trained | dropped | facts.open_groups
+    missing = [g for g in (f"g{n:07d}" for n in range(1, n_issued + 1)) if g not in everywhere]
+    assert not missing, f"{len(missing)} issued groups are nowhere: {missing[:5]}"
+    assert not (trained & dropped), f"trained and dropped: {sorted(trained & dropped)[:5]}"
+
+
+def _prompts_in_order(facts: Facts, done: dict[int, StepDone], *, seed: int) -> None:
+    again = sum(len(m.prompts) for m in facts.policy if isinstance(m, GroupsGivenUp) and m.reissue)
+    if again:
+        return  # prompts that were issued again shift the order
+    prompts = {g: p for step in done.values() for g, p in zip(step.groups, step.prompts, strict=True)}
+    prompts |= {v.group_id: v.prompt_id for v in facts.verdicts if v.prompt_id}
+    for group, prompt in prompts.items():
+        epoch, position = divmod(int(group[1:]) - 1, N_PROMPTS)
+        row = permutation(n_prompts=N_PROMPTS, run_seed=seed, epoch=epoch, shuffle=True)[position]
+        assert prompt == f"p{row}", f"{group} should be of prompt p{row}, is of {prompt}"
+
+
+def _within_the_bound(run: Run, done: dict[int, StepDone]) -> None:
+    """The trainer's own figure of the oldest token that had gradient, and the recorded batches beside it."""
+    bound = int(run.setting("rollout", "max_weight_staleness"))
+    for step, message in done.items():
+        assert message.metrics.get("train/staleness_max", 0.0) <= bound, f"step {step}: {message.metrics}"
+        file = Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", str(step - 1)))
+        record = read_record(file)
+        assert record.done.groups == message.groups, f"step {step}: the record is of another batch"
+        spans = [s for g in record.groups for m in g.samples for s in m.rollout.response.spans]
+        fresh = sum(s.n for s in spans if staleness(step - 1, s.step) <= bound)
+        assert message.metrics["train/trained_tokens"] <= fresh
+
+
+def _accounts_agree(facts: Facts, done: dict[int, StepDone], whole_policy: bool) -> None:
+    saved = max((m.step for m in facts.policy if isinstance(m, Checkpointed | Restored)), default=0)
+    if whole_policy:
+        inside = sum(len(m.samples) for step, m in done.items() if step <= saved)
+        masked = facts.check.accounts.dropped.get("masked", 0)
+        assert facts.check.accounts.trained + masked == inside, (
+            f"the accounts know {facts.check.accounts.trained} + {masked} samples, the lineage {inside}"
+        )

@@ -1,0 +1,82 @@
+"""Every actor killed with SIGKILL at each step of its protocol: the run finishes and nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.crash.conftest import Launch
+from tests.crash.judge import judge
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+
+SLICED: dict[str, dict[str, Any]] = {"rollout": {"max_tokens_per_slice": 16}}
+ABORTING: dict[str, dict[str, Any]] = {"sglang": {"pause_generation_mode": "abort"}}
+
+FAST = {"generation:after_save:5", "trainer:checkpoint_half:2", "trainer:after_done:3", "filter:assembling:3"}
+
+POINTS: dict[str, dict[str, dict[str, Any]]] = {
+    # the cursor, the groups and their samples are one step
+    "sampler:before_append:1": {},
+    "sampler:after_append:1": {},
+    "sampler:before_append:3": {},
+    "sampler:after_append:3": {},
+    # a sample under way, a sample done, a weight activation
+    "generation:before_save:5": {},
+    "generation:after_save:5": {},
+    "generation:before_commit:9": {},
+    "generation:after_commit:9": {},
+    "generation:activating:1": {},
+    "generation:activating:3": {},
+    # a sample that stopped early, on its way through the partial buffer
+    "generation:before_commit:8": SLICED,
+    "generation:after_commit:8": SLICED,
+    "partial:before_commit:6": SLICED,
+    "partial:after_commit:6": SLICED,
+    "generation:activating:2": ABORTING,
+    # scoring and assembling
+    "reward:before_commit:9": {},
+    "reward:after_commit:9": {},
+    "filter:assembling:3": {},
+    "filter:before_commit:3": {},
+    "filter:after_commit:3": {},
+    # a step, its announcement, its checkpoint
+    "trainer:before_step:1": {},
+    "trainer:before_step:4": {},
+    "trainer:before_done:3": {},
+    "trainer:after_done:3": {},
+    "trainer:before_announce:1": {},
+    "trainer:after_announce:1": {},
+    "trainer:before_announce:4": {},
+    "trainer:after_announce:4": {},
+    "trainer:checkpoint_copied:1": {},
+    "trainer:checkpoint_half:1": {},
+    "trainer:checkpoint_half:2": {},
+    "trainer:checkpoint_durable:1": {},
+    "trainer:checkpoint_durable:3": {},
+    "trainer:before_ack:2": {},
+    # who serves what
+    "publisher:before_order:1": {},
+    "publisher:after_order:1": {},
+    "publisher:before_order:4": {},
+    "publisher:after_order:4": {},
+}
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for point, settings in POINTS.items():
+        name = point.replace(":", "-") + ("-sliced" if settings is SLICED else "-aborting" if settings is ABORTING else "")
+        marks = () if point in FAST and not settings else (pytest.mark.slow,)
+        cases.append(pytest.param(point, settings, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("point", "settings"), _cases())
+def test_killed_at(point: str, settings: dict[str, dict[str, Any]], run_of: Launch) -> None:
+    run = run_of(settings)
+    run.start(fault=f"{point}:KILL")
+    run.finish()
+    assert run.struck, f"nobody came to {point}"
+    judge(run)

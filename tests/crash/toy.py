@@ -1,0 +1,48 @@
+"""The toy that the crash tests train: a tiny Qwen3 with random weights from a seed, and arithmetic prompts.
+
+Its responses never stop by themselves, so that every sample has the full length and is under way long enough to be hit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from miles_async.quickstart.data import make_problems
+from miles_async.quickstart.tokenizer import PAD_ID, VOCABULARY, save_tokenizer
+
+SEED = 7
+N_PROMPTS = 48
+
+
+def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
+    """`<directory>/model` and `<directory>/prompts.jsonl`; equal on every machine with equal torch."""
+    model_dir = directory / "model"
+    model_dir.mkdir(parents=True)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(model_dir)
+    GenerationConfig(pad_token_id=PAD_ID, do_sample=True, max_length=256).save_pretrained(model_dir)
+    save_tokenizer(model_dir)
+    problems, _ = make_problems(SEED, train=N_PROMPTS, held_out=1)
+    lines = [json.dumps({"prompt": p.prompt, "label": p.label}) for p in problems]
+    (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
