@@ -19,7 +19,7 @@ from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.messages.base import pack_ints
 from bus.messages.control import EvalDone
-from bus.messages.policy import Finished, PolicyActive
+from bus.messages.policy import Finished, PolicyActive, Restored
 from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
@@ -91,6 +91,8 @@ class Evaluator:
                         self._active = message.version
                     elif isinstance(message, Finished):
                         self._final_step = message.step
+                    elif isinstance(message, Restored):
+                        self._final_step = -1  # a finished run that was given more steps
                 await self._act()
                 if self._final_step >= 0 and self._done_step >= self._final_step:
                     context.draining.set()

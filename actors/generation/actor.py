@@ -138,12 +138,14 @@ class Worker:
     async def _abort_all(self) -> None:
         """Ask the engine to end what runs; each sample parks itself with the tokens it has."""
         engine = self._link.engine
-        for sample_id in list(self._running):
-            if engine is not None:
-                try:
-                    await engine.abort(sample_id)
-                except (EngineUnavailable, RequestRefused) as error:
-                    await self._link.fail(error)
+        if engine is None:
+            return
+        answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
+        for error in answers:
+            if isinstance(error, EngineUnavailable | RequestRefused):
+                await self._link.fail(error)
+            elif error is not None:
+                raise error
 
     async def _handle(self, entry: Entry) -> None:
         """One entry to its commit. Failures of the engine park the sample; poison is buried with its group's marker."""

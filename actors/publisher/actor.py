@@ -43,6 +43,7 @@ class Publisher:
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
         self._heard: dict[str, float] = {}  # worker -> wall time of its last word
         self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
+        self._lost: set[int] = set()  # versions of a future that a restored trainer does not have
         self._active: PolicyVersion | None = None
         self._said: PolicyActive | None = None
 
@@ -71,6 +72,9 @@ class Publisher:
                 self._newest = message
             case Restored():
                 self._active = None
+                self._lost |= {
+                    said.version.id for said in self._announced.values() if said.version.step > message.step
+                }
             case Vitals():
                 self._hear(message, message.actor)
             case Event(kind="activated"):
@@ -124,8 +128,9 @@ class Publisher:
         self._sweep()
 
     async def _say(self) -> None:
-        """Tell who serves what, when it changed. A version that never was announced here is one of a lost future."""
-        versions = [self._announced[v].version for v in self._serving.values() if v in self._announced]
+        """Tell who serves what, when it changed. Engines may still serve a lost future; it frees no slot."""
+        serving = [v for v in self._serving.values() if v in self._announced and v not in self._lost]
+        versions = [self._announced[v].version for v in serving]
         if not versions:
             return
         best = max(versions)

@@ -48,6 +48,7 @@ class Progress:
             case Restored():
                 # Steps after the checkpoint are a lost future: their groups are open again and will be trained again.
                 self.step = message.step
+                self.finished = False  # a finished run that was given more steps
                 self.active_step = min(self.active_step, message.step)
                 self._trained = {g: s for g, s in self._trained.items() if s <= message.step}
             case Checkpointed():

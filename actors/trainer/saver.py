@@ -19,6 +19,7 @@ from actors.trainer.intake import Intake, Trained, booked
 from bus.errors import MilesAsyncError
 from bus.messages.policy import Checkpointed
 from bus.messages.versions import PolicyVersion
+from bus.topology import POLICY
 
 
 class Saver:
@@ -33,6 +34,7 @@ class Saver:
         self._keep_last = keep_last
         self._fingerprint = fingerprint
         self._task: asyncio.Task[None] | None = None
+        self._marks: list[str] = []  # end of the policy log at each kept checkpoint
         self.saved_step = -1
 
     @property
@@ -98,7 +100,15 @@ class Saver:
         seconds = context.clock.monotonic() - began
         done = Checkpointed(step=state.step, path=str(target), save_s=seconds)
         await self._intake.acknowledge(state.step, done)
+        await self._trim_policy()
         await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
+
+    async def _trim_policy(self) -> None:
+        """Cut the policy log below the oldest kept checkpoint: nobody goes back further."""
+        newest = await self._context.bus.last(POLICY)
+        self._marks.append(newest[0].id)
+        if len(self._marks) > max(2, self._keep_last):
+            await self._context.bus.trim_log(POLICY, self._marks.pop(0))
 
     def _write_files(self, snapshot: Snapshot, target: Path, state: BusState) -> None:
         shutil.rmtree(target, ignore_errors=True)  # of a save that was cut short; the tracker never named it

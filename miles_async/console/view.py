@@ -102,8 +102,9 @@ def _learning(snapshot: Snapshot, history: History, width: int) -> list[Renderab
     rows.append(("policy", text))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, width=9)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column(overflow="ellipsis")  # this one gives way when the terminal is narrow
     for name, value in rows:
+        value.no_wrap, value.overflow = True, "ellipsis"
         grid.add_row(name, value)
     return [grid]
 
@@ -206,7 +207,7 @@ def _accounts(snapshot: Snapshot, history: History, width: int) -> list[Renderab
 def _labelled(label: str, text: Text) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, width=9)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column(overflow="ellipsis")  # this one gives way when the terminal is narrow
     grid.add_row(label, text)
     return grid
 

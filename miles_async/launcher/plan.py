@@ -98,7 +98,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     """The training backend's settings."""
     o, p = settings.optimizer, settings.perf
     return BackendConfig(
-        hf_checkpoint=place.model_dir,
+        hf_checkpoint=place.reference_dir or place.model_dir,  # --load without a checkpoint falls back to --ref-load
         ref_load=place.reference_dir,
         dtype=settings.model.model_dtype,
         threads=p.trainer_threads,

@@ -17,6 +17,7 @@ from actors.sampler.admission import free_slots, open_limit
 from actors.sampler.progress import Progress
 from actors.trainer.cut import cut
 from bus import Bus, Commit, Entry, Guard, Out, Reader, Stream, Tail, ledger
+from bus.errors import BadMessage
 from bus.messages.base import EMPTY, join, unpack_ints
 from bus.messages.control import DeadLetter
 from bus.messages.groups import GroupKept, GroupVerdict
@@ -91,6 +92,17 @@ class Consumer:
             self.running.pop(entry.id, None)
         self.reader.forget(over)
         return result.done
+
+    async def finished_elsewhere(self, entry: Entry) -> bool:
+        """Whether the body is gone, as it is once somebody else finished the entry; burying it then has no effect."""
+        try:
+            await self.bus.message(entry)
+        except BadMessage:
+            letter = DeadLetter(stream=entry.stream.name, entry_id=entry.id, actor=self.name, error="no body")
+            buried = await self.commit(Commit(ack=(entry,), append=(Out(DEAD, letter),)))
+            assert not buried, "a body was gone while its entry was pending"
+            return True
+        return False
 
     # -- generation -----------------------------------------------------------------------------------------------
 

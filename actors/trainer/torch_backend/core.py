@@ -77,12 +77,16 @@ class Core:
         return check(msgspec.structs.replace(self.objective, **changes)) if changes else self.objective
 
     def rate(self, step: int, knobs: Mapping[str, Any]) -> float:
-        """Learning rate of rollout batch `step`: the knob, else the schedule."""
+        """Learning rate of rollout batch `step`: the schedule, with the live knob as its peak."""
         c = self.config
-        if "lr" in knobs:
-            return float(knobs["lr"])
+        peak = float(knobs.get("lr", c.lr))
         return learning_rate(
-            step, lr=c.lr, style=c.lr_decay_style, total=c.num_rollout, warmup=c.lr_warmup_iters, min_lr=c.min_lr
+            step,
+            lr=peak,
+            style=c.lr_decay_style,
+            total=c.num_rollout,
+            warmup=c.lr_warmup_iters,
+            min_lr=min(c.min_lr, peak),
         )
 
     def sync_gradients(self, now: bool) -> None:
