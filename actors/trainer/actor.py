@@ -92,6 +92,7 @@ class Trainer:
         self._marker = ""  # value of the state field `trainer`
         self._publishing: asyncio.Task[None] | None = None
         self._step_knobs: dict[str, Any] = {}
+        self._skipped_before: tuple[str, ...] = ()
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
@@ -108,6 +109,7 @@ class Trainer:
                 await self._end(tasks)
         finally:
             await self._intake.reader.close()
+            await self._in_thread(self._backend.close)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- start --------------------------------------------------------------------------------------------------
@@ -175,6 +177,9 @@ class Trainer:
                 return
             waited = context.clock.monotonic()
             result = await self._step(groups)
+            if result.skipped and not spec.replay_from:
+                await self._skipped(groups)
+                continue
             trained = context.clock.monotonic()
             await self._done(groups, result, began=began, waited=waited, trained=trained)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
@@ -237,6 +242,21 @@ class Trainer:
                 f"batch/{reason}", f"step {step + 1}: {len(sample_ids)} samples ({shown})", level="warning"
             )
         return result
+
+    async def _skipped(self, groups: list[GroupKept]) -> None:
+        """A step whose gradient was not finite changed nothing. Its groups stay and are tried once more; a second time
+        they are given up with that reason, so that one bad batch cannot hold the run."""
+        ids = tuple(g.group_id for g in groups)
+        again = ids == self._skipped_before
+        self._skipped_before = () if again else ids
+        await self._context.event(
+            "step skipped",
+            f"step {self._version.step + 1}: gradient not finite, weights unchanged; its {len(ids)} groups are "
+            + ("given up" if again else "tried again"),
+            level="error",
+        )
+        if again:
+            await self._intake.give_up(tuple((g, "nonfinite_gradient") for g in ids), reissue=False)
 
     async def _done(
         self, groups: list[GroupKept], result: StepResult, *, began: float, waited: float, trained: float

@@ -117,6 +117,10 @@ class TrainBackend(Protocol):
         """blake2b-128 over the weights, for replay."""
         ...
 
+    def close(self) -> None:
+        """Let go of other ranks, if any."""
+        ...
+
 
 __all__ = (
     "BackendConfig",

@@ -43,5 +43,8 @@ class NullBackend:
     def weights_hash(self) -> str:
         return ""
 
+    def close(self) -> None:
+        return
+
 
 __all__ = ("NullBackend",)

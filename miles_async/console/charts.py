@@ -117,7 +117,7 @@ def learning(history: History) -> str:
                 (by_step, [float(e.step) for e in evals]),
                 (by_time, [(e.wall - start) / 60 for e in evals]),
             ):
-                axis.plot(ex, scores, color=colour, marker="o", markersize=4, label=f"{name} (held out)")
+                axis.plot(ex, scores, color=colour, marker="o", markersize=4, label=f"{name}, evaluated")
         for record in history.knobs:
             if int(record["epoch"]) > 0:
                 by_time.axvline((float(record["wall"]) - start) / 60, color=GREY, linewidth=1, linestyle=":")
@@ -129,6 +129,7 @@ def learning(history: History) -> str:
         _steps_axis(by_step)
         by_time.set_xlabel("minutes since the start")
         by_time.margins(x=0.01)
+        by_time.set_xlim(left=0)
         _legend(by_step, 2)
         return to_svg(figure, "learning")
 
@@ -145,7 +146,8 @@ def staleness(history: History, bounds: Sequence[tuple[int, int]]) -> str:
             for i, ((begin, bound), end) in enumerate(zip(bounds, ends, strict=True)):
                 label = "bound" if i == 0 else None
                 axis.plot([max(begin, xs[0]), end], [bound, bound], color=GREY, linestyle=":", label=label)
-        axis.set_ylim(bottom=0)
+        top = max([s.get(MAX_STALENESS) for s in history.steps] + [float(bound) for _, bound in bounds], default=1.0)
+        axis.set_ylim(0, 1.08 * max(1.0, top))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel("policy versions")
         _steps_axis(axis)

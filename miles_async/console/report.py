@@ -115,7 +115,7 @@ def _tiles(history: History, accounts: Accounts | None) -> str:
     tiles: list[tuple[str, str]] = []
     for name in history.eval_names()[:2]:
         evals = history.evals_of(name)
-        tiles.append((percent(evals[-1].score), f"{name} held out, from {percent(evals[0].score)}"))
+        tiles.append((percent(evals[-1].score), f"{name}, from {percent(evals[0].score)}"))
     steps = history.steps
     if steps:
         recent = steps[-max(1, len(steps) // 10) :]

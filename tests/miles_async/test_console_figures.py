@@ -1,0 +1,86 @@
+"""Pure parts of the console: text, history, figures."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_async.console.figures import eta_s, moving_average, shares, throughput, time_split
+from miles_async.console.history import history_of
+from miles_async.console.metrics_file import positions_of
+from miles_async.console.text import compress, duration, human_bytes, human_count, plural, shorten, sparkline, table
+
+
+def step(number, wall, **metrics):
+    return {"kind": "step", "wall": wall, "step": number, "groups": [f"g{number}"], "metrics": metrics}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.96, "10.0 s"), (59.4, "59 s"), (59.6, "1:00"), (185, "3:05"), (3729, "1:02:09"), (273600, "3 d 04:00")],
+)
+def test_durations_read_at_a_glance(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_sizes_and_counts_keep_three_digits():
+    assert [human_bytes(n) for n in (0, 999, 12345, 3_400_000)] == ["0 B", "999 B", "12.3 kB", "3.4 MB"]
+    assert [human_count(n) for n in (0.5, 912, 3210, 1_450_000, -1500)] == ["0.5", "912", "3.21k", "1.45M", "-1.5k"]
+    assert [plural(n, "entry") for n in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 80))
+def test_a_sparkline_fits_its_width_and_shows_the_extremes(values, width):
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), width)
+    points = compress(values, width)
+    if points and max(points) > min(points):
+        assert line[points.index(max(points))] == "█"
+        assert line[points.index(min(points))] == "▁"
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=100), st.integers(1, 20))
+def test_a_moving_average_stays_within_its_values(values, window):
+    smooth = moving_average(values, window)
+    assert len(smooth) == len(values)
+    assert all(min(values) - 1e-6 <= v <= max(values) + 1e-6 for v in smooth)
+
+
+def test_columns_are_aligned_and_texts_cut_to_one_line():
+    assert table(["a", "n"], [["x", "1"], ["long", "22"]], right=("n",)) == "a      n\nx      1\nlong  22"
+    assert shorten("two\nlines  here", 8) == "two lin…"
+
+
+def test_time_that_the_trainer_does_not_name_is_publishing_but_not_its_absence():
+    records = [
+        step(1, 100.0, **{"perf/wait_s": 1.0, "perf/train_s": 2.0}),
+        step(2, 104.0, **{"perf/wait_s": 1.0, "perf/train_s": 2.0}),
+        {"kind": "restored", "wall": 150.0, "step": 2},
+        step(3, 160.0, **{"perf/wait_s": 1.0, "perf/train_s": 2.0}),
+    ]
+    history = history_of(records)
+    assert [time_split(s).publish_s for s in history.steps] == [0.0, 1.0, 0.0]
+    assert shares(history.steps) == pytest.approx((0.3, 0.6, 0.1))
+
+
+def test_pace_is_the_median_so_that_one_restart_does_not_move_the_end():
+    records = [step(n, 100.0 + n, **{"rollout/tokens": 50.0}) for n in range(1, 10)] + [step(10, 300.0, **{"rollout/tokens": 50.0})]
+    history = history_of(records)
+    assert eta_s(history, 20) == pytest.approx(10.0)
+    assert eta_s(history, 0) is None
+    assert throughput(history.steps[:5]) == pytest.approx(50.0)
+
+
+def test_steps_of_a_lost_future_leave_the_history_and_are_counted():
+    records = [step(n, 100.0 + n) for n in (1, 2, 3, 4)]
+    records += [{"kind": "eval", "wall": 105.0, "step": 4, "name": "x", "metrics": {"eval/x": 0.5}}]
+    records += [{"kind": "restored", "wall": 110.0, "step": 2}, step(3, 111.0), step(3, 112.0)]
+    history = history_of(records)
+    assert [s.step for s in history.steps] == [1, 2, 3]
+    assert history.steps[-1].wall == 111.0  # a repeated line is not a step
+    assert (history.lost_steps, history.evals) == (2, [])
+    assert history.unsaved_groups() == 3
+
+
+def test_positions_are_the_newest_entry_of_each_stream():
+    lines = [{"entry": "policy@9-1"}, {"entry": "policy@10-0"}, {"entry": "events@3-0"}, {"kind": "ledger"}]
+    assert positions_of(lines) == {"policy": "10-0", "events": "3-0"}

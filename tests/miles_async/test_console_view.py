@@ -1,0 +1,196 @@
+"""The live screen, plain lines and the console's modes, on a real bus."""
+
+import asyncio
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from bus import Bus, Out
+from bus.messages.control import Event
+from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
+from miles_async.console.heads import Head
+from miles_async.console.live import Feed, run_console
+from miles_async.console.snapshot import policy_facts, read_snapshot
+from miles_async.console.view import screen
+from tests.miles_async.console_data import TOKENS, Story, config, rollout, step_done, vitals
+
+DEADLINE_S = 20.0
+
+
+async def test_a_snapshot_tells_streams_actors_accounts_and_versions(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        seen = await read_snapshot(bus)
+    prompts, scored = seen.streams["prompts"], seen.streams["scored"]
+    assert (prompts.length, prompts.pending, prompts.lag) == (3, 1, 2)
+    assert prompts.n_bytes > 0
+    [held] = scored.readers
+    assert (held.pending, held.lag, held.oldest_owner, held.oldest_deliveries) == (1, 0, "filter", 1)
+    assert held.oldest_id == scored.newest_id
+    assert set(seen.streams) == {s.name for s in STREAMS}
+    assert [a.vitals.role for a in seen.actors][:3] == ["sampler", "generation", "generation"]
+    assert {a.life for a in seen.actors} == {"alive"}
+    assert (seen.policy.step, seen.policy.announced, seen.policy.active, seen.policy.checkpoint_step) == (1, 2, 1, 1)
+    assert seen.policy.serving == {"generation-0": 1, "generation-1": 1}
+    assert (seen.open_groups, seen.open_samples, seen.ledger["issued"]) == (2, 4, 8)
+    assert seen.evals["held_out"].metrics["eval/held_out"] == 0.625
+    assert seen.knob_epoch == 0
+
+
+async def test_a_snapshot_of_nothing_is_empty_and_creates_nothing(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        seen = await read_snapshot(bus)
+        keys = await bus.link.run("KEYS", f"ma:{{{run_name}}}:*")
+    assert (keys, seen.actors, seen.policy.step, seen.knob_epoch) == ([], (), 0, -1)
+
+
+async def test_what_waits_for_delivery_follows_from_lengths_where_the_server_does_not_say_it(redis_url, run_name):
+    """Redis 6.2 has no lag field; 7 says null when entries were deleted behind the last delivered one."""
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue("g1", "g2")
+        await story.generate(wanted="g1/0")
+        newest = (await bus.last(STREAMS[0]))[0].id
+        before = (await read_snapshot(bus)).streams["prompts"]
+        await bus.link.run("XDEL", bus.keys.stream("prompts"), newest)
+        after = (await read_snapshot(bus)).streams["prompts"]
+    assert (before.pending, before.lag) == (3, 0)
+    assert after.lag == 0
+
+
+async def test_a_heartbeat_that_stopped_shows_as_silent_or_dead(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        old = time.time() - 60
+        for name, more in {
+            "here": {"pid": 2**22 + 1},
+            "elsewhere": {"host": "another-host"},
+            "gone": {"state": "stopped"},
+        }.items():
+            await Story(bus).alive(vitals(name, "generation", wall=old, **more))
+        life = {a.vitals.actor: a.life for a in (await read_snapshot(bus)).actors}
+    assert life == {"here": "dead", "elsewhere": "late", "gone": "ended"}
+
+
+def test_the_policy_follows_the_newest_restore():
+    def head(ms, kind, name, **fields):
+        return Head("policy", f"{ms}-0", 0, {"type": f"policy.{kind}", "id": name, **fields})
+
+    facts = policy_facts(
+        [
+            head(1000, "step", "step3", version="4"),
+            head(2000, "finished", "finished"),
+            head(3000, "restored", "restored2", version="5"),
+            head(4000, "announced", "v5", note="step=2"),
+            head(4500, "announced", "v6", note="step=3"),
+        ],
+        None,
+        10.0,
+    )
+    assert (facts.step, facts.finished, facts.announced, facts.announced_step) == (2, False, 6, 3)
+    assert (facts.behind_s(4), facts.behind_s(5), facts.behind_s(6)) == (6.0, 5.5, 0.0)
+
+
+@pytest.mark.parametrize("width", [200, 130, 100, 72, 50, 30])
+async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        for number in range(2, 40):
+            await story.say(POLICY, step_done(number, raw_reward=number / 40))
+        await story.alive(vitals("trainer", waits_for="1 of 2 groups of step 3 on groups, a long reason " * 3, waits_since=1.0))
+        await story.die("g2/1")
+        feed = Feed(bus, tmp_path)
+        await feed.open()
+        await feed.read(0.0)
+        await feed.close()
+        snapshot = await read_snapshot(bus)
+    out = io.StringIO()
+    view = screen(snapshot, feed.history, total_steps=100, width=width)
+    Console(file=out, width=width, height=60).print(view)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = out.getvalue()
+    for word in ("step 39", "reward", "prompts", "groups", "generation-0", "trainer", "zero_std_0"):
+        assert word in text
+    if width >= 100:
+        assert "issued 8 = trained 2 + dropped 2 + pending 4" in text
+        assert "62.5%" in text
+        assert "retry: rollouts g2/1: slow" in text
+
+
+async def test_a_run_without_steps_has_a_screen_too(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        snapshot = await read_snapshot(bus)
+        feed_history = Feed(bus, None).history  # type: ignore[arg-type]
+    out = io.StringIO()
+    Console(file=out, width=100).print(screen(snapshot, feed_history, total_steps=0, width=100, silent_s=12))
+    assert "no step yet" in out.getvalue()
+    assert "the bus has not answered for 12 s" in out.getvalue()
+
+
+async def show(bus, run_dir, mode, out, *, until):
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_console(bus, mode=mode, total_steps=10, run_dir=run_dir, stop=stop, out=out))
+        deadline = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        stop.set()
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])  # live without a terminal is plain
+async def test_plain_output_is_a_line_per_step(redis_url, run_name, tmp_path, mode):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        out = io.StringIO()
+        await show(bus, tmp_path, mode, out, until=lambda: "warning:" in out.getvalue())
+    lines = out.getvalue().splitlines()
+    [line] = [line for line in lines if line.startswith("step ")]
+    assert line.startswith("step 1/10  reward 0.500")
+    assert "staleness 0.75/2" in line
+    assert "eval held_out at step 1: 62.5% of 8 samples" in lines
+    assert "warning: reward: retry: rollouts g2/1: slow" in lines
+    assert not [line for line in lines if "\x1b" in line]
+
+
+class Terminal(io.StringIO):
+    """What rich takes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_the_live_view_follows_the_run_and_leaves_its_last_frame(redis_url, run_name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        out = Terminal()
+        await show(bus, tmp_path, "live", out, until=lambda: "step 1/10" in out.getvalue() and "prompts" in out.getvalue())
+    assert "generation-0" in out.getvalue()
+
+
+async def test_no_console_says_nothing(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        out = io.StringIO()
+        await Story(bus).say(POLICY, step_done(1))
+        stop = asyncio.Event()
+        stop.set()
+        await run_console(bus, mode="none", total_steps=1, run_dir=tmp_path, stop=stop, out=out)
+    assert out.getvalue() == ""
+
+
+async def test_unreadable_entries_do_not_end_the_console(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        for stream in (POLICY, ACTIVE, EVENTS):
+            await bus.link.run("XADD", bus.keys.stream(stream.name), "*", "type", "policy.step", "body", b"\xc1garbage")
+        await bus.append([Out(EVENTS, Event(actor="a", kind="k", text="after", wall=time.time(), level="error"))])
+        out = io.StringIO()
+        await show(bus, tmp_path, "plain", out, until=lambda: "after" in out.getvalue())
+        await read_snapshot(bus)
+    assert rollout("g1/0").response.n_tokens == TOKENS
