@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from actors.runtime.child import ArgValue
+
 Kind = Literal["config", "port", "memory", "custom_all_reduce_ipc", "missing_kernel", "timeout", "model", "unknown"]
-ArgValue = bool | int | float | str | tuple[str, ...]
 
 PORT_TRIES = 5
 NOTCH = 0.05  # of --mem-fraction-static
@@ -241,4 +242,4 @@ def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
-__all__ = ("Answer", "ArgValue", "Failure", "Kind", "Launch", "classify", "next_step")
+__all__ = ("Answer", "Failure", "Kind", "Launch", "classify", "next_step")

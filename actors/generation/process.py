@@ -1,25 +1,16 @@
-"""Engine servers as children of their worker: what all kinds share, and the embedded one.
-
-Always true: a child is in a session of its own, is ended with everything it started, and dies when the worker dies.
-"""
+"""Engine servers that a worker starts: what all kinds share, and the embedded one, which chooses its port itself."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from actors.generation.engine import BootRefused, EngineUnavailable
+from actors.runtime.child import Child
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
-
-_PR_SET_PDEATHSIG = 1
-STOP_S = 3.0
 
 
 class EngineServer(Protocol):
@@ -36,65 +27,6 @@ class EngineServer(Protocol):
         ...
 
     async def stop(self) -> None: ...
-
-
-def _die_with_parent() -> None:
-    """In the child: end when the worker dies, also by SIGKILL (Linux; elsewhere the drain must do)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-class Child:
-    """One process and its descendants, its output in a file."""
-
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode if self._process is not None else None
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Run `words`; OSError when there is no such program."""
-        with log.open("wb") as out:
-            self._process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=dict(env) if env is not None else None,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-
-    async def wait(self) -> int | None:
-        """Its exit status, once it ended."""
-        return await self._process.wait() if self._process is not None else None
-
-    async def stop(self, patience_s: float = STOP_S) -> None:
-        """End it and all it started, politely first."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), patience_s)
-            except TimeoutError:
-                pass
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # its session: helpers that it left behind hold the GPU
-        except (ProcessLookupError, PermissionError):
-            pass
-        await process.wait()
 
 
 class EngineProcess:
@@ -162,4 +94,4 @@ class EngineProcess:
         await self._child.stop()
 
 
-__all__ = ("Child", "EngineProcess", "EngineServer")
+__all__ = ("EngineProcess", "EngineServer")

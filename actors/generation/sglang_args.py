@@ -1,4 +1,4 @@
-"""Flags of a real SGLang server: what follows from the run, what users may pass on, the argv (pure, stdlib only).
+"""Flags of a real SGLang server: what follows from the run, what users may pass on (pure, stdlib only).
 
 Names are SGLang's own without the leading dashes. Owned ones follow from settings of the run and are refused when given.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from actors.generation.boot_failures import ArgValue
+from actors.runtime.child import ArgValue, flag_name
 
 MODULE = "sglang.launch_server"
 STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
@@ -45,11 +45,6 @@ def default_command() -> tuple[str, ...]:
     return (sys.executable, "-m", MODULE)
 
 
-def flag_name(name: str) -> str:
-    """SGLang's spelling of a name: dashes, lower case, no prefix."""
-    return name.strip().lstrip("-").replace("_", "-")
-
-
 def server_args(
     *,
     tp_size: int,
@@ -76,18 +71,4 @@ def server_args(
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 
-def argv(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[str]:
-    """Command and flags as words. True is a bare flag, False leaves the flag out, a list follows its flag."""
-    words = list(command)
-    for name, value in args.items():
-        if value is False:
-            continue
-        words.append(f"--{name}")
-        if isinstance(value, tuple | list):
-            words.extend(str(item) for item in value)
-        elif value is not True:
-            words.append(str(value))
-    return words
-
-
-__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "argv", "default_command", "flag_name", "server_args")
+__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "default_command", "server_args")

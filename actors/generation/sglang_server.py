@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -20,8 +19,7 @@ import msgspec
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
 from actors.generation.engine import BootRefused, EngineUnavailable
-from actors.generation.process import Child
-from actors.generation.sglang_args import argv
+from actors.runtime.child import Child, command_line, free_port
 
 Report = Callable[[str, str], Awaitable[None]]
 POLL_S = 0.25
@@ -97,7 +95,7 @@ class SGLangServer:
         self._attempts += 1
         port, label = free_port(), f"boot-{uuid.uuid4().hex[:12]}"
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
-        words = argv(self._command, {**args, "weight-version": label})
+        words = command_line(self._command, {**args, "weight-version": label})
         changed = {**self._launch.env, **self._visible()}
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **changed}
         record = open_record(
@@ -158,14 +156,6 @@ class SGLangServer:
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
-def free_port() -> int:
-    """A port nobody listens on now, by binding it. Someone may take it before the server does: that is a boot failure
-    of its own kind, answered with another port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class _NotOurs(EngineUnavailable):
     """Somebody else's server answers on the port."""
 
@@ -208,4 +198,4 @@ async def _json(http: aiohttp.ClientSession, method: str, url: str, body: object
         raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None
 
 
-__all__ = ("SGLangServer", "free_port")
+__all__ = ("SGLangServer",)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from actors.generation.boot_failures import ArgValue, Launch
+from actors.generation.boot_failures import Launch
 from actors.generation.engine import Engine
 from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
-from actors.generation.sglang_args import default_command, flag_name, server_args
+from actors.generation.sglang_args import default_command, server_args
 from actors.generation.sglang_server import SGLangServer
+from actors.runtime.child import ArgValue, flag_name
 from actors.runtime.context import Context
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -41,7 +42,13 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     except (IndexError, OSError, msgspec.MsgspecError) as error:
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    sys.exit(uvloop.run(_run(spec, room, body)))
+    code = uvloop.run(_run(spec, room, body))
+    # For a launcher that adopted this process and cannot wait for it.
+    try:
+        Path(sys.argv[1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")
+    except OSError as error:
+        logging.getLogger(spec.name).warning("exit status not noted: %s", error)
+    sys.exit(code)
 
 
 async def _run(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:

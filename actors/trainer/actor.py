@@ -13,13 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
-from actors.trainer.backend import BackendConfig, StepBatch, StepResult, TrainBackend
+from actors.trainer.backend import StepBatch, StepResult, TrainBackend
 from actors.trainer.checkpoint import BusState, iter_dir, latest, read_bus_state
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.cut import cut
@@ -27,7 +25,8 @@ from actors.trainer.intake import Intake
 from actors.trainer.null_backend import NullBackend
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.saver import SaveFailed, Saver
-from bus import Commit, Guard, Out
+from actors.trainer.spec import TrainerSpec
+from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused
 from bus.messages.groups import GroupKept
 from bus.messages.policy import Finished, PolicyAnnounced, Restored, StepDone, WeightManifest
@@ -44,25 +43,6 @@ STEP_KNOBS = (
     "entropy_coef",
     "tis_clip",
 )
-
-
-class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings. `save` empty = no checkpoints: a trainer that dies then ends the run."""
-
-    backend: BackendConfig
-    weights_dir: str
-    num_rollout: int
-    save: str = ""
-    load: str = ""
-    fingerprint: str = ""
-    keep_last: int = 2
-    save_trigger_sentinel: str = ""
-    update_weights_interval: int = 1
-    lookahead: int = 0
-    backend_name: str = "torch"
-    async_save: bool = True
-    record: str = ""  # path with {rollout_id}: write every trained batch there
-    replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
 
 
 def open_backend(name: str) -> TrainBackend:
@@ -120,7 +100,8 @@ class Trainer:
         state = await self._load()
         step = state.step if state is not None else 0
         self._marker = await bus.state("trainer")
-        if state is None and self._marker and int(self._marker.split(":")[0]) > 0:
+        # Before the first checkpoint nothing was acknowledged: the steps are done again from the first weights.
+        if state is None and booked_as_trained(await ledger.read_accounts(bus)):
             raise Refused(
                 f"run {bus.config.run} is at step {self._marker.split(':')[0]} on the bus but no checkpoint is found in "
                 f"{spec.load or '(no --load)'}: its weights are lost. Point --load to its checkpoints or choose another "
@@ -133,7 +114,8 @@ class Trainer:
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step
         parent = state.version.id if state is not None else 0
-        number = await bus.next_number("version", at_least=parent + 1)
+        # A bus that lost its last second may have forgotten ids whose weights engines already serve.
+        number = await bus.next_number("version", at_least=max(parent, newest_written(Path(spec.weights_dir))) + 1)
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
         await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint))
@@ -349,6 +331,16 @@ class Trainer:
                 raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
         if step >= spec.num_rollout:
             await self._say(Finished(step=step, version=self._version))
+
+
+def newest_written(weights_dir: Path) -> int:
+    """Largest version id with weights in the directory, 0 without any."""
+    return max((int(p.name[1:]) for p in weights_dir.glob("v*") if p.name[1:].isdigit()), default=0)
+
+
+def booked_as_trained(accounts: ledger.Accounts) -> int:
+    """Samples whose groups were acknowledged after a step: their entries are gone."""
+    return accounts.trained + accounts.dropped.get("masked", 0)
 
 
 async def run(context: Context, spec: TrainerSpec) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
 
-from actors.trainer.objective.config import ObjectiveConfig
-from actors.trainer.objective.samples import TrainSample
+from actors.trainer.objective_config import ObjectiveConfig
 from bus.messages.policy import WeightManifest
+
+if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads neither torch nor numpy
+    import numpy as np
+
+    from actors.trainer.objective.samples import TrainSample
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,21 +129,21 @@ local function hop(done)
   return reply
 end
 
--- A mark is the number of the call and, for each commit, whether it took effect. One that did not has written nothing, so
--- it may simply be tried again when the call is repeated.
-local before = call('HGET', marks, a[1]) or ''
-local effects = string.match(before, '^' .. a[2] .. ':(.*)$')
-local replies, flags = {}, {}
+-- A mark is the number of the sender's last call and, for each commit in it, whether it took effect. One that did not has
+-- written nothing, so it may simply be tried again. A call older than the mark comes from a connection given up long ago.
+local last, effects = string.match(call('HGET', marks, a[1]) or '0:', '^(%d+):(.*)$')
+last = tonumber(last) - tonumber(a[2])
+local replies, flags, effective = {}, {}, false
 for n = 1, tonumber(a[3]) do
-  replies[n] = hop(effects ~= nil and string.sub(effects, n, n) == '1')
-  flags[n] = (replies[n][1] == 'ok' or replies[n][1] == 'done') and '1' or '0'
+  replies[n] = hop(last > 0 or (last == 0 and string.sub(effects, n, n) == '1'))
+  local took = replies[n][1] == 'ok' or replies[n][1] == 'done'
+  flags[n] = took and '1' or '0'
+  effective = effective or took
 end
 for key, delta in pairs(moves) do
   if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
 end
-flags = table.concat(flags)
-if string.find(flags, '1') then
-  call('HSET', marks, a[1], a[2] .. ':' .. flags)
-  call('EXPIRE', marks, 3600)
+if effective and last <= 0 and call('HSET', marks, a[1], a[2] .. ':' .. table.concat(flags)) == 1 then
+  call('EXPIRE', marks, 86400)
 end
 return replies

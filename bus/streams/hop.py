@@ -10,7 +10,6 @@ import msgspec
 from bus.streams.entry import Commit, Entry, Out
 from bus.streams.keys import Keys
 
-
 ACKS = 1000  # ids in one call; Lua takes no more than 8,000 values at once
 
 

@@ -180,11 +180,10 @@ class Link:
             taken += 1
         del self._queue[:taken]
         for (sha, lane_name), group in jobs.items():
-            keys = dict.fromkeys(group[0].fixed)
-            for job in group:
-                keys.update(dict.fromkeys(job.keys))
+            named = group[0].keys if len(group) == 1 else dict.fromkeys(key for job in group for key in job.keys)
+            fixed = group[0].fixed
             self._calls += 1
-            command: list[Any] = ["EVALSHA", sha, len(keys), *keys, lane_name, self._calls, len(group)]
+            command = ["EVALSHA", sha, len(fixed) + len(named), *fixed, *named, lane_name, self._calls, len(group)]
             for job in group:
                 command += job.args
             commands.append(tuple(command))

@@ -11,7 +11,6 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.connection import HiredisRespSerializer
 from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
 
 Command = tuple[Any, ...]
@@ -31,18 +30,49 @@ def make_client(url: str) -> Redis:
     return client
 
 
+_WORDS: dict[str, bytes] = {}  # packed forms of short words; key and field names come again and again
+_WORDS_MAX = 4096
+
+
+def pack(commands: Sequence[Command]) -> bytes:
+    """Commands as the server reads them: an array of byte strings each. Arguments are bytes, or become text."""
+    parts: list[bytes] = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            if type(argument) is str:
+                parts.append(_WORDS.get(argument) or _pack_word(argument))
+            elif type(argument) is int:
+                digits = b"%d" % argument
+                parts.append(b"$%d\r\n%b\r\n" % (len(digits), digits))
+            elif isinstance(argument, bytes):
+                parts += (b"$%d\r\n" % len(argument), argument, b"\r\n")
+            else:
+                parts.append(_pack_word(str(argument)))
+    return b"".join(parts)
+
+
+def _pack_word(word: str) -> bytes:
+    data = word.encode()
+    packed = b"$%d\r\n%b\r\n" % (len(data), data)
+    if len(data) < 64:
+        if len(_WORDS) >= _WORDS_MAX:
+            _WORDS.clear()
+        _WORDS[word] = packed
+    return packed
+
+
 class Wire:
     """Writes commands in one piece and reads as many replies. Dials when it must; never repeats anything."""
 
     def __init__(self, url: str) -> None:
         self._pool: Any = make_client(url).connection_pool
         self._connection: Any = None
-        self._pack: Any = HiredisRespSerializer().pack
 
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
         """The reply to each command; a refusal (RedisError) is returned in its place. Raises redis-py's ConnectionError
         or TimeoutError when the connection is lost: then it is unknown how many commands took effect."""
-        packed = b"".join(self._pack(*command)[0] for command in commands)
+        packed = pack(commands)
         connection = self._connection
         if connection is None:
             connection = self._connection = self._pool.make_connection()
@@ -81,4 +111,4 @@ class Wire:
             await connection.disconnect()
 
 
-__all__ = ("Command", "Wire", "make_client")
+__all__ = ("Command", "Wire", "make_client", "pack")

@@ -1,5 +1,7 @@
 """Settings as flags: `--rollout-batch-size 32`, `--use-tis`, `--no-use-tis`, `--eval-prompt-data name path`.
 
+`--sglang-NAME` and `--router-NAME` that are no settings of ours go to those programs as they are.
+
 Forms: `--flag value` and `--flag=value`; a boolean is `--flag`, `--no-flag` or `--flag=true|false`; a list takes every
 word up to the next flag; the last of repeated flags counts. Generated from the catalog, no abbreviations.
 """
@@ -32,6 +34,8 @@ def _flags() -> dict[str, tuple[FieldSpec, bool]]:
     """Flag -> (field, value it stands for when it is a bare boolean)."""
     found: dict[str, tuple[FieldSpec, bool]] = {}
     for name, spec in names().items():
+        if spec.kind == "table":
+            continue
         found["--" + name.replace("_", "-")] = (spec, True)
         if spec.negative_flag is not None and name == spec.name:
             found[spec.negative_flag] = (spec, False)
@@ -76,6 +80,10 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
+    passed = _passed_on(flag)
+    if flag not in _flags() and passed is not None:
+        words = (inline,) if equals else tuple(_all_words(rest))
+        return FlagValue(passed, words, flag)
     if flag not in _flags():
         raise SettingsError(
             f"{flag} is not a flag", remedy=nearest(flag, [*_flags(), *switches]) or "See train --help."
@@ -95,6 +103,17 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     if not rest.value_follows():
         raise SettingsError(f"{flag} needs a value", remedy=f"It takes {spec.expected}.")
     return FlagValue(spec, (next(rest),), flag)
+
+
+def _passed_on(flag: str) -> FieldSpec | None:
+    """The table that takes a flag which is not ours."""
+    tables = (spec for spec in names().values() if spec.kind == "table")
+    return next((spec for spec in tables if flag.startswith(spec.prefix) and len(flag) > len(spec.prefix)), None)
+
+
+def _all_words(rest: _Words) -> Iterator[str]:
+    while rest.value_follows():
+        yield next(rest)
 
 
 def flags_help() -> str:
@@ -118,6 +137,8 @@ def _usage(spec: FieldSpec) -> str:
     metavar = METAVARS.get(spec.kind, "")
     if spec.kind == "bool":
         return spec.flag + (f", {spec.negative_flag}" if spec.negative_flag else "")
+    if spec.kind == "table":
+        return f"{spec.prefix}NAME [VALUE ...]"
     if spec.kind == "choice":
         metavar = "{" + ",".join(spec.shape.choices) + "}"
     if spec.kind == "list":

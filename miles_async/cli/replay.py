@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     config = Path(args.runs_dir) / args.run / "settings.toml"
     if not config.exists():
         raise SettingsError("no such run", field="run", value=args.run, remedy=f"{config} is missing; see --runs-dir.")
-    settings = load(config, {}).settings
+    settings = load(config, ()).settings
     pattern = settings.ckpt.save_debug_rollout_data
     if not pattern:
         raise SettingsError(

@@ -7,6 +7,7 @@ its actors use. A run on another host may have neither within reach.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -148,7 +149,7 @@ def _why(error: BaseException) -> str:
         if isinstance(cause, TimeoutError):
             return f"no answer within {ANSWER_DEADLINE_S:g} s"
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
+            return (os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror).lower()
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 

@@ -16,7 +16,16 @@ from bus.ledger import accounts_of
 from miles_async.console.figures import RECENT, eta_s, shares, throughput
 from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from miles_async.console.snapshot import ActorFacts, Snapshot
-from miles_async.console.text import duration, human_bytes, human_count, percent, progress_bar, shorten, sparkline
+from miles_async.console.text import (
+    duration,
+    human_bytes,
+    human_count,
+    percent,
+    plural,
+    progress_bar,
+    shorten,
+    sparkline,
+)
 
 WIDE, NARROW = 118, 72
 LIFE_STYLE = {"alive": "", "ended": "dim", "late": "yellow", "dead": "bold red"}
@@ -48,7 +57,7 @@ def screen(
 def _title(snapshot: Snapshot, history: History, total_steps: int, width: int) -> RenderableType:
     step = history.steps[-1].step if history.steps else snapshot.policy.step
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"{snapshot.run} ", style="bold")
+    line.append(f"{shorten(snapshot.run, max(8, width // 3))} ", style="bold")
     line.append(f" step {step}" + (f"/{total_steps}" if total_steps > 0 else ""), style="bold")
     if total_steps > 0:
         cells = max(8, min(40, width - 62))
@@ -196,7 +205,7 @@ def _accounts(snapshot: Snapshot, history: History, width: int) -> list[Renderab
     if accounts.issued:
         lines.append(_labelled("ledger", Text(ledger_line(snapshot), no_wrap=True, overflow="ellipsis")))
     if dead := snapshot.streams["dead"].length:
-        lines.append(_labelled("dead", Text(f"{dead} entries: miles-async bus dead list", style="red")))
+        lines.append(_labelled("dead", Text(f"{plural(dead, 'dead letter')}: miles-async bus dead list", style="red")))
     if snapshot.knob_epoch > 0 and history.knobs:
         patch = history.knobs[-1]
         values = ", ".join(f"{k}={v}" for k, v in patch["values"].items())

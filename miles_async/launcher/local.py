@@ -139,8 +139,16 @@ class Supervisor:
         if child.process is not None:
             return await child.process.wait()
         while psutil.pid_exists(child.pid) and self._adopt(child) == child.pid:
-            await self._clock.sleep(0.3)  # not our child: the kernel tells us nothing
-        return None
+            await self._clock.sleep(0.3)  # not our child: the kernel tells us nothing, so the actor left a note
+        return self._noted_exit(child)
+
+    def _noted_exit(self, child: Child) -> int | None:
+        """Exit status that the actor's process wrote down itself, None if it could not (killed)."""
+        try:
+            pid, code = self._spec_file(child).with_suffix(".exit").read_text().split()
+        except (OSError, ValueError):
+            return None
+        return int(code) if int(pid) == child.pid else None
 
     def last_words(self, child: Child) -> str:
         """Last meaningful line of an actor's log."""

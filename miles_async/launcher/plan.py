@@ -15,9 +15,9 @@ from actors.reward.actor import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
-from actors.trainer.actor import TrainerSpec
 from actors.trainer.backend import BackendConfig
-from actors.trainer.objective.config import ObjectiveConfig
+from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.settings.run import RunSettings
 

@@ -14,12 +14,16 @@ import msgspec
 
 from miles_async.settings.run import RunSettings
 
-Kind = Literal["bool", "int", "float", "str", "choice", "list"]
+Kind = Literal["bool", "int", "float", "str", "choice", "list", "table"]
 NO_DEFAULT = msgspec.NODEFAULT
 
 _KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", str: "str"}
 _HINTS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
 _PLURALS = {"int": "whole numbers", "str": "strings"}
+
+
+# Tables that hold another program's flags -> what these begin with on our command line.
+PREFIXES = {"server_args": "--sglang-", "router_args": "--router-"}
 
 
 class Shape(NamedTuple):
@@ -61,6 +65,11 @@ class FieldSpec:
         return "--no-" + self.flag[2:] if self.kind == "bool" and not self.name.startswith("no_") else None
 
     @property
+    def prefix(self) -> str:
+        """Of a table: what its flags begin with, `--sglang-` for server_args."""
+        return PREFIXES[self.name]
+
+    @property
     def text(self) -> str:
         return self.meta.description or ""
 
@@ -91,6 +100,8 @@ class FieldSpec:
         shape = self.shape
         if shape.kind == "choice":
             return "one of " + ", ".join(shape.choices)
+        if shape.kind == "table":
+            return "a table of names and values (text, numbers, true, false or a list of texts)"
         if shape.kind == "list":
             return f"a list of {_PLURALS[shape.item]}"
         bounds = _bounds(shape.bounds or self.meta)
@@ -118,6 +129,8 @@ def _shape(annotation: Any) -> Shape:
         return Shape("choice", "str", optional, typing.get_args(annotation), bounds)
     if origin is tuple:
         return Shape("list", "int" if typing.get_args(annotation)[0] is int else "str", optional, (), bounds)
+    if origin is dict:
+        return Shape("table", "str", optional, (), bounds)
     kind = _KINDS[annotation]
     return Shape(kind, kind, optional, (), bounds)
 

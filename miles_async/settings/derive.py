@@ -62,7 +62,21 @@ def _divisor(total: int, near: int) -> int:
 
 
 def _workers(v: Values) -> int:
-    return len(v["rollout_external_engine_addrs"]) if v["engine"] == "external" else 2
+    """Engines: those given, those that the GPUs make, or two embedded ones."""
+    if v["engine"] == "external":
+        return len(v["rollout_external_engine_addrs"])
+    if v["engine"] == "sglang":
+        return int(v.get("rollout_num_gpus") or v["rollout_num_gpus_per_engine"]) // int(v["rollout_num_gpus_per_engine"])
+    return 2
+
+
+def _gpus(v: Values) -> int:
+    return int(v["num_generation_workers"]) * int(v["rollout_num_gpus_per_engine"]) if v["engine"] == "sglang" else 0
+
+
+def _router(v: Values) -> bool:
+    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1
+    return several or v["sglang_router_ip"] is not None
 
 
 def _lookahead(v: Values) -> int:
@@ -90,6 +104,9 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("disable_grpo_std_normalization", lambda v: v["n_samples_per_prompt"] == 1),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("num_generation_workers", _workers),
+    ("rollout_num_gpus", _gpus),
+    ("rollout_gpu_ids", lambda v: tuple(range(v["rollout_num_gpus"]))),
+    ("use_router", _router),
 )
 
 

@@ -12,6 +12,10 @@ import msgspec
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
+# Value of a flag that another program gets: true is the bare flag, false leaves it out.
+PassedOn = bool | int | float | str | tuple[str, ...]
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One TOML table and one section of the help text."""
 

@@ -1,6 +1,7 @@
 """RunSettings -> TOML that loads back to the same settings. Optional fields that are unset stand in comments."""
 
 import json
+import re
 from collections.abc import Mapping
 
 from miles_async.settings.catalog import groups
@@ -9,7 +10,7 @@ from miles_async.settings.run import RunSettings
 
 
 def toml_value(value: object) -> str:
-    """One TOML value: bool, int, float, string or list of these."""
+    """One TOML value: bool, int, float, string, list or table of these."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -18,7 +19,14 @@ def toml_value(value: object) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{_key(name)} = {toml_value(item)}" for name, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
     raise TypeError(f"no TOML form for {type(value).__name__}")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def dump_toml(settings: RunSettings, origins: Mapping[str, Origin] | None = None) -> str:

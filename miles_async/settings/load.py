@@ -24,7 +24,8 @@ UNSET_WORD = "none"
 
 @dataclass(frozen=True, slots=True)
 class FlagValue:
-    """One flag as typed: the field, its words on the command line, and the flag itself for messages."""
+    """One flag as typed: the field, its words on the command line, and the flag itself for messages. The field of a flag
+    that is passed on is its table."""
 
     spec: FieldSpec
     words: tuple[str, ...]
@@ -46,7 +47,10 @@ def load(config: Path | None, flags: Sequence[FlagValue] = ()) -> Loaded:
     from_file = read_file(config) if config is not None else {}
     from_flags: dict[str, Any] = {}
     for flag in flags:
-        from_flags[flag.spec.name] = value_of_words(flag)
+        value = value_of_words(flag)
+        if flag.spec.kind == "table":  # flags add to the table of the file, name by name
+            value = {**from_flags.get(flag.spec.name, from_file.get(flag.spec.name, {})), **value}
+        from_flags[flag.spec.name] = value
     origins: dict[str, Origin] = dict.fromkeys(from_file, "file")
     origins.update(dict.fromkeys(from_flags, "flag"))
     return _resolve({**from_file, **from_flags}, origins, config)
@@ -142,6 +146,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     except msgspec.ValidationError:
         hint = nearest(value, spec.shape.choices) if spec.kind == "choice" and isinstance(value, str) else ""
         raise SettingsError(f"must be {spec.expected}", field=where, value=value, remedy=hint) from None
+    if spec.kind == "table":
+        return {name.replace("_", "-"): item for name, item in result.items()}
     if isinstance(result, float) and not math.isfinite(result):
         raise SettingsError("must be a finite number", field=where, value=value)
     if result == "":
@@ -152,9 +158,19 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
 def value_of_words(flag: FlagValue) -> Any:
     """The value of a flag. `none` unsets an optional field."""
     spec, words = flag.spec, flag.words
+    if spec.kind == "table":
+        name = flag.typed.removeprefix(spec.prefix)
+        return {name: _passed_on(words)}
     if spec.kind == "list":
         return coerce(spec, words, flag.typed, text=True)
     if spec.optional and words[0].lower() == UNSET_WORD:
         return None
     # A string field must not turn "null" into nothing, so only numbers and booleans are read from text.
     return coerce(spec, words[0], flag.typed, text=spec.kind in ("bool", "int", "float"))
+
+
+def _passed_on(words: tuple[str, ...]) -> bool | str | tuple[str, ...]:
+    """No word is the bare flag; the program that gets it reads its numbers itself."""
+    if len(words) > 1:
+        return words
+    return {"true": True, "false": False}.get(words[0], words[0]) if words else True

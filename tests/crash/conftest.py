@@ -50,4 +50,4 @@ def run_of(toy: Path) -> Iterator[Launch]:
             yield make
         finally:
             for run in made:
-                run.kill_all()
+                run.clean()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import psutil
 from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY
+from miles_async.launcher.prepare import shared_memory
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -30,7 +33,7 @@ RUN_DEADLINE_S = 90.0
 LEASE_S = 1.5
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ckpt": {"save_interval": 2, "keep_last": 2},
+    "ckpt": {"save_interval": 2, "keep_last": 50},
     "rollout": {
         "input_key": "prompt",
         "label_key": "label",
@@ -196,11 +199,7 @@ class Run:
         """Newest step on the bus, 0 when there is none yet."""
         if not (self.dir / "run.json").exists():
             return 0
-
-        async def newest(bus: Bus) -> int:
-            return max((int(e.fields["id"][4:]) for e in await bus.scan_all(POLICY) if e.fields["type"] == "policy.step"), default=0)
-
-        return int(self.ask(newest))
+        return int(self.ask(_newest_step))
 
     def until_step(self, step: int) -> None:
         """Wait until training has come so far."""
@@ -220,6 +219,11 @@ class Run:
         os.kill(pid, number)
         return pid
 
+    def limit_file_size(self, actor: str, size: int) -> None:
+        """Let an actor write no file above `size` bytes (-1: any), as if the disk were full. Linux."""
+        limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY) if size < 0 else (size, resource.RLIM_INFINITY)
+        resource.prlimit(self.pid(actor), resource.RLIMIT_FSIZE, limits)
+
     def kill_all(self) -> None:
         """SIGKILL to launcher, actors, engines and Redis: what a power cut does, but for the page cache."""
         if self.launcher is not None and self.launcher.poll() is None:
@@ -231,26 +235,28 @@ class Run:
             except psutil.NoSuchProcess:
                 continue
         until("all processes to end", lambda: not self.processes(), seconds=10)
-        if (self.dir / "redis").exists():
-            EmbeddedRedisAt(self.dir).end()
+        end_server(self.dir)
+
+    def clean(self) -> None:
+        """Nothing of this run is left, in memory or on disk."""
+        self.kill_all()
+        shutil.rmtree(shared_memory(self.dir).parent, ignore_errors=True)
 
 
-class EmbeddedRedisAt:
-    """The server of a directory, if one runs there; never starts one."""
+async def _newest_step(bus: Bus) -> int:
+    steps = [e.fields["id"] for e in await bus.scan_all(POLICY) if e.fields["type"] == "policy.step"]
+    return int(steps[-1].removeprefix("step")) if steps else 0
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
 
-    def end(self) -> None:
-        """SIGKILL, if the directory's own server lives."""
-        try:
-            pid = int((self._directory / "redis" / "redis.pid").read_text())
-            process = psutil.Process(pid)
-            if process.cwd() == str(self._directory / "redis"):
-                process.kill()
-                process.wait(10)
-        except (OSError, ValueError, psutil.Error):
-            return
+def end_server(run_dir: Path) -> None:
+    """SIGKILL to the embedded Redis of a run directory, if one lives."""
+    try:
+        process = psutil.Process(int((run_dir / "redis" / "redis.pid").read_text()))
+        if process.cwd() == str(run_dir / "redis"):
+            process.kill()
+            process.wait(10)
+    except (OSError, ValueError, psutil.Error):
+        return
 
 
 def toml_of(tables: dict[str, dict[str, Any]]) -> str:

@@ -41,7 +41,18 @@ async def test_a_run_becomes_lines_and_the_ledger_comes_last(redis_url, run_name
         await Story(bus).whole()
         await record(bus, tmp_path, until=lambda r: "fault" in kinds(r) and "eval" in kinds(r))
     lines = read_records(tmp_path)
-    assert {"knob", "restored", "announced", "step", "checkpoint", "eval", "activated", "fault", "drop", "ledger"} == set(kinds(lines))
+    assert {
+        "knob",
+        "restored",
+        "announced",
+        "step",
+        "checkpoint",
+        "eval",
+        "activated",
+        "fault",
+        "drop",
+        "ledger",
+    } == set(kinds(lines))
     trained = next(r for r in lines if r["kind"] == "step")
     assert (trained["step"], trained["groups"], trained["metrics"]["rollout/raw_reward"]) == (1, ["g1"], 0.5)
     assert next(r for r in lines if r["kind"] == "drop")["reason"] == "zero_std_0"

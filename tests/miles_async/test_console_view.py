@@ -100,7 +100,9 @@ async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width
         await story.whole()
         for number in range(2, 40):
             await story.say(POLICY, step_done(number, raw_reward=number / 40))
-        await story.alive(vitals("trainer", waits_for="1 of 2 groups of step 3 on groups, a long reason " * 3, waits_since=1.0))
+        await story.alive(
+            vitals("trainer", waits_for="1 of 2 groups of step 3 on groups, a long reason " * 3, waits_since=1.0)
+        )
         await story.die("g2/1")
         feed = Feed(bus, tmp_path)
         await feed.open()
@@ -113,7 +115,8 @@ async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     text = out.getvalue()
-    for word in ("step 39", "reward", "prompts", "groups", "generation-0", "trainer", "zero_std_0"):
+    words = ("step 39", "reward", "prompts", "groups", "zero_std_0", "generation-0", "trainer")
+    for word in words if width >= 50 else words[:5]:
         assert word in text
     if width >= 100:
         assert "issued 8 = trained 2 + dropped 2 + pending 4" in text
@@ -171,7 +174,9 @@ async def test_the_live_view_follows_the_run_and_leaves_its_last_frame(redis_url
         story = Story(bus)
         await story.whole()
         out = Terminal()
-        await show(bus, tmp_path, "live", out, until=lambda: "step 1/10" in out.getvalue() and "prompts" in out.getvalue())
+        await show(
+            bus, tmp_path, "live", out, until=lambda: "step 1/10" in out.getvalue() and "prompts" in out.getvalue()
+        )
     assert "generation-0" in out.getvalue()
 
 

@@ -14,7 +14,6 @@ The trainer's loop is
 """
 
 from actors.trainer.objective.advantages import MissingInputError
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.logprobs import response_rows, token_logprobs
 from actors.trainer.objective.loss import policy_loss
@@ -25,6 +24,7 @@ from actors.trainer.objective.rules import ObjectiveConfigError, check, problems
 from actors.trainer.objective.samples import TrainSample, reward_value
 from actors.trainer.objective.schedules import learning_rate
 from actors.trainer.objective.supervised import sft_loss, value_loss
+from actors.trainer.objective_config import ObjectiveConfig
 
 __all__ = (
     "LossInputs",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from actors.trainer.objective import mis as _mis  # noqa: F401  registers the MIS correction
 from actors.trainer.objective.advantages import MissingInputError
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.corrections import CORRECTIONS, CorrectionInputs, interpolated_proximal, opsm_mask
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.kl import approx_kl, masked_kl
@@ -22,6 +21,7 @@ from actors.trainer.objective.losses import POLICY_LOSSES, Terms
 from actors.trainer.objective.mis import perplexity_metrics
 from actors.trainer.objective.reductions import reduce_sum
 from actors.trainer.objective.segments import RAW_LIMIT, keep, ratio_of, safe_log_ratio
+from actors.trainer.objective_config import ObjectiveConfig
 
 Rows = dict[str, Tensor]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.segments import LOG_RATIO_LIMIT, keep, ratio_of, segment_sum
+from actors.trainer.objective_config import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True)

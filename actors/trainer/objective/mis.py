@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.corrections import CORRECTIONS, Correction, CorrectionInputs
 from actors.trainer.objective.segments import RAW_LIMIT, keep, ratio_of
+from actors.trainer.objective_config import ObjectiveConfig
 
 NORM_FLOOR = 1e-8
 """A mean weight at or below this is no normaliser: weights stay as they are."""

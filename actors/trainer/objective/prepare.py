@@ -15,7 +15,6 @@ from torch import Tensor
 
 from actors.trainer.objective import metrics as metric
 from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.prepared import AllReduce, PreparedBatch
 from actors.trainer.objective.rewards import normalize_group_rewards
@@ -31,6 +30,7 @@ from actors.trainer.objective.samples import (
 from actors.trainer.objective.segments import sample_index, segment_sum, starts
 from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
 from actors.trainer.objective.whitening import whiten
+from actors.trainer.objective_config import ObjectiveConfig
 
 REWARDLESS = frozenset({"on_policy_distillation"})
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from actors.trainer.objective.advantages import MissingInputError
-from actors.trainer.objective.config import ObjectiveConfig
 from actors.trainer.objective.corrections import CorrectionInputs
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.mis import norm_factor, norm_sums
 from actors.trainer.objective.reductions import divisor, token_weights
 from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum, starts
+from actors.trainer.objective_config import ObjectiveConfig
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks and returns it."""

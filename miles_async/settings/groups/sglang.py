@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from miles_async.settings.doc import Group, doc
+from miles_async.settings.doc import Group, PassedOn, doc
 
 
 class SglangSettings(Group, frozen=True, kw_only=True):
@@ -24,10 +24,40 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Generation workers, one engine each, started with the run; more may join at any time.",
             unit="processes",
-            derived="one per external engine, else 2",
+            derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; else 2",
             ge=0,
         ),
     ]
+    rollout_num_gpus: Annotated[
+        int,
+        doc(
+            "GPUs of all SGLang engines together.",
+            unit="GPUs",
+            derived="num_generation_workers * rollout_num_gpus_per_engine for engine sglang, else 0",
+            ge=0,
+        ),
+    ]
+    rollout_num_gpus_per_engine: Annotated[
+        int, doc("GPUs of one SGLang engine: its tensor parallel size.", unit="GPUs", ge=1)
+    ] = 1
+    rollout_gpu_ids: Annotated[
+        tuple[int, ...],
+        doc(
+            "GPUs of the engines as nvidia-smi counts them (or positions in CUDA_VISIBLE_DEVICES), engine by engine.",
+            derived="0, 1, ... up to rollout_num_gpus",
+        ),
+    ]
+    server_args: Annotated[
+        dict[str, PassedOn],
+        doc(
+            "SGLang's own server flags, passed on as they are: --sglang-NAME VALUE, or NAME = VALUE in this table; true is a "
+            "bare flag, false takes back a default of ours."
+        ),
+    ] = {}
+    sglang_server_command: Annotated[
+        tuple[str, ...],
+        doc("Program and first words that start an SGLang server, where it has a Python of its own. Empty: this Python's."),
+    ] = ()
     sglang_server_concurrency: Annotated[
         int, doc("Most samples in generation on one engine.", unit="samples", live=True, ge=1)
     ] = 512
@@ -48,6 +78,17 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     engine_boot_deadline_s: Annotated[
         float, doc("Longest time for an engine to become ready.", unit="seconds", gt=0)
     ] = 600.0
+    use_router: Annotated[
+        bool,
+        doc(
+            "Send requests through a sglang-router before all engines, ours or the one at sglang_router_ip.",
+            derived="true for several SGLang engines or an address of a running router",
+        ),
+    ]
+    router_args: Annotated[
+        dict[str, PassedOn],
+        doc("sglang-router's own flags, passed on as they are: --router-NAME VALUE, or NAME = VALUE in this table."),
+    ] = {}
     sglang_router_ip: Annotated[str | None, doc("Host of a running sglang-router; engines register there.")] = None
     sglang_router_port: Annotated[Annotated[int, msgspec.Meta(ge=1, le=65535)] | None, doc("Port of that router.")] = (
         None

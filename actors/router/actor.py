@@ -1,0 +1,142 @@
+"""Router room: keeps one sglang-router running at an address that never changes in a run.
+
+Reads  nothing    Writes  nothing but events    Owns  the router's process and its log
+The router holds no state worth keeping: engines register themselves, again after a restart, and until then their workers
+send requests straight to them. So its death costs no sample, only balance for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from actors.runtime.child import ArgValue, Child, command_line
+from actors.runtime.context import Context
+from actors.runtime.deadline import deadline
+from actors.runtime.run import Refused
+from bus.errors import DeadlineExceeded
+
+MODULE = "sglang_router.launch_router"
+POLL_S = 0.1
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+# name -> who decides it
+OWNED: dict[str, str] = {
+    "host": "the launcher: --sglang-router-ip names a router of yours",
+    "port": "the launcher: --sglang-router-port names a router of yours",
+    "prometheus-port": "the launcher: the port after the router's own",
+    "worker-urls": "the engines, which register themselves",
+    "pd-disaggregation": "the launcher: engines do both prefill and decode",
+    "mini-lb": "the launcher: engines do both prefill and decode",
+    "prefill": "the launcher: engines do both prefill and decode",
+    "decode": "the launcher: engines do both prefill and decode",
+    "service-discovery": "the engines, which register themselves",
+}
+# Siblings of a group share their prompt, so they belong on one engine; new groups go where least is running.
+DEFAULTS: dict[str, ArgValue] = {
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "request-timeout-secs": 14400,
+    "health-check-interval-secs": 5,
+    "log-level": "warn",
+}
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`args`: sglang-router's own flags without dashes, passed on as they are."""
+
+    host: str = "127.0.0.1"
+    port: int
+    prometheus_port: int
+    command: tuple[str, ...] = ()
+    args: dict[str, ArgValue] = {}
+    boot_deadline_s: float = 60.0
+
+
+class Router:
+    """The room."""
+
+    def __init__(self, context: Context, spec: RouterSpec) -> None:
+        self._context = context
+        self._spec = spec
+        self._child = Child()
+        self._log = Path(context.spec.run_dir or ".") / "router" / "log"
+
+    async def run(self) -> None:
+        """Until draining: waits for the router's end, starts it again. Shutdown: 1 end the router."""
+        context = self._context
+        context.version = 0
+        failures = 0
+        drained = asyncio.ensure_future(context.draining.wait())
+        try:
+            while not context.draining.is_set():
+                if await self._start():
+                    failures = 0
+                    with context.waiting("requests"):
+                        ended = asyncio.ensure_future(self._child.wait())
+                        try:
+                            await asyncio.wait((ended, drained), return_when=asyncio.FIRST_COMPLETED)
+                        finally:
+                            ended.cancel()
+                    if context.draining.is_set():
+                        return
+                    why = f"router ended with exit code {self._child.exit_code}"
+                    await context.event("router ended", f"{why}: {self._last_line()}; starting it again", level="error")
+                pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
+                failures += 1
+                await asyncio.wait((drained,), timeout=pause_s)
+        finally:
+            drained.cancel()
+            await self._child.stop()
+
+    async def _start(self) -> bool:
+        """Start the router and wait until it answers. Refused when its flags are wrong."""
+        context, spec = self._context, self._spec
+        await self._child.stop()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = spec.command or (sys.executable, "-m", MODULE)
+        address: dict[str, ArgValue] = {
+            "host": spec.host,
+            "port": spec.port,
+            "prometheus-host": spec.host,
+            "prometheus-port": spec.prometheus_port,
+        }
+        await self._child.start(command_line(command, DEFAULTS | spec.args | address), self._log)
+        try:
+            async with deadline(spec.boot_deadline_s, f"boot of the router (log: {self._log})"):
+                while self._child.alive and not await self._answers():  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+        except DeadlineExceeded as error:
+            await context.event("router boot failed", str(error), level="error")
+            return False
+        if self._child.alive:
+            await context.event("router ready", f"sglang-router at http://{spec.host}:{spec.port}")
+            return True
+        code, line = self._child.exit_code, self._last_line()
+        if code == 2:
+            raise Refused(f"sglang-router refuses its flags: {line}. Correct the --router-* flags. Log: {self._log}")
+        await context.event("router boot failed", f"exit code {code}: {line} (log: {self._log})", level="error")
+        return False
+
+    async def _answers(self) -> bool:
+        url = f"http://{self._spec.host}:{self._spec.port}/health"
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http, http.get(url) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    def _last_line(self) -> str:
+        try:
+            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            lines = []
+        return lines[-1][:300] if lines else "(empty log)"
+
+
+async def run(context: Context, spec: RouterSpec) -> None:
+    """The router's process."""
+    await Router(context, spec).run()

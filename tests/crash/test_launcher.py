@@ -1,0 +1,217 @@
+"""The launcher killed, everything killed, everything drained: the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.crash.conftest import Launch
+from tests.crash.house import Run, until
+from tests.crash.judge import judge
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
+
+LONGER: dict[str, dict[str, Any]] = {"rollout": {"num_rollout": 10}, "sglang": {"num_generation_workers": 2}}
+
+
+def kill_launcher(run: Run) -> None:
+    """SIGKILL to the launcher alone."""
+    assert run.launcher is not None
+    run.launcher.kill()
+    run.launcher.wait(10)
+
+
+def actors(run: Run) -> dict[str, list[int]]:
+    """Pids of all actors by name."""
+    names = [file.stem for file in (run.dir / "actors").glob("*.json")]
+    return {name: run.pids(name) for name in names}
+
+
+def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> None:
+    run = run_of(LONGER)
+    run.start()
+    run.until_step(2)
+    before = actors(run)
+    kill_launcher(run)
+    step = run.step()
+    until("training to go on without a launcher", lambda: run.step() > step)
+    run.start()
+    until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
+    assert {name: pids for name, pids in actors(run).items() if pids} == before
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_an_adopted_actor_that_dies_is_started_again(run_of: Launch) -> None:
+    run = run_of(LONGER)
+    run.start()
+    run.until_step(2)
+    kill_launcher(run)
+    run.start()
+    until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
+    for actor in ("generation-0", "trainer", "filter"):
+        run.kill(actor)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_actors_that_died_without_a_launcher_are_started_again(run_of: Launch) -> None:
+    run = run_of(LONGER)
+    run.start()
+    run.until_step(2)
+    kill_launcher(run)
+    for actor in ("sampler", "publisher", "reward-0"):
+        run.kill(actor)
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_without_its_launcher_is_finished_by_the_next(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(2)
+    kill_launcher(run)
+    until("the trainer to end by itself", lambda: not run.pids("trainer"))
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_two_launchers_of_one_run(run_of: Launch) -> None:
+    """The second one refuses, and the first goes on unharmed."""
+    run = run_of(LONGER)
+    run.start()
+    run.until_step(1)
+    first = run.launcher
+    run.start()
+    code = run.join()
+    run.launcher = first
+    assert code == 2
+    assert "already" in run.output()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.slow
+def test_everything_killed_and_run_again(step: int, run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(step)
+    run.kill_all()
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_everything_killed_twice(run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 8}})
+    for step in (3, 6):
+        run.start()
+        run.until_step(step)
+        run.kill_all()
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.parametrize("step", [pytest.param(3, id="after-a-checkpoint"), pytest.param(1, id="before-the-first")])
+@pytest.mark.slow
+def test_the_bus_is_gone(step: int, run_of: Launch) -> None:
+    """A fresh Redis: the outstanding groups of the checkpoint are issued again; without a checkpoint all begins anew."""
+    run = run_of()
+    run.start()
+    run.until_step(step)
+    run.kill_all()
+    shutil.rmtree(run.dir / "redis")
+    saved = run.saved()
+    run.start()
+    run.finish()
+    judge(run, whole_policy=saved == 0)
+    assert ("issued again" in run.output()) == (saved > 0)
+
+
+@pytest.mark.slow
+def test_killed_while_groups_of_a_lost_bus_are_issued_again(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(3)
+    run.kill_all()
+    shutil.rmtree(run.dir / "redis")
+    run.start(fault="sampler:reissuing:2:KILL")
+    run.finish()
+    assert run.struck
+    judge(run, whole_policy=False)
+
+
+@pytest.mark.slow
+def test_the_launcher_killed_while_it_restores_a_lost_bus(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(3)
+    run.kill_all()
+    shutil.rmtree(run.dir / "redis")
+    run.start(fault="launcher:restored:1:KILL")
+    assert run.join() == -signal.SIGKILL
+    run.start()
+    run.finish()
+    judge(run, whole_policy=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
+def test_drained_and_run_again(number: signal.Signals, run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(2)
+    assert run.launcher is not None
+    run.launcher.send_signal(number)
+    run.finish()
+    assert not run.processes()
+    step = run.saved()
+    assert step >= 2, "a drain ends with a checkpoint"
+    judge(run, steps=step)
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_drain(run_of: Launch) -> None:
+    run = run_of()
+    run.start(fault="trainer:checkpoint_half:2:KILL")
+    run.until_step(2)
+    until("the first checkpoint", lambda: run.saved() >= 2)
+    assert run.launcher is not None
+    run.launcher.send_signal(signal.SIGTERM)
+    run.finish()
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_an_actor_that_cannot_live_ends_the_run_with_its_cause(run_of: Launch) -> None:
+    """A crash loop is no hang: the budget ends it, and the text says what died and how."""
+    run = run_of({"launch": {"restart_budget": 2}, "rollout": {"num_rollout": 500}})
+    run.start()
+    run.until_step(1)
+    for _ in range(3):
+        pid = run.kill("filter")
+        until("the end of the process", lambda pid=pid: not psutil.pid_exists(pid))
+        until("another one, or the end", lambda: bool(run.pids("filter")) or run.launcher.poll() is not None)
+    assert run.join() == 1
+    assert "filter failed 3 times" in run.output()
+    assert "Traceback" not in run.output()
+    assert not os.path.exists(run.dir / "launcher.pid")

@@ -1,0 +1,91 @@
+"""The embedded Redis killed with SIGKILL: everyone reconnects, what was acknowledged comes back from its file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.crash.conftest import Launch
+from tests.crash.house import LEASE_S, until
+from tests.crash.judge import judge
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+
+
+@pytest.mark.slow
+def test_killed_while_the_actors_start(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    until("the first actor", lambda: bool(run.pids("trainer")))
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    run.finish()
+    judge(run)
+
+
+def test_killed_in_the_middle_of_a_run(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(2)
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_checkpoint(run_of: Launch) -> None:
+    run = run_of()
+    run.start(fault="trainer:checkpoint_half:1:STOP")
+    until("the checkpoint", lambda: run.struck)
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    os.kill(run.pid("trainer"), signal.SIGCONT)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_killed_between_a_checkpoint_and_its_acknowledgement(run_of: Launch) -> None:
+    run = run_of()
+    run.start(fault="trainer:before_ack:2:STOP")
+    until("the acknowledgement", lambda: run.struck)
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    os.kill(run.pid("trainer"), signal.SIGCONT)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 10}})
+    run.start()
+    for step in (1, 3, 5):
+        run.until_step(step)
+        os.kill(run.redis_pid(), signal.SIGKILL)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_killed_together_with_the_trainer(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(3)
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    run.kill("trainer")
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_stopped_for_longer_than_a_lease(run_of: Launch) -> None:
+    run = run_of({"sglang": {"num_generation_workers": 2}})
+    run.start()
+    run.until_step(2)
+    pid = run.redis_pid()
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * LEASE_S)
+    os.kill(pid, signal.SIGCONT)
+    run.finish()
+    judge(run)

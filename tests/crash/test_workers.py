@@ -1,0 +1,112 @@
+"""Workers come and go: engines die, workers join from outside, drain and vanish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bus import Bus, ledger
+from tests.crash.conftest import Launch
+from tests.crash.house import REPO, Run, until
+from tests.crash.judge import judge
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+
+TWO: dict[str, dict[str, Any]] = {
+    "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},
+    "rollout": {"num_rollout": 8},
+}
+
+
+def join(run: Run, name: str) -> subprocess.Popen[bytes]:
+    """`miles-async worker` beside the run."""
+    with (run.home / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*(sys.executable, "-m", "miles_async", "worker", "--run-dir", str(run.dir), "--name", name)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        )
+
+
+def until_it_works(run: Run, name: str) -> None:
+    """Wait until a worker's tokens are in the accounts."""
+
+    async def tokens(bus: Bus) -> int:
+        return (await ledger.read_accounts(bus)).tokens_by_worker.get(name, 0)
+
+    until(f"tokens of {name}", lambda: run.ask(tokens) > 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
+def test_an_engine_dies_under_its_worker(number: signal.Signals, run_of: Launch) -> None:
+    settings = {**TWO, "sglang": {**TWO["sglang"], "engine_token_deadline_s": 3.0}}
+    run = run_of(settings)
+    run.start()
+    run.until_step(1)
+    os.kill(run.engine_pids()[0], number)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_the_only_engine_dies(run_of: Launch) -> None:
+    run = run_of()
+    run.start()
+    run.until_step(1)
+    os.kill(run.engine_pids()[0], signal.SIGKILL)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_a_worker_vanishes_while_another_works(run_of: Launch) -> None:
+    run = run_of(TWO)
+    run.start(fault="generation-1:after_save:6:KILL")
+    run.finish()
+    assert run.struck
+    judge(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drains", "vanishes"])
+@pytest.mark.slow
+def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 14}})
+    run.start()
+    run.until_step(1)
+    guest = join(run, "guest")
+    try:
+        until_it_works(run, "guest")
+        guest.send_signal(number)
+        assert guest.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    finally:
+        guest.kill()
+        guest.wait()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 12}})
+    run.start()
+    run.until_step(1)
+    guest = join(run, "guest")
+    try:
+        until_it_works(run, "guest")
+        os.kill(run.pid("generation-0"), signal.SIGSTOP)
+        step = run.step()
+        until("training to go on with the guest", lambda: run.step() >= step + 2)
+        os.kill(run.pid("generation-0"), signal.SIGCONT)
+        run.finish()
+    finally:
+        guest.terminate()
+        guest.wait(20)
+    judge(run)

@@ -1,0 +1,555 @@
+"""The commands that look at a running run, as a user meets them, on a real bus."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bus import Bus
+from bus.knobs.live import read_history
+from bus.messages.control import Event
+from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
+from miles_async.cli import app
+from miles_async.console.metrics_file import FILE
+from miles_async.settings import write_run_file
+from tests.miles_async.console_data import Story, config, task, vitals
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 20.0
+
+
+class Run:
+    """A run on the session's server, and the commands on it."""
+
+    def __init__(self, url, name, runs_dir, capsys):
+        self.url, self.name, self.runs_dir, self._capsys = url, name, runs_dir, capsys
+        self.dir = runs_dir / name
+        write_run_file(self.dir, run=name, bus_url=url)
+
+    def tell(self, story):
+        """`await story(Story)` on the bus; returns its value."""
+
+        async def go():
+            async with Bus(config(self.url, self.name)) as bus:
+                return await story(Story(bus))
+
+        return asyncio.run(go())
+
+    def ask(self, *words):
+        """(status, stdout, stderr) of a command."""
+        self._capsys.readouterr()
+        status = app.main([*words, "--runs-dir", str(self.runs_dir)])
+        shown = self._capsys.readouterr()
+        return status, shown.out, shown.err
+
+    def ask_json(self, *words):
+        status, out, err = self.ask(*words, "--json")
+        assert err == ""
+        return status, json.loads(out)
+
+
+@pytest.fixture
+def run(redis_url, run_name, tmp_path, capsys):
+    return Run(redis_url, run_name, tmp_path, capsys)
+
+
+@pytest.fixture
+def whole(run):
+    run.tell(Story.whole)
+    return run
+
+
+# -- status, bus ls, lag ------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_every_actor_and_the_streams(whole):
+    async def waits(story):
+        now = time.time()
+        await story.alive(
+            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 5, version=2)
+        )
+        await story.alive(vitals("reward", pid=2**22 + 1, wall=now - 100))
+
+    whole.tell(waits)
+    status, out, _ = whole.ask("status")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(f"run {whole.name}, step 1, version 2 announced")
+    assert "held_out 62.5% at step 1" in lines[0]
+    assert lines[1] == "ledger: issued 8 = trained 2 + dropped 2 + pending 4"
+    row = next(line for line in lines if line.startswith("trainer"))
+    assert f"{os.getpid()}" in row
+    assert "v2" in row
+    assert "2 of 2 groups of step 2 on groups 5." in row
+    assert "DEAD for 1:4" in next(line for line in lines if line.startswith("reward"))
+    assert next(line.split() for line in lines if line.startswith("prompts"))[1:4] == ["3", "1", "2"]
+
+
+def test_status_as_json_names_role_pid_host_state_version_and_wait(whole):
+    status, found = whole.ask_json("status")
+    assert status == 0
+    actor = next(a for a in found["actors"] if a["actor"] == "generation-0")
+    assert {k: actor[k] for k in ("role", "pid", "state", "life", "version", "waits_for")} == {
+        "role": "generation", "pid": os.getpid(), "state": "running", "life": "alive", "version": 1, "waits_for": "",
+    }  # fmt: skip
+    assert actor["host"]
+    assert found["ledger"] == {"issued": 8, "trained": 2, "dropped": {"zero_std_0": 2}, "pending": 4}
+    assert found["streams"]["prompts"]["lag"] == 2
+    assert found["policy"]["step"] == 1
+
+
+def test_bus_ls_lists_every_stream(whole):
+    status, out, _ = whole.ask("bus", "ls")
+    assert (status, len(out.splitlines())) == (0, 17)
+    status, found = whole.ask_json("bus", "ls")
+    assert found["streams"]["scored"]["readers"][0]["oldest_owner"] == "filter"
+
+
+def test_bus_lag_tells_who_holds_what(whole):
+    status, out, _ = whole.ask("bus", "lag")
+    assert status == 0
+    assert "generation-1 1" in next(line for line in out.splitlines() if line.startswith("prompts"))
+    assert out.splitlines()[-1] == "2 entries not delivered, 2 held"
+    _, found = whole.ask_json("bus", "lag")
+    prompts = next(row for row in found if row["stream"] == "prompts")
+    assert (prompts["pending"], prompts["lag"]) == (1, 2)
+    assert {c["name"]: c["pending"] for c in prompts["by"]} == {"generation-0": 0, "generation-1": 1}
+
+
+# -- tail, show ---------------------------------------------------------------------------------------------------------
+
+
+def test_tail_prints_readable_fields(whole):
+    status, out, _ = whole.ask("bus", "tail", "prompts", "-n", "2", "--no-follow")
+    assert status == 0
+    assert [line.split(" id=")[1].split()[0] for line in out.splitlines()] == ["g4/0", "g4/1"]
+    assert "body=" not in out
+
+
+def test_tail_follows_until_ctrl_c(whole):
+    words = [sys.executable, "-u", "-m", "miles_async", "bus", "tail", "verdicts", "-n", "1", "--json"]
+    words += ["--runs-dir", str(whole.runs_dir)]
+    child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["group"] == "g2"
+
+        async def more(story):
+            await story.generate(who="generation-1", wanted="g3/1")
+            await story.score()
+            await story.judge("g3", "zero_std_1")
+
+        whole.tell(more)
+        line = json.loads(child.stdout.readline())
+        assert (line["group"], line["note"]) == ("g3", "dropped: zero_std_1")
+        child.send_signal(2)
+        assert child.wait(DEADLINE_S) == 0
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_show_decodes_one_entry_by_sample_or_entry_id(whole):
+    status, out, _ = whole.ask("bus", "show", "scored", "g3/0")
+    assert status == 0
+    assert "      logprobs: -0.5 -0.5 -0.5 -0.5" in out
+    assert "  reward: 1" in out
+    _, found = whole.ask_json("bus", "show", "scored", out.split()[1].rstrip(","))
+    assert found["message"]["rollout"]["response"]["tokens"] == [0, 1, 2, 3]
+    assert found["fields"]["id"] == "g3/0"
+
+
+def test_show_of_bytes_that_are_no_message_shows_them_as_data(run):
+    evil = b"\x80\x04\x95cos\nsystem\n(S'true'\ntR."  # a pickle
+
+    async def put(story):
+        await story.bus.link.run("XADD", story.bus.keys.stream("scored"), "*", "id", "g9/0", "body", evil)
+
+    run.tell(put)
+    status, out, _ = run.ask("bus", "show", "scored", "g9/0")
+    assert status == 0
+    assert "undecodable" in out
+    assert "cos\\nsystem" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bus", "show", "scored", "nobody/0"], "no entry 'nobody/0' on scored"),
+        (["bus", "tail", "promts"], "Did you mean prompts?"),
+        (["bus", "dead", "retry", "1-1"], "no dead letter '1-1'"),
+        (["bus"], "See miles-async bus --help."),
+        (["trace", "nobody/0"], "nothing on record about nobody/0"),
+        (["tune", "lr"], "'lr' is not name=value"),
+        (["tune", "lr=1", "lr=2"], "lr is given twice"),
+        (["tune", "lr=1", "--log"], "exclude each other"),
+        (["ledger", "--by", "colour"], "colour"),
+    ],
+)
+def test_what_cannot_be_found_is_one_line(whole, words, said):
+    status, out, err = whole.ask(*words) if words != ["bus"] else (app.main(words), "", whole._capsys.readouterr().err)
+    assert status in (1, 2)
+    assert out == ""
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+# -- ledger -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_closes_and_says_by_reason_version_and_worker(whole):
+    status, out, _ = whole.ask("ledger")
+    assert status == 0
+    assert out.splitlines()[-1] == "issued 8 = trained 2 + dropped 2 + pending 4 · closes"
+    assert next(line for line in out.splitlines() if line.startswith("dropped: zero_std_0")).split()[-2:] == ["2", "8"]
+    assert whole.ask_json("ledger", "--by", "worker")[1]["by_worker"] == {
+        "generation-0": {"generated": 16},
+        "generation-1": {"generated": 4},
+    }
+    assert whole.ask_json("ledger", "--by", "version")[1]["by_version"]["1"]["generated"] == 20
+
+
+def test_a_ledger_that_does_not_close_names_the_ids_and_fails(whole):
+    async def lose(story):
+        entry = next(e for e in await story.bus.scan_all(PROMPTS) if e.fields["id"] == "g4/1")
+        await story.bus.link.run("XDEL", story.bus.keys.stream("prompts"), entry.id)
+
+    whole.tell(lose)
+    status, out, _ = whole.ask("ledger", "--check")
+    assert status == 1
+    assert "DOES NOT CLOSE · 1 in no stream: g4/1" in out
+    assert whole.ask_json("ledger")[1]["missing"] == ["g4/1"]
+
+
+# -- trace --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_tells_where_a_sample_is_and_how_it_ended(whole):
+    assert "held by generation-1 on prompts" in whole.ask("trace", "g3/1")[1]
+    assert "scored, waiting for its siblings: held by filter" in whole.ask("trace", "g3/0")[1]
+    assert "trained in step 1, policy version 2" in whole.ask("trace", "g1/0")[1].splitlines()[0]
+    out = whole.ask("trace", "g2/1")[1]
+    assert out.startswith("g2/1: group dropped: zero_std_0")
+    assert "reward: retry: rollouts g2/1: slow" in out
+    _, found = whole.ask_json("trace", "g3/0")
+    assert found["place"]["stream"] == "scored"
+    assert found["task"]["rollout"]["task"]["prompt_text"] == "1+1="
+
+
+def test_a_step_that_was_lost_is_told_apart(whole):
+    async def again(story):
+        from bus.messages.policy import Restored
+        from bus.messages.versions import PolicyVersion
+
+        await story.say(POLICY, Restored(step=0, version=PolicyVersion(5, 0)))
+
+    whole.tell(again)
+    assert "that step was lost with the trainer and done again" in whole.ask("trace", "g1/0")[1]
+
+
+def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
+    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
+    lines = [
+        {
+            "kind": "step",
+            "wall": 5.0,
+            "entry": "policy@5-0",
+            "step": 3,
+            "version": 4,
+            "knob_epoch": 0,
+            "groups": ["g7"],
+        },
+        {"kind": "drop", "wall": 6.0, "entry": "verdicts@6-0", "group": "g8", "reason": "zero_std_1"},
+    ]
+    (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run.ask("trace", "g7/1")[1].startswith("g7/1: trained in step 3, policy version 4")
+    assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped: zero_std_1")
+    assert run.ask("trace", "g9/0")[0] == 2
+
+
+# -- dead letters -------------------------------------------------------------------------------------------------------
+
+
+async def letters(story):
+    return len(await story.bus.scan_all(DEAD))
+
+
+def test_a_letter_of_an_open_group_goes_back_as_it_was(whole):
+    whole.tell(lambda story: story.die("g4/0", PROMPTS, task("g4/0")))
+    assert "g4/0" in whole.ask("bus", "dead", "list")[1]
+    status, out, _ = whole.ask("bus", "dead", "retry", "g4/0")
+    assert status == 0
+    assert out.startswith("g4/0 is back on prompts as ")
+
+    async def check(story):
+        entry = (await story.bus.last(PROMPTS))[0]
+        return (
+            entry.fields["id"],
+            entry.fields["type"],
+            (await story.bus.message(entry)).prompt_id,
+            await letters(story),
+        )
+
+    assert whole.tell(check) == ("g4/0", "sample.task", "p-g4", 0)
+
+
+def test_a_letter_of_a_closed_group_starts_its_prompt_again(whole):
+    whole.tell(lambda story: story.die("g2/1"))
+    status, out, _ = whole.ask("bus", "dead", "retry", "g2/1")
+    assert (status, out.strip()) == (0, "group g2 was closed without g2/1; prompt p-g2 starts again as a new group")
+
+    async def check(story):
+        message = await story.bus.message((await story.bus.last(POLICY))[0])
+        return message.prompts, message.reissue, message.groups, await letters(story)
+
+    assert whole.tell(check) == (("p-g2",), True, (), 0)
+
+
+def test_a_letter_whose_group_is_being_closed_waits(whole):
+    async def marker(story):
+        from bus import Out
+        from bus.messages.samples import RolloutLost
+
+        await story.die("g3/1")
+        lost = RolloutLost(sample_id="g3/1", group_id="g3", n_samples=2, reason="poison")
+        await story.bus.append([Out(SCORED, lost)])
+
+    whole.tell(marker)
+    status, _, err = whole.ask("bus", "dead", "retry", "g3/1")
+    assert status == 1
+    assert "is being closed without g3/1. Try again in some seconds." in err
+    assert whole.tell(letters) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"body": b""}, "lay in a blob that is gone"),
+        ({"body": b"\xc1junk"}, "would die again"),
+        ({"body": b"x" * 65536}, "only 65536 bytes"),
+        ({"stream": "events"}, "cannot be retried"),
+        ({"stream": "nonsense"}, "cannot be retried"),
+    ],
+)
+def test_a_letter_that_cannot_live_again_says_why_and_stays(run, change, said):
+    async def put(story):
+        import msgspec
+
+        await story.die("g2/1")
+        entry = (await story.bus.last(DEAD))[0]
+        letter = msgspec.structs.replace(await story.bus.message(entry), **change)
+        await story.bus.link.run("XDEL", story.bus.keys.stream("dead"), entry.id)
+        await story.say(DEAD, letter)
+
+    run.tell(put)
+    status, _, err = run.ask("bus", "dead", "retry", "g2/1")
+    assert status == 1
+    assert said in err
+    assert run.tell(letters) == 1
+
+
+def test_an_evaluation_sample_is_not_put_back(run):
+    run.tell(lambda story: story.die("e5/3", PROMPTS, task("e5/3", eval_name="held_out")))
+    status, _, err = run.ask("bus", "dead", "retry", "e5/3")
+    assert status == 1
+    assert "counted as lost in its evaluation" in err
+
+
+def test_dropping_a_letter_forgets_it_and_a_second_time_says_so(run):
+    run.tell(lambda story: story.die("g2/1"))
+    [letter] = run.ask_json("bus", "dead", "list")[1]
+    assert (letter["sample"], letter["deliveries"], letter["traceback"]) == ("g2/1", 5, "Traceback: boom")
+    assert run.ask("bus", "dead", "drop", letter["id"])[0] == 0
+    assert run.tell(letters) == 0
+    assert run.ask("bus", "dead", "drop", letter["id"])[0] == 1
+    assert run.ask("bus", "dead", "list")[1] == "no dead letters\n"
+
+
+# -- tune ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tune_lists_applies_logs_and_reverts(whole):
+    status, out, _ = whole.ask("tune")
+    assert status == 0
+    assert "next group issued" in next(line for line in out.splitlines() if line.startswith("rollout_temperature"))
+    status, out, _ = whole.ask(
+        "tune", "over-sampling-batch-size=8", "max_weight_staleness=3", "--reason", "more overlap"
+    )
+    assert status == 0
+    assert out.startswith("epoch 1\n")
+    assert "2 -> 8" in out
+    _, found = whole.ask_json("tune")
+    assert (found["epoch"], found["knobs"]["over_sampling_batch_size"]["value"]) == (1, 8)
+    assert found["knobs"]["over_sampling_batch_size"]["changed_at"] == 1
+    assert "more overlap" in whole.ask("tune", "--log")[1]
+    assert whole.ask("tune", "--revert", "0")[0] == 0
+    _, found = whole.ask_json("tune")
+    assert (found["epoch"], found["knobs"]["over_sampling_batch_size"]["value"]) == (2, 2)
+    assert len(whole.ask_json("tune", "--log")[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        (["lr=-1"], "out of range"),
+        (["lr=fast"], "not a number"),
+        (["learning_rat=1"], "no live knob has this name"),
+        (["over_sampling_batch_size=1"], "smaller than rollout_batch_size = 2"),
+        (["lr=0.5", "staleness_policy=guess"], "not a choice"),
+        (["--revert", "7"], "known epochs are 0 to 0"),
+    ],
+)
+def test_a_refused_patch_changes_nothing_and_says_why(whole, patch, said):
+    status, out, err = whole.ask("tune", *patch)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert len(whole.tell(lambda story: read_history(story.bus))) == 1
+
+
+# -- doctor -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_fails_when_something_is_wrong(whole):
+    status, out, _ = whole.ask("doctor")
+    assert (status, out.splitlines()[-1]) == (0, "nothing is wrong")
+    whole.tell(lambda story: story.alive(vitals("filter", state="failed", note="KeyError: 'x'")))
+    status, out, _ = whole.ask("doctor")
+    assert status == 1
+    assert "error    filter failed: KeyError: 'x'" in out
+    assert out.splitlines()[-1] == "2 things are wrong"
+    status, found = whole.ask_json("doctor")
+    assert (status, found["well"]) == (1, False)
+    assert {f["rule"] for f in found["findings"] if f["level"] == "error"} == {"actor failed", "no actor"}
+
+
+# -- finding the run ----------------------------------------------------------------------------------------------------
+
+LOOKING = (["status"], ["bus", "ls"], ["ledger"], ["trace", "g1/0"], ["doctor"], ["tune"], ["stop"])
+
+
+@pytest.mark.parametrize("words", LOOKING, ids=" ".join)
+def test_a_run_that_has_ended_is_told_in_one_line_with_the_remedy(run, tmp_path, words):
+    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
+    status, out, err = run.ask(*words)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "is not running" in err
+    assert "The same miles-async train command resumes it" in err
+
+
+def test_a_bus_url_alone_finds_its_run_or_asks_which(redis_url, whole, capsys):
+    capsys.readouterr()
+    assert app.main(["status", "--bus-url", redis_url, "--run", whole.name]) == 0
+    capsys.readouterr()
+    assert app.main(["status", "--bus-url", redis_url, "--run", whole.name + "x"]) == 2
+    assert f"Did you mean {whole.name}?" in capsys.readouterr().err
+
+
+def test_an_only_run_needs_no_name(private_redis, capsys):
+    async def go():
+        async with Bus(config(private_redis.url, "lonely")) as bus:
+            await Story(bus).begin()
+
+    assert app.main(["status", "--bus-url", private_redis.url]) == 2
+    assert "no run on the bus" in capsys.readouterr().err
+    asyncio.run(go())
+    assert app.main(["status", "--bus-url", private_redis.url]) == 0
+    assert capsys.readouterr().out.startswith("run lonely, step 0")
+
+
+def test_a_password_never_appears_in_a_message(capsys):
+    assert app.main(["status", "--bus-url", "redis://user:hunter2@127.0.0.1:1/0"]) == 2
+    err = capsys.readouterr().err
+    assert "hunter2" not in err
+    assert "connection refused" in err
+
+
+# -- stop ---------------------------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("miles launcher", flush=True)
+time.sleep(60)
+"""
+
+
+def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole):
+    child = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "miles launcher"
+        (whole.dir / "launcher.pid").write_text(f"{child.pid}\n")
+        status, out, err = whole.ask("stop", "--wait", "20")
+        assert status == 0
+        assert "has stopped" in out
+        assert f"launcher {child.pid} was asked to stop" in err
+        assert child.wait(DEADLINE_S) == 0
+    finally:
+        child.kill()
+        child.communicate()
+
+    async def wish(story):
+        events = [await story.bus.message(e) for e in await story.bus.last(EVENTS, 3)]
+        return [e.kind for e in events if isinstance(e, Event)]
+
+    assert "stop requested" in whole.tell(wish)
+
+
+def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        (whole.dir / "launcher.pid").write_text(f"{other.pid}\n")
+        status, _, err = whole.ask("stop", "--wait", "0.3")
+        assert other.poll() is None
+        assert status == 1
+        assert "has not stopped within 0.3 s; still there: sampler" in err
+    finally:
+        other.kill()
+        other.wait(DEADLINE_S)
+
+
+def test_stop_without_a_launcher_here_waits_for_the_actors(whole):
+    async def all_stopped(story):
+        for name in ("sampler", "reward", "filter", "partial", "trainer", "publisher"):
+            await story.alive(vitals(name, state="stopped"))
+        for name in ("generation-0", "generation-1"):
+            await story.alive(vitals(name, "generation", state="stopped"))
+
+    whole.tell(all_stopped)
+    status, out, _ = whole.ask("stop", "--wait", "5")
+    assert (status, out) == (0, f"{whole.name} has stopped. The same miles-async train command resumes it.\n")
+
+
+# -- help ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [["status"], ["bus"], ["bus", "dead"], ["ledger"], ["trace"], ["stop"], ["tune"], ["doctor"]]
+)
+def test_help_answers_without_the_heavy_parts(words):
+    code = (
+        "import sys; from miles_async.cli.app import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = [n for n in ('torch', 'redis', 'rich', 'matplotlib', 'numpy') if n in sys.modules]\n"
+        "print(heavy, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+    assert "usage: miles-async" in done.stdout

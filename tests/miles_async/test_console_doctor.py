@@ -1,0 +1,287 @@
+"""The doctor names what is wrong, who waits for which entry of which stream, since when, and why."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from bus import Bus, Commit
+from bus.messages.control import Event
+from bus.messages.groups import GroupVerdict
+from bus.topology import EVENTS, PROMPTS, VERDICTS
+from miles_async.console.doctor import diagnose
+from miles_async.console.explain import explain
+from miles_async.console.scene import read_scene
+from miles_async.console.server import parse_info
+from miles_async.console.watchdog import watch
+from tests.miles_async.console_data import Story, config, vitals
+
+DEADLINE_S = 20.0
+
+
+async def faults(bus, **changed):
+    """rule -> text of all errors and warnings."""
+    scene = msgspec.structs.replace(await read_scene(bus), **changed)
+    return {f.rule: f.text for f in diagnose(scene) if f.level != "info"}
+
+
+async def later(bus, seconds):
+    """The scene as if so much time had passed on the server."""
+    scene = await read_scene(bus)
+    return msgspec.structs.replace(scene, now=scene.now + seconds)
+
+
+async def test_nothing_is_wrong_with_a_run_in_its_stride(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        assert await faults(bus) == {}
+
+
+async def test_an_empty_bus_is_told_as_such(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        assert "no actor has ever sent a heartbeat" in (await faults(bus))["nobody there"]
+
+
+async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("generation-1", "generation", pid=2**22 + 1, wall=time.time() - 30, version=2))
+        found = await faults(bus)
+    assert (
+        "generation-1 (generation, pid 4194305) has been silent for 30 s; its process is gone" in found["silent actor"]
+    )
+    assert "it holds 1 entry" in found["silent actor"]
+
+
+async def test_a_worker_that_is_gone_for_good_is_only_history(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("visitor", "generation", pid=2**22 + 1, wall=time.time() - 30))
+        scene = await read_scene(bus)
+        found = {f.about: f for f in diagnose(scene) if f.rule == "gone"}
+    assert found["visitor"].level == "info"
+    assert "holds nothing" in found["visitor"].text
+
+
+async def test_a_room_without_a_living_actor_is_named_with_what_waits_for_it(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        for name in ("generation-0", "generation-1"):
+            await story.alive(vitals(name, "generation", state="stopped"))
+        found = await faults(bus)
+    assert found["no actor"].startswith("no living generation worker; generation-0 stopped")
+    assert "3 entries on prompts" in found["no actor"]
+    assert "miles-async worker" in found["no actor"]
+
+
+async def test_a_finished_run_misses_nobody(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.finish(1)
+        for name in ("generation-0", "generation-1", "trainer"):
+            await story.alive(vitals(name, "generation", state="stopped"))
+        assert await faults(bus) == {}
+
+
+async def test_an_incomplete_group_names_the_sample_and_its_holder(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        entry = next(e for e in await bus.scan_all(PROMPTS) if e.fields["id"] == "g3/1").id
+        quiet = [f for f in diagnose(await read_scene(bus)) if f.rule == "incomplete group"]
+        [info] = [f for f in diagnose(await later(bus, 30)) if f.rule == "incomplete group"]
+        [warning] = [f for f in diagnose(await later(bus, 300)) if f.rule == "incomplete group"]
+    assert quiet == []
+    assert (info.level, warning.level) == ("info", "warning")
+    assert info.text.startswith(
+        "group g3 has had 1 of 2 samples at the filter for 30 s; missing: g3/1 held by generation-1 on"
+    )
+    assert entry in info.text
+
+
+async def test_a_sample_in_no_stream_is_an_error_and_opens_the_ledger(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        lost = next(e for e in await bus.scan_all(PROMPTS) if e.fields["id"] == "g3/1")
+        await bus.link.run("XDEL", bus.keys.stream("prompts"), lost.id)
+        found = {f.rule: f for f in diagnose(await later(bus, 30)) if f.level == "error"}
+    assert "g3/1" in found["ledger"].text
+    assert "g3/1 is in no stream" in found["incomplete group"].text
+
+
+async def test_a_worker_on_an_old_version_is_named_although_newer_ones_keep_coming(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.alive(vitals("generation-1", "generation", version=2, waits_for="activation of version 3"))
+        scene = await read_scene(bus)
+        policy = msgspec.structs.replace(
+            scene.snapshot.policy, announced=9, announced_ages={3: 50.0, 9: 0.1}, announced_age_s=0.1
+        )
+        scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
+        found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
+    assert found["generation-1"].level == "warning"
+    assert (
+        "serves version 2, newer ones have been announced for 50 s (now 9); it waits for activation of version 3"
+        in (found["generation-1"].text)
+    )
+
+
+async def test_a_starving_filter_is_named_with_its_reasons(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.say(VERDICTS, GroupVerdict(group_id="a", prompt_id="p", kept=True))
+        drops = [GroupVerdict(group_id=f"b{i}", prompt_id="p", kept=False, reason="zero_std_1") for i in range(6)]
+        await story.say(VERDICTS, *drops)
+        found = await faults(bus)
+        await story.say(VERDICTS, GroupVerdict(group_id="c", prompt_id="p", kept=True))
+        after = await faults(bus)
+    assert "the last 6 groups were all dropped (6 × zero_std_1): 3.0 waves of 2" in found["filter starving"]
+    assert "filter starving" not in after
+
+
+async def test_an_entry_that_nobody_renews_or_claims_is_named(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        entry = next(e for e in await bus.scan_all(PROMPTS) if e.fields["id"] == "g3/1").id
+        key = bus.keys.stream("prompts")
+        await bus.link.run("XCLAIM", key, "generation", "generation-1", 0, entry, "IDLE", 90_000, "JUSTID")
+        found = await faults(bus)
+    assert (
+        f"entry {entry} of prompts (sample g3/1) is held by generation-1, which has not renewed its lease"
+        in (found["abandoned entry"])
+    )
+    assert "for 1:30" in found["abandoned entry"]
+
+
+async def test_a_full_stream_is_named_with_who_waits(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("sampler", waits_for="room on stream ma:x:prompts", waits_since=time.time()))
+        found = await faults(bus, stream_max_bytes=100)
+    assert (
+        "prompts holds 870 B of at most 100 B; sampler wait" in found["full stream"]
+        or "scored holds" in found["full stream"]
+    )
+
+
+async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        ago = time.time() - 300
+        await story.alive(
+            vitals("generation-0", "generation", version=2, waits_for="the engine to boot", waits_since=ago)
+        )
+        await story.alive(vitals("reward", waits_for="an entry of rollouts", waits_since=ago))
+        found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
+    assert [f.about for f in found] == ["generation-0"]
+    assert "generation-0 has waited 5:00 for the engine to boot" in found[0].text
+
+
+async def test_dead_letters_are_told(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.die("g2/1")
+        found = await faults(bus)
+    assert found["dead letters"].startswith("1 dead letter, the newest g2/1 on rollouts: boom")
+
+
+async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        now = time.time()
+        await story.alive(
+            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 40, version=2)
+        )
+        await story.alive(vitals("sampler", waits_for="slots: news of verdicts, policy or active", waits_since=now))
+        await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, waits_for="a free slot"))
+        said = dict(explain(await read_scene(bus)))
+    assert said["trainer"].startswith(
+        "has waited 40 s for 2 of 2 groups of step 2 on groups: 2 groups open of at most 4"
+    )
+    assert "g3/1 held by generation-1 on prompts" in said["trainer"]
+    assert "a slot comes free when a group is dropped" in said["sampler"]
+    assert said["generation-1"] == "works on 3 entries"
+
+
+async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue("g1", "g2")
+        await story.generate()
+        await story.score()
+        await story.judge("g1")
+        await story.judge("g2")
+        await story.train(1, "g1", durable=False)
+        await story.alive(vitals("sampler", waits_for="slots: news", waits_since=time.time()))
+        scene = await read_scene(bus)
+    assert scene.uncommitted == {"g1"}
+    assert (
+        ": 1 group open of at most 4 (1 with the trainer), 1 trained and not yet in a checkpoint"
+        in dict(explain(scene))["sampler"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "said"),
+    [
+        ({"maxmemory_policy": "allkeys-lru"}, "eviction", "allkeys-lru"),
+        ({"role": "slave"}, "role", "takes no writes"),
+        ({"aof_enabled": "0"}, "persistence", "appendonly yes"),
+        ({"aof_last_write_status": "err"}, "append-only file", "free its disk"),
+        ({"used_memory": "990", "maxmemory": "1000"}, "memory", "990 B of maxmemory 1 kB"),
+    ],
+)
+async def test_an_unfit_redis_is_told(redis_url, run_name, change, rule, said):
+    info = {"redis_version": "7.0.15", "role": "master", "aof_enabled": "1", "maxmemory_policy": "noeviction"} | change
+    server = parse_info("# Server\r\n" + "\r\n".join(f"{k}:{v}" for k, v in info.items()))
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        found = await faults(bus, server=server)
+    assert said in found[rule]
+
+
+async def test_the_watchdog_says_a_stall_once_until_it_has_gone(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        stop = asyncio.Event()
+
+        async def stalls():
+            events = [await bus.message(e) for e in await bus.scan_all(EVENTS)]
+            return [e for e in events if isinstance(e, Event) and e.kind == "stall"]
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(bus, stop, every_s=0.02, persist_s=0.1))
+            await story.alive(vitals("filter", state="failed", note="KeyError: 'x'"))
+            deadline = time.monotonic() + DEADLINE_S
+            while not await stalls():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            before = len(await stalls())
+            await story.alive(vitals("filter"))
+            await asyncio.sleep(0.3)
+            stop.set()
+        said = await stalls()
+    assert before == len(said) or {e.data["rule"] for e in said} == {"actor failed", "no actor"}
+    assert len({(e.data["rule"], e.data["about"]) for e in said}) == len(said)
+    assert "filter failed: KeyError: 'x'" in {e.text for e in said}
+
+
+async def test_a_dead_group_of_the_bus_leaves_the_doctor_standing(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        await bus.link.run("HSET", bus.keys.vitals, "odd", b"\xc1not vitals")
+        await bus.commit(Commit(close_groups=("g4",)))
+        found = await faults(bus)
+    assert "g4/0" in found["ledger"]
