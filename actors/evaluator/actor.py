@@ -14,6 +14,7 @@ import msgspec
 from actors.evaluator.schedule import Issued, due, summarize
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
+from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
@@ -64,7 +65,7 @@ class Evaluator:
         self._began: dict[str, float] = {}
         self._members: dict[str, dict[str, tuple[Entry, Scored | RolloutLost]]] = {}
         self._consumer = Consumer(
-            context, [EVAL_SCORED], "evaluator", self.handle, on_dead=_on_dead, batch=256, rebuild=self._members.clear
+            context, [EVAL_SCORED], "evaluator", self.handle, on_dead=_on_dead, batch=256, rebuild=self._members.clear, holds=True
         )
 
     async def run(self) -> None:
@@ -124,7 +125,9 @@ class Evaluator:
             then = msgspec.structs.replace(start, offset=stop)
             before = self._issued.text() if self._issued.step >= 0 else ""
             outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
+            fault_point(self._context.name, "before_issue")
             await self._context.bus.commit(Commit(append=outs, guard=Guard("eval", before, then.text())))
+            fault_point(self._context.name, "after_issue")
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
 
@@ -168,6 +171,7 @@ class Evaluator:
             return Commit(ack=(entry,))
         members[sample_id] = (entry, member)
         if len(members) < self._total:
+            fault_point(self._context.name, "collecting")
             return None
         del self._members[group_id]
         step = int(group_id.removeprefix("e"))

@@ -35,7 +35,7 @@ class Filter:
         self._custom: Judge | None = load_hook(spec.custom_filter, Judge) if spec.custom_filter else None
         self._table = GroupTable()
         self._consumer = Consumer(
-            context, [SCORED], "filter", self.handle, on_dead=_on_dead, batch=256, rebuild=self._table.clear
+            context, [SCORED], "filter", self.handle, on_dead=_on_dead, batch=256, rebuild=self._table.clear, holds=True
         )
 
     async def run(self) -> None:

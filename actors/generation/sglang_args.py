@@ -1,11 +1,10 @@
 """Flags of a real SGLang server: what follows from the run, what users may pass on (pure, stdlib only).
 
-Names are SGLang's own without the leading dashes. Owned ones follow from settings of the run and are refused when given.
+Names are SGLang's own without the leading dashes. What follows from settings of the run always wins over what was given.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 
@@ -13,31 +12,6 @@ from actors.runtime.child import ArgValue, flag_name
 
 MODULE = "sglang.launch_server"
 STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
-NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
-
-# name -> the setting that decides it
-OWNED: dict[str, str] = {
-    "model-path": "--hf-checkpoint",
-    "model": "--hf-checkpoint",
-    "config": "the settings file",
-    "host": "the launcher: engines listen on this host only",
-    "port": "the launcher: a free port is chosen",
-    "nccl-port": "the launcher",
-    "dist-init-addr": "the launcher",
-    "nnodes": "the launcher",
-    "node-rank": "the launcher",
-    "base-gpu-id": "--rollout-gpu-ids",
-    "gpu-id-step": "--rollout-gpu-ids",
-    "tp-size": "--rollout-num-gpus-per-engine",
-    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "skip-tokenizer-init": "the launcher: only token ids are exchanged",
-    "random-seed": "--seed",
-    "weight-version": "the policy version that is served",
-    "enable-memory-saver": "--colocate",
-    "api-key": "the bus: engines are not reached by anyone else",
-    "admin-api-key": "the bus: engines are not reached by anyone else",
-    "tokenizer-worker-num": "the launcher: one keeps version boundaries exact",
-}
 
 
 def default_command() -> tuple[str, ...]:
@@ -71,4 +45,4 @@ def server_args(
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 
-__all__ = ("MODULE", "NAME", "OWNED", "STREAM_INTERVAL", "default_command", "server_args")
+__all__ = ("MODULE", "STREAM_INTERVAL", "default_command", "server_args")

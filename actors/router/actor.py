@@ -11,38 +11,18 @@ import asyncio
 import sys
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
+from actors.router.args import DEFAULTS, MODULE
+from actors.router.probe import answers
 from actors.runtime.child import ArgValue, Child, command_line
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 
-MODULE = "sglang_router.launch_router"
 POLL_S = 0.1
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-# name -> who decides it
-OWNED: dict[str, str] = {
-    "host": "the launcher: --sglang-router-ip names a router of yours",
-    "port": "the launcher: --sglang-router-port names a router of yours",
-    "prometheus-port": "the launcher: the port after the router's own",
-    "worker-urls": "the engines, which register themselves",
-    "pd-disaggregation": "the launcher: engines do both prefill and decode",
-    "mini-lb": "the launcher: engines do both prefill and decode",
-    "prefill": "the launcher: engines do both prefill and decode",
-    "decode": "the launcher: engines do both prefill and decode",
-    "service-discovery": "the engines, which register themselves",
-}
-# Siblings of a group share their prompt, so they belong on one engine; new groups go where least is running.
-DEFAULTS: dict[str, ArgValue] = {
-    "policy": "manual",
-    "assignment-mode": "min_load",
-    "request-timeout-secs": 14400,
-    "health-check-interval-secs": 5,
-    "log-level": "warn",
-}
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +87,7 @@ class Router:
         await self._child.start(command_line(command, DEFAULTS | spec.args | address), self._log)
         try:
             async with deadline(spec.boot_deadline_s, f"boot of the router (log: {self._log})"):
-                while self._child.alive and not await self._answers():  # noqa: ASYNC110
+                while self._child.alive and not await answers(spec.host, spec.port):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         except DeadlineExceeded as error:
             await context.event("router boot failed", str(error), level="error")
@@ -120,14 +100,6 @@ class Router:
             raise Refused(f"sglang-router refuses its flags: {line}. Correct the --router-* flags. Log: {self._log}")
         await context.event("router boot failed", f"exit code {code}: {line} (log: {self._log})", level="error")
         return False
-
-    async def _answers(self) -> bool:
-        url = f"http://{self._spec.host}:{self._spec.port}/health"
-        try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http, http.get(url) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
 
     def _last_line(self) -> str:
         try:

@@ -80,11 +80,24 @@ class Child:
         await process.wait()
 
 
-def free_port() -> int:
-    """A port nobody listens on now, by binding it. Someone may take it before the child does."""
+def free_port(successors: int = 0) -> int:
+    """A port nobody listens on now, by binding it, and as many free ones after it. Someone may take them before the
+    child does."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            if all(_is_free(port + n) for n in range(1, successors + 1)):
+                return port
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            return False
+        return True
 
 
 def command_line(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[str]:

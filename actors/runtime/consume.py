@@ -25,7 +25,11 @@ OnDead = Callable[[Entry, Any, str], Commit]  # what must follow a dead entry, s
 
 
 class Consumer:
-    """Reads, renews, claims, retries, buries. `concurrency` handlers run at once."""
+    """Reads, renews, claims, retries, buries. `concurrency` handlers run at once.
+
+    `holds`: the handler keeps entries for a later commit. Each restart of the room delivers them again through no fault
+    of theirs, so their number of deliveries says nothing.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class Consumer:
         concurrency: int = 1,
         batch: int = 64,
         rebuild: Callable[[], None] | None = None,
+        holds: bool = False,
     ) -> None:
         self._context = context
         self._handler = handler
@@ -45,6 +50,7 @@ class Consumer:
         self._concurrency = concurrency
         self._batch = batch
         self._rebuild = rebuild
+        self._holds = holds
         self.reader = Reader(context.bus, streams, readers, context.name)
         self._names = "+".join(stream.name for stream in streams)
         self._restarts_seen = context.bus.link.server_restarts
@@ -94,7 +100,7 @@ class Consumer:
         context.in_flight += 1
         message: Any = None
         try:
-            if entry.deliveries > context.bus.config.max_deliveries:
+            if entry.deliveries > context.bus.config.max_deliveries and not self._holds:
                 raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
             message = await context.bus.message(entry)
             commit = await self._handler(entry, message)

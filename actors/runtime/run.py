@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import uvloop
 
 from actors.runtime.context import ActorSpec, Context
+from actors.runtime.loop import run_loop
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
 from bus.knobs.live import LiveKnobs
@@ -42,7 +42,7 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     except (IndexError, OSError, msgspec.MsgspecError) as error:
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    code = uvloop.run(_run(spec, room, body))
+    code = run_loop(_run(spec, room, body))
     # For a launcher that adopted this process and cannot wait for it.
     try:
         Path(sys.argv[1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")

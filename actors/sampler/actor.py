@@ -127,6 +127,7 @@ class Sampler:
                 )
             tasks = self._tasks(group_id, self._prompts[row], opened.attempt, self._context.knobs)
             then = f"pending:{group_id}"
+            fault_point(self._context.name, "reissuing")
             outs = [Out(PROMPTS, task) for task in tasks]
             await bus.commit(Commit(append=outs, guard=Guard("reissue", done, then), bounded=True))
             done = then

@@ -133,13 +133,14 @@ def _others(save: Path) -> str:
     return f"Intact directories: {', '.join(map(str, steps))}; write one of these numbers into {save / TRACKER}."
 
 
-async def restore_bus(bus: Bus, state: BusState) -> bool:
-    """Give a fresh Redis what the checkpoint kept of the lost one: cursor, accounts, open groups (to be issued again).
+async def holds_nothing(bus: Bus) -> bool:
+    """Whether this bus never saw the run: nobody issued a sample, no trainer spoke."""
+    return not (await bus.state("sampler") or await bus.state("trainer"))
 
-    Returns False, changing nothing, when the bus already holds this run. Tokens that were under way are booked as lost.
-    """
-    if await bus.state("sampler") or await bus.state("trainer"):
-        return False
+
+async def restore_bus(bus: Bus, state: BusState) -> None:
+    """Give a Redis that `holds_nothing` what the checkpoint kept of the lost one: cursor, accounts, open groups (to be
+    issued again). Tokens that were under way are booked as lost."""
     tokens_open = (
         state.ledger.get("tokens/generated", 0)
         - state.ledger.get("tokens/trained", 0)
@@ -155,9 +156,9 @@ async def restore_bus(bus: Bus, state: BusState) -> bool:
         for group_id, raw in state.open_groups.items()
         for opened in [msgspec.msgpack.decode(raw, type=OpenGroup)]
     }
-    fields = {k: v for k, v in state.state.items() if k in ("sampler", "eval", "version")}
+    # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
+    fields = {k: v for k, v in state.state.items() if k in ("sampler", "version")}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
-    return True
 
 
 __all__ = (
@@ -166,6 +167,7 @@ __all__ = (
     "Consumed",
     "bus_state_file",
     "finish",
+    "holds_nothing",
     "iter_dir",
     "latest",
     "read_bus_state",

@@ -78,6 +78,11 @@ class EmbeddedRedis:
         """Process id of the running server; None when stopped."""
         return self._pid
 
+    @property
+    def started_here(self) -> bool:
+        """Whether this object started the running server; False for an adopted one."""
+        return self._child is not None
+
     def start(self, *, deadline_s: float = START_DEADLINE_S) -> None:
         """Adopts the server that owns the directory or starts one, and returns when it answers.
 

@@ -218,22 +218,24 @@ class Link:
         return replies
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
-        """Repeat `attempt` over lost connections until it answers or the deadline passes."""
-        until = self.clock.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
+        allowed_s = self.deadline_s if deadline_s is None else deadline_s
+        until = self.clock.monotonic() + allowed_s
         pause_s = 0.02
         lost = False
         while True:
             try:
-                if lost:
-                    await self._note_restart()
-                return await attempt()
+                async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
+                    if lost:
+                        await self._note_restart()
+                    return await attempt()
             except AuthenticationError as error:
                 raise translate(error, self.url) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 lost = True
                 if self.clock.monotonic() >= until:
                     raise BusUnreachable(
-                        f"Redis at {self.url} did not answer for {self.deadline_s:.0f} s ({error}). Start it or correct "
+                        f"Redis at {self.url} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
                 await self.clock.sleep(pause_s * (0.5 + random.random()))  # jitter only: decides nothing

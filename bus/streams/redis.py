@@ -118,8 +118,7 @@ class Bus:
         created = [one.ref for one in placed if one.ref]
         outcome, rest = await self._hop(commit, placed)
         if outcome == b"moved":
-            if created:
-                await self.blobs.delete(created)
+            await self._discard(placed)
             return CommitResult(done=False, moved=tuple(map(_text, rest)))
         # "again": an equal commit of somebody else is the one that counts, so our new bodies have no entry.
         if unused := released + created if outcome == b"again" else released:
@@ -150,10 +149,12 @@ class Bus:
                     self.waiting_for_room = _text(rest[0])
                     until = until or self.clock.monotonic() + self.config.room_deadline_s
                     if self.clock.monotonic() > until:
+                        await self._discard(placed)
                         raise DeadlineExceeded(self._full_text(self.waiting_for_room))
                     await self.clock.sleep(pause_s)
                     pause_s = min(0.2, pause_s * 2)
                 case b"stale":
+                    await self._discard(placed)
                     raise InvariantBroken(
                         f"state moved under us in run {self.config.run}: found {_text(rest[0])!r}. Another process holds "
                         "this role; stop one of them."
@@ -162,6 +163,11 @@ class Bus:
                     raise InvariantBroken(
                         f"commit refused: {_text(outcome)} {_text(rest[0])}; the body of the message is missing"
                     )
+
+    async def _discard(self, placed: Sequence[Placed]) -> None:
+        """Delete bodies that no entry will ever name."""
+        if refs := [one.ref for one in placed if one.ref]:
+            await self.blobs.delete(refs)
 
     async def _wait_for_room(self, key: str, size: int) -> None:
         until = self.clock.monotonic() + self.config.room_deadline_s

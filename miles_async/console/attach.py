@@ -149,7 +149,8 @@ def _why(error: BaseException) -> str:
         if isinstance(cause, TimeoutError):
             return f"no answer within {ANSWER_DEADLINE_S:g} s"
         if isinstance(cause, OSError) and cause.strerror:
-            return (os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror).lower()
+            number = cause.errno or 0
+            return (os.strerror(number) if number > 0 else cause.strerror).lower()  # asyncio's own text is no cause
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 

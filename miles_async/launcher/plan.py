@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from actors.generation.actor import GenerationSpec
 from actors.partial.actor import PartialSpec
 from actors.publisher.actor import PublisherSpec
 from actors.reward.actor import RewardSpec
+from actors.router.actor import RouterSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
@@ -36,6 +38,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     fingerprint: str
     reference_dir: str = ""
+    router_url: str = ""  # empty: no router
+    router_port: int = 0  # of a router of ours; 0 when it is somebody else's
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
@@ -137,8 +141,10 @@ def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str,
     )
 
 
-def generation_spec(settings: RunSettings, place: Place, *, engine_url: str = "") -> GenerationSpec:
-    """One worker's settings; also what an elastic worker gets."""
+def generation_spec(
+    settings: RunSettings, place: Place, *, engine_url: str = "", gpus: Sequence[int] = ()
+) -> GenerationSpec:
+    """One worker's settings; also what an elastic worker gets (all GPUs of its host)."""
     s = settings.sglang
     return GenerationSpec(
         model_path=place.model_dir,
@@ -150,7 +156,31 @@ def generation_spec(settings: RunSettings, place: Place, *, engine_url: str = ""
         token_deadline_s=s.engine_token_deadline_s,
         boot_deadline_s=s.engine_boot_deadline_s,
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
+        context_length=settings.rollout.rollout_max_context_len or 0,
+        router_url=place.router_url,
+        gpus=tuple(gpus),
+        tp_size=s.rollout_num_gpus_per_engine,
+        server_command=s.sglang_server_command,
+        server_args=s.server_args,
+        seed=settings.rollout.rollout_seed,
+        exact_stream=s.pause_generation_mode == "in_place",
     )
+
+
+def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
+    """The workers, each with its engine and GPUs; before them the router, if it is ours."""
+    s = settings.sglang
+    rooms: list[tuple[str, str, Any]] = []
+    if place.router_port:
+        port = place.router_port
+        rooms.append(("router", "router", RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args)))
+    each = s.rollout_num_gpus_per_engine
+    for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
+        gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()
+        rooms.append(
+            (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url), gpus=gpus))
+        )
+    return rooms
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -213,11 +243,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         tokenizer_dir=place.model_dir,
     )
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
-    urls = settings.sglang.rollout_external_engine_addrs or [""] * settings.sglang.num_generation_workers
-    rooms += [
-        (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url)))
-        for i, url in enumerate(urls)
-    ]
+    rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:
         return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
     if settings.eval.datasets:

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.child import free_port
+from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
-from actors.trainer.checkpoint import latest, read_bus_state, restore_bus
+from actors.trainer.checkpoint import holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus, BusConfig
 from bus.errors import BusRefused
@@ -74,7 +76,24 @@ def place_of(settings: RunSettings) -> Place:
         stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
         fingerprint=fingerprint_of(identity),
+        **router_of(settings, run_dir),
     )
+
+
+def router_of(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
+    """Address of the router. Ours keeps its port in every launch of a run: workers that survived a launcher know it."""
+    s = settings.sglang
+    if not s.use_router:
+        return {}
+    if s.sglang_router_ip is not None:
+        return {"router_url": f"http://{s.sglang_router_ip}:{s.sglang_router_port}"}
+    file = run_dir / "router.port"
+    try:
+        port = int(file.read_text())
+    except (OSError, ValueError):
+        port = free_port(successors=1)
+        file.write_text(f"{port}\n")
+    return {"router_url": f"http://127.0.0.1:{port}", "router_port": port}
 
 
 def num_rollout(settings: RunSettings, directory: Path) -> int:
@@ -118,9 +137,13 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     knobs = initial_knobs(settings)
     if load is not None and step is not None:
         state = read_bus_state(load, step, run=settings.launch.name, fingerprint=place.fingerprint)
-        if await restore_bus(bus, state):
-            known = {name: value for name, value in state.knobs.items() if name in knobs}
-            knobs |= known
+        if await holds_nothing(bus):
+            # Knobs first: killed in between, the next start still finds the bus empty and does both again.
+            knobs |= {name: value for name, value in state.knobs.items() if name in knobs}
+            await publish_initial(bus, knobs, epoch=state.knob_epoch)
+            fault_point("launcher", "knobs_restored")
+            await restore_bus(bus, state)
+            fault_point("launcher", "restored")
             notes.append(
                 f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups "
                 "are issued again"

@@ -11,9 +11,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
-
-import uvloop
 
 from actors.reward.scorer import RM_TYPES
 from bus import Bus, SystemClock
@@ -24,6 +23,7 @@ from bus.topology import POLICY
 from miles_async.console.live import run_console
 from miles_async.console.recorder import Recorder
 from miles_async.launcher.local import RunFailed, Supervisor
+from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
 from miles_async.launcher.prepare import place_of, prepare_bus, token_counter
 from miles_async.settings.checks import preflight
@@ -40,16 +40,19 @@ def train(settings: RunSettings) -> int:
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
     preflight(settings, shipped=names, count_tokens=counter)
     run_dir = Path(place.run_dir)
-    (run_dir / "settings.toml").write_text(dump_toml(settings))
-    return uvloop.run(_train(settings, place, run_dir))
+    with only_launcher(run_dir, settings.launch.name):
+        (run_dir / "settings.toml").write_text(dump_toml(settings))
+        return run_loop(_train(settings, place, run_dir))
 
 
 async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
     embedded: EmbeddedRedis | None = None
+    ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
     url = settings.bus.bus_url
     if url is None:
         embedded = EmbeddedRedis(run_dir)
         await asyncio.to_thread(embedded.start)
+        ours = embedded.started_here
         url = embedded.url
     try:
         client = connect(url)
@@ -63,10 +66,12 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
         async with Bus(bus_config(settings, url, place)) as bus:
             for note in await prepare_bus(bus, settings, place):
                 print(f"note: {note}", file=sys.stderr)
+            ours = True
             status = await _supervise(settings, place, bus, run_dir, embedded)
     finally:
-        await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)  # published copies; checkpoints lie elsewhere
-        if embedded is not None:
+        if ours:  # published copies; checkpoints lie elsewhere
+            await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)
+        if ours and embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if settings.launch.report:
         from miles_async.console.report import write_report  # matplotlib: only when there is something to draw
@@ -132,7 +137,10 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
                 if task.done():
                     error = task.exception()
                     if isinstance(error, RunFailed):
-                        return str(error)
+                        if not _peers(name, watches):
+                            return str(error)
+                        print(f"note: {error}; the other engines go on", file=sys.stderr)
+                        error = None
                     if error is not None:
                         raise error
                     wanted.discard(name)
@@ -141,6 +149,11 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
                 return ""
     finally:
         asking.cancel()
+
+
+def _peers(name: str, watches: Collection[str]) -> list[str]:
+    """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
+    return [w for w in watches if w != name and name.startswith("generation-") and w.startswith("generation-")]
 
 
 async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:

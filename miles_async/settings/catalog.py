@@ -57,7 +57,7 @@ class FieldSpec:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return f"{self.prefix}NAME" if self.kind == "table" else "--" + self.name.replace("_", "-")
 
     @property
     def negative_flag(self) -> str | None:
@@ -142,7 +142,8 @@ def catalog() -> dict[str, FieldSpec]:
     for table in msgspec.structs.fields(RunSettings):
         for field in msgspec.structs.fields(table.type):
             bare, meta = typing.get_args(field.type)
-            spec = FieldSpec(field.name, table.name, field.type, field.default, _shape(bare), meta)
+            default = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
+            spec = FieldSpec(field.name, table.name, field.type, default, _shape(bare), meta)
             if field.name in specs:
                 raise TypeError(f"field {field.name} stands in [{specs[field.name].group}] and [{table.name}]")
             specs[field.name] = spec

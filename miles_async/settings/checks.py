@@ -13,6 +13,7 @@ from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
+from miles_async.settings.serving import check_programs
 
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any], int]
@@ -45,6 +46,7 @@ def preflight(
     for field, valid in (shipped or {}).items():
         check_shipped_name(settings, field, valid)
     context = check_model(settings, builtin_models)
+    check_programs(settings)
     prompts, held_out = check_data(settings)
     if count_tokens is not None:
         check_prompt_lengths(settings, prompts, count_tokens, context)

@@ -66,7 +66,9 @@ def _workers(v: Values) -> int:
     if v["engine"] == "external":
         return len(v["rollout_external_engine_addrs"])
     if v["engine"] == "sglang":
-        return int(v.get("rollout_num_gpus") or v["rollout_num_gpus_per_engine"]) // int(v["rollout_num_gpus_per_engine"])
+        return int(v.get("rollout_num_gpus") or v["rollout_num_gpus_per_engine"]) // int(
+            v["rollout_num_gpus_per_engine"]
+        )
     return 2
 
 

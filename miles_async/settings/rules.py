@@ -7,6 +7,7 @@ are `notes`, shown by `--dry-run` and at the start of a run.
 import re
 from collections.abc import Callable, Iterator
 
+from miles_async.settings import serving
 from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
 from miles_async.settings.errors import SettingsError, listing
 from miles_async.settings.run import RunSettings
@@ -326,6 +327,7 @@ RULES: tuple[Rule, ...] = (
     inner_deadlines_are_shorter,
     bus_url_is_understood,
     checkpoint_options_agree,
+    *serving.RULES,
 )
 
 
@@ -355,3 +357,4 @@ def notes(s: RunSettings) -> Iterator[str]:
             f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.perf.max_tokens_per_gpu}: such a sample "
             "gets a micro-batch of its own and needs more memory"
         )
+    yield from serving.notes(s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,9 +16,10 @@ import pytest
 from actors.generation.attach import check_served
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
-from actors.generation.sglang_args import OWNED, server_args
+from actors.generation.sglang_args import server_args
 from actors.generation.sglang_server import SGLangServer
 from actors.runtime.child import command_line
+from tests.engine.processes import until_async
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
@@ -123,7 +123,7 @@ def test_kernels_the_user_chose_are_not_replaced() -> None:
     assert next_step(Launch({"attention-backend": "fa3"}, {}), [failure], given=chosen).launch is None
 
 
-def test_arguments_become_words_and_what_is_owned_cannot_be_overruled() -> None:
+def test_arguments_become_words_and_what_the_run_decides_is_not_overruled() -> None:
     args = server_args(
         tp_size=2,
         max_running=64,
@@ -135,7 +135,6 @@ def test_arguments_become_words_and_what_is_owned_cannot_be_overruled() -> None:
     assert "--tp-size 2" in text and "--stream-interval 4" in text and "--dtype half" in text
     assert "--skip-tokenizer-init --" in text and "grammar-backend" not in text
     assert text.endswith("--cuda-graph-bs 1 2 --enable-metrics")
-    assert {"model-path", "port", "tp-size", "skip-tokenizer-init"} <= set(OWNED)
 
 
 # -- with a child process ------------------------------------------------------------------------------------------
@@ -280,11 +279,13 @@ async def test_the_end_of_a_running_server_is_seen(boot: Boot) -> None:
         await server.start()
         assert server.pid
         os.kill(server.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            while server.alive:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: _ended(server), "the server's end is noticed")
         url = await server.start()
         assert url and server.alive
+
+
+async def _ended(server: SGLangServer) -> bool:
+    return not server.alive
 
 
 # -- attaching -----------------------------------------------------------------------------------------------------

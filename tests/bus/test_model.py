@@ -24,9 +24,12 @@ from bus.topology import STREAMS
 from tests.bus.house import BOUND, N_SAMPLES, PER_STEP, READS, Consumer, Sampler, Saved, Trainer, restored
 
 T = TypeVar("T")
-WORKERS = st.sampled_from(["a", "b"])
+Work = tuple[str, str, int, int, str, int]  # room, consumer, which entry, tokens made, what then, reward
+ROOM = st.sampled_from(sorted(READS))
+NAME = st.sampled_from(["a", "b"])
 PICK = st.integers(0, 7)
-THEN = st.sampled_from(["go on", "save", "park", "finish", "finish", "finish", "lose", "bury"])
+THEN = st.sampled_from(["finish", "finish", "finish", "finish", "finish", "save", "park", "go on", "lose", "bury"])
+WORK = st.tuples(ROOM, NAME, PICK, st.integers(0, 3), THEN, st.integers(0, 1))
 
 
 class HouseMachine(RuleBasedStateMachine):
@@ -63,36 +66,35 @@ class HouseMachine(RuleBasedStateMachine):
             self.trainer: Trainer = await restored(self.bus, self.saved)
 
         self.run(start())
+        self.run(self.sampler.issue())
 
     def worker(self, room: str, name: str) -> Consumer:
         return self.living[room, "a" if room == "filter" else name]
 
     # -- work -------------------------------------------------------------------------------------------------------
 
-    @rule()
-    def issue(self) -> None:
+    @rule(work=st.lists(WORK, min_size=8, max_size=24))
+    def carry_on(self, work: list[Work]) -> None:
+        """New groups where the bound admits them, and many small pieces of work."""
+        self.run(self.sampler.issue())
+        self.run(self.do(work))
+
+    @rule(work=st.lists(WORK, min_size=8, max_size=24), active=st.booleans())
+    def carry_on_and_train(self, work: list[Work], active: bool) -> None:
+        """The same, then a step if a batch is ready; its weights may reach the engines."""
+        self.run(self.do(work))
+        self.run(self.trainer.train())
+        if active:
+            self.active = PolicyVersion(self.active.id + 1, self.trainer.step)
+            self.run(self.sampler.activate(self.active))
         self.run(self.sampler.issue())
 
-    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS, count=st.integers(1, 4))
-    def deliver(self, room: str, name: str, count: int) -> None:
-        async def steps() -> None:
+    async def do(self, work: list[Work]) -> None:
+        for n, (room, name, pick, n_tokens, then, reward) in enumerate(work):
             consumer = self.worker(room, name)
-            await consumer.take(await consumer.reader.read(count, 0))
-
-        self.run(steps())
-
-    @rule(name=WORKERS, pick=PICK, n_tokens=st.integers(0, 3), then=THEN)
-    def generate(self, name: str, pick: int, n_tokens: int, then: str) -> None:
-        self.run(self.act(self.worker("generation", name), pick, n_tokens, then, 0))
-
-    @rule(name=WORKERS, pick=PICK, reward=st.sampled_from([0, 1]))
-    def score(self, name: str, pick: int, reward: int) -> None:
-        self.run(self.act(self.worker("reward", name), pick, 0, "", reward))
-
-    @rule(name=WORKERS, pick=PICK)
-    def place_or_judge(self, name: str, pick: int) -> None:
-        self.run(self.act(self.worker("partial", name), pick, 0, "", 0))
-        self.run(self.act(self.worker("filter", name), pick, 0, "", 0))
+            if not consumer.held or n % 3 == 0:
+                await consumer.take(await consumer.reader.read(1 + pick, 0))
+            await self.act(consumer, pick, n_tokens, then, reward)
 
     async def act(self, consumer: Consumer, pick: int, n_tokens: int, then: str, reward: int) -> None:
         """One piece of work on something that this consumer holds."""
@@ -115,35 +117,28 @@ class HouseMachine(RuleBasedStateMachine):
         else:
             await consumer.place(entry, self.active.step)
 
-    @rule()
-    def train(self) -> None:
-        self.run(self.trainer.train())
-
-    @rule()
-    def activate(self) -> None:
-        """The newest weights reach the engines."""
-        self.active = PolicyVersion(self.active.id + 1, self.trainer.step)
-        self.run(self.sampler.activate(self.active))
-
     # -- misfortune -------------------------------------------------------------------------------------------------
 
-    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS, same_name=st.booleans())
-    def die(self, room: str, name: str, same_name: bool) -> None:
-        """A process stops. It may only have been paused: it is kept to act later."""
+    @rule(room=ROOM, name=NAME, same_name=st.booleans(), claimed=st.booleans())
+    def die(self, room: str, name: str, same_name: bool, claimed: bool) -> None:
+        """A process stops. It may only have been paused: it is kept to act later. A peer may claim what it held."""
         old = self.worker(room, name)
         old.bus = old.reader._bus = self.elsewhere
-        self.zombies = [*self.zombies[-4:], old]
+        self.zombies = [*self.zombies[-5:], old]
         self.names += 1
         me = old.name if same_name else f"{name}{self.names}"
         self.living[room, "a" if room == "filter" else name] = Consumer(self.bus, room, me)
         self.run(old.reader.close())
+        if claimed:
+            self.claim(room, "b" if name == "a" else "a")
 
-    @rule(pick=PICK, which=PICK, n_tokens=st.integers(0, 2), then=THEN, reward=st.sampled_from([0, 1]))
-    def zombie_acts(self, pick: int, which: int, n_tokens: int, then: str, reward: int) -> None:
-        if self.zombies:
-            self.run(self.act(self.zombies[which % len(self.zombies)], pick, n_tokens, then, reward))
+    @rule(work=st.lists(st.tuples(PICK, WORK), min_size=1, max_size=8))
+    def zombies_act(self, work: list[tuple[int, Work]]) -> None:
+        for which, (_, _, pick, n_tokens, then, reward) in work:
+            if self.zombies:
+                self.run(self.act(self.zombies[which % len(self.zombies)], pick, n_tokens, then, reward))
 
-    @rule(room=st.sampled_from(sorted(READS)), name=WORKERS)
+    @rule(room=ROOM, name=NAME)
     def claim(self, room: str, name: str) -> None:
         """Every lease of this room has run out, also those of the living: slow ones become zombies without knowing."""
 
@@ -153,7 +148,7 @@ class HouseMachine(RuleBasedStateMachine):
 
         self.run(steps())
 
-    @rule(cut_short=st.sampled_from(["", "", "before it is durable", "before the acknowledgement"]))
+    @rule(cut_short=st.sampled_from(["", "", "", "before it is durable", "before the acknowledgement"]))
     def checkpoint(self, cut_short: str) -> None:
         async def steps() -> None:
             state = self.trainer.save()
@@ -166,34 +161,26 @@ class HouseMachine(RuleBasedStateMachine):
 
         self.run(steps())
 
-    @rule()
-    def trainer_dies(self) -> None:
-        self.run(self.restore_now())
+    @rule(what=st.sampled_from(["trainer dies", "sampler repeats itself", "trim"]))
+    def seldom(self, what: str) -> None:
+        if what == "trainer dies":
+            self.run(self.restore_now())
+        elif what == "trim":
+            for stream in STREAMS:
+                if stream.is_data:
+                    self.run(self.bus.trim(stream))
+        elif self.sampler.last is not None:
+            # A second sampler, or one killed after its commit: the same groups cannot be issued again.
+            try:
+                result = self.run(self.elsewhere.commit(self.sampler.last))
+            except InvariantBroken:
+                return
+            assert result.done and not result.entry_ids
 
     async def restore_now(self) -> None:
         self.went_back |= self.trainer.step > self.saved.step
         await self.trainer.reader.close()
         self.trainer = await restored(self.bus, self.saved)
-
-    @rule()
-    def sampler_repeats_itself(self) -> None:
-        """A second sampler, or one killed after its commit: the same groups cannot be issued again."""
-        if self.sampler.last is None:
-            return
-        try:
-            result = self.run(self.elsewhere.commit(self.sampler.last))
-        except InvariantBroken:
-            return
-        assert result.done and not result.entry_ids
-
-    @rule()
-    def trim(self) -> None:
-        async def steps() -> None:
-            for stream in STREAMS:
-                if stream.is_data:
-                    await self.bus.trim(stream)
-
-        self.run(steps())
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
@@ -246,7 +233,8 @@ class HouseMachine(RuleBasedStateMachine):
         assert accounts.pending == accounts.tokens_pending == 0 and accounts.trained == len(trained) * N_SAMPLES
         assert accounts.issued == issued * N_SAMPLES
         assert all([await self.bus.length(stream) == 0 for stream in STREAMS if stream.is_data])
-        assert await self.bus.blobs.list_ids() == []
+        named = {entry.blob for stream in STREAMS for entry in await self.bus.scan_all(stream) if entry.blob}
+        assert {ref for ref, _ in await self.bus.blobs.list_ids()} == named, "a body without an entry"
         in_flight = await self.bus.hash_of(self.bus.keys.in_flight_bytes)
         assert {int(n) for n in in_flight.values()} <= {0}
 
@@ -268,8 +256,8 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(redis_url: str) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=30,
-            stateful_step_count=50,
+            max_examples=25,
+            stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             print_blob=True,

@@ -67,7 +67,9 @@ POINTS: dict[str, dict[str, dict[str, Any]]] = {
 def _cases() -> list[Any]:
     cases = []
     for point, settings in POINTS.items():
-        name = point.replace(":", "-") + ("-sliced" if settings is SLICED else "-aborting" if settings is ABORTING else "")
+        name = point.replace(":", "-") + (
+            "-sliced" if settings is SLICED else "-aborting" if settings is ABORTING else ""
+        )
         marks = () if point in FAST and not settings else (pytest.mark.slow,)
         cases.append(pytest.param(point, settings, id=name, marks=marks))
     return cases

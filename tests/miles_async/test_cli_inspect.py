@@ -11,57 +11,14 @@ from pathlib import Path
 import pytest
 
 from bus import Bus
-from bus.knobs.live import read_history
-from bus.messages.control import Event
-from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
+from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
 from miles_async.console.metrics_file import FILE
 from miles_async.settings import write_run_file
-from tests.miles_async.console_data import Story, config, task, vitals
+from tests.miles_async.console_data import Story, config, vitals
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
-
-
-class Run:
-    """A run on the session's server, and the commands on it."""
-
-    def __init__(self, url, name, runs_dir, capsys):
-        self.url, self.name, self.runs_dir, self._capsys = url, name, runs_dir, capsys
-        self.dir = runs_dir / name
-        write_run_file(self.dir, run=name, bus_url=url)
-
-    def tell(self, story):
-        """`await story(Story)` on the bus; returns its value."""
-
-        async def go():
-            async with Bus(config(self.url, self.name)) as bus:
-                return await story(Story(bus))
-
-        return asyncio.run(go())
-
-    def ask(self, *words):
-        """(status, stdout, stderr) of a command."""
-        self._capsys.readouterr()
-        status = app.main([*words, "--runs-dir", str(self.runs_dir)])
-        shown = self._capsys.readouterr()
-        return status, shown.out, shown.err
-
-    def ask_json(self, *words):
-        status, out, err = self.ask(*words, "--json")
-        assert err == ""
-        return status, json.loads(out)
-
-
-@pytest.fixture
-def run(redis_url, run_name, tmp_path, capsys):
-    return Run(redis_url, run_name, tmp_path, capsys)
-
-
-@pytest.fixture
-def whole(run):
-    run.tell(Story.whole)
-    return run
 
 
 # -- status, bus ls, lag ------------------------------------------------------------------------------------------------
@@ -274,162 +231,6 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
     assert run.ask("trace", "g9/0")[0] == 2
 
 
-# -- dead letters -------------------------------------------------------------------------------------------------------
-
-
-async def letters(story):
-    return len(await story.bus.scan_all(DEAD))
-
-
-def test_a_letter_of_an_open_group_goes_back_as_it_was(whole):
-    whole.tell(lambda story: story.die("g4/0", PROMPTS, task("g4/0")))
-    assert "g4/0" in whole.ask("bus", "dead", "list")[1]
-    status, out, _ = whole.ask("bus", "dead", "retry", "g4/0")
-    assert status == 0
-    assert out.startswith("g4/0 is back on prompts as ")
-
-    async def check(story):
-        entry = (await story.bus.last(PROMPTS))[0]
-        return (
-            entry.fields["id"],
-            entry.fields["type"],
-            (await story.bus.message(entry)).prompt_id,
-            await letters(story),
-        )
-
-    assert whole.tell(check) == ("g4/0", "sample.task", "p-g4", 0)
-
-
-def test_a_letter_of_a_closed_group_starts_its_prompt_again(whole):
-    whole.tell(lambda story: story.die("g2/1"))
-    status, out, _ = whole.ask("bus", "dead", "retry", "g2/1")
-    assert (status, out.strip()) == (0, "group g2 was closed without g2/1; prompt p-g2 starts again as a new group")
-
-    async def check(story):
-        message = await story.bus.message((await story.bus.last(POLICY))[0])
-        return message.prompts, message.reissue, message.groups, await letters(story)
-
-    assert whole.tell(check) == (("p-g2",), True, (), 0)
-
-
-def test_a_letter_whose_group_is_being_closed_waits(whole):
-    async def marker(story):
-        from bus import Out
-        from bus.messages.samples import RolloutLost
-
-        await story.die("g3/1")
-        lost = RolloutLost(sample_id="g3/1", group_id="g3", n_samples=2, reason="poison")
-        await story.bus.append([Out(SCORED, lost)])
-
-    whole.tell(marker)
-    status, _, err = whole.ask("bus", "dead", "retry", "g3/1")
-    assert status == 1
-    assert "is being closed without g3/1. Try again in some seconds." in err
-    assert whole.tell(letters) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"body": b""}, "lay in a blob that is gone"),
-        ({"body": b"\xc1junk"}, "would die again"),
-        ({"body": b"x" * 65536}, "only 65536 bytes"),
-        ({"stream": "events"}, "cannot be retried"),
-        ({"stream": "nonsense"}, "cannot be retried"),
-    ],
-)
-def test_a_letter_that_cannot_live_again_says_why_and_stays(run, change, said):
-    async def put(story):
-        import msgspec
-
-        await story.die("g2/1")
-        entry = (await story.bus.last(DEAD))[0]
-        letter = msgspec.structs.replace(await story.bus.message(entry), **change)
-        await story.bus.link.run("XDEL", story.bus.keys.stream("dead"), entry.id)
-        await story.say(DEAD, letter)
-
-    run.tell(put)
-    status, _, err = run.ask("bus", "dead", "retry", "g2/1")
-    assert status == 1
-    assert said in err
-    assert run.tell(letters) == 1
-
-
-def test_an_evaluation_sample_is_not_put_back(run):
-    run.tell(lambda story: story.die("e5/3", PROMPTS, task("e5/3", eval_name="held_out")))
-    status, _, err = run.ask("bus", "dead", "retry", "e5/3")
-    assert status == 1
-    assert "counted as lost in its evaluation" in err
-
-
-def test_dropping_a_letter_forgets_it_and_a_second_time_says_so(run):
-    run.tell(lambda story: story.die("g2/1"))
-    [letter] = run.ask_json("bus", "dead", "list")[1]
-    assert (letter["sample"], letter["deliveries"], letter["traceback"]) == ("g2/1", 5, "Traceback: boom")
-    assert run.ask("bus", "dead", "drop", letter["id"])[0] == 0
-    assert run.tell(letters) == 0
-    assert run.ask("bus", "dead", "drop", letter["id"])[0] == 1
-    assert run.ask("bus", "dead", "list")[1] == "no dead letters\n"
-
-
-# -- tune ---------------------------------------------------------------------------------------------------------------
-
-
-def test_tune_lists_applies_logs_and_reverts(whole):
-    status, out, _ = whole.ask("tune")
-    assert status == 0
-    assert "next group issued" in next(line for line in out.splitlines() if line.startswith("rollout_temperature"))
-    status, out, _ = whole.ask(
-        "tune", "over-sampling-batch-size=8", "max_weight_staleness=3", "--reason", "more overlap"
-    )
-    assert status == 0
-    assert out.startswith("epoch 1\n")
-    assert "2 -> 8" in out
-    _, found = whole.ask_json("tune")
-    assert (found["epoch"], found["knobs"]["over_sampling_batch_size"]["value"]) == (1, 8)
-    assert found["knobs"]["over_sampling_batch_size"]["changed_at"] == 1
-    assert "more overlap" in whole.ask("tune", "--log")[1]
-    assert whole.ask("tune", "--revert", "0")[0] == 0
-    _, found = whole.ask_json("tune")
-    assert (found["epoch"], found["knobs"]["over_sampling_batch_size"]["value"]) == (2, 2)
-    assert len(whole.ask_json("tune", "--log")[1]) == 3
-
-
-@pytest.mark.parametrize(
-    ("patch", "said"),
-    [
-        (["lr=-1"], "out of range"),
-        (["lr=fast"], "not a number"),
-        (["learning_rat=1"], "no live knob has this name"),
-        (["over_sampling_batch_size=1"], "smaller than rollout_batch_size = 2"),
-        (["lr=0.5", "staleness_policy=guess"], "not a choice"),
-        (["--revert", "7"], "known epochs are 0 to 0"),
-    ],
-)
-def test_a_refused_patch_changes_nothing_and_says_why(whole, patch, said):
-    status, out, err = whole.ask("tune", *patch)
-    assert (status, out) == (2, "")
-    assert said in err
-    assert len(err.splitlines()) == 1
-    assert len(whole.tell(lambda story: read_history(story.bus))) == 1
-
-
-# -- doctor -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_fails_when_something_is_wrong(whole):
-    status, out, _ = whole.ask("doctor")
-    assert (status, out.splitlines()[-1]) == (0, "nothing is wrong")
-    whole.tell(lambda story: story.alive(vitals("filter", state="failed", note="KeyError: 'x'")))
-    status, out, _ = whole.ask("doctor")
-    assert status == 1
-    assert "error    filter failed: KeyError: 'x'" in out
-    assert out.splitlines()[-1] == "2 things are wrong"
-    status, found = whole.ask_json("doctor")
-    assert (status, found["well"]) == (1, False)
-    assert {f["rule"] for f in found["findings"] if f["level"] == "error"} == {"actor failed", "no actor"}
-
-
 # -- finding the run ----------------------------------------------------------------------------------------------------
 
 LOOKING = (["status"], ["bus", "ls"], ["ledger"], ["trace", "g1/0"], ["doctor"], ["tune"], ["stop"])
@@ -470,63 +271,6 @@ def test_a_password_never_appears_in_a_message(capsys):
     err = capsys.readouterr().err
     assert "hunter2" not in err
     assert "connection refused" in err
-
-
-# -- stop ---------------------------------------------------------------------------------------------------------------
-
-LAUNCHER = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print("miles launcher", flush=True)
-time.sleep(60)
-"""
-
-
-def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole):
-    child = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "miles launcher"
-        (whole.dir / "launcher.pid").write_text(f"{child.pid}\n")
-        status, out, err = whole.ask("stop", "--wait", "20")
-        assert status == 0
-        assert "has stopped" in out
-        assert f"launcher {child.pid} was asked to stop" in err
-        assert child.wait(DEADLINE_S) == 0
-    finally:
-        child.kill()
-        child.communicate()
-
-    async def wish(story):
-        events = [await story.bus.message(e) for e in await story.bus.last(EVENTS, 3)]
-        return [e.kind for e in events if isinstance(e, Event)]
-
-    assert "stop requested" in whole.tell(wish)
-
-
-def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        (whole.dir / "launcher.pid").write_text(f"{other.pid}\n")
-        status, _, err = whole.ask("stop", "--wait", "0.3")
-        assert other.poll() is None
-        assert status == 1
-        assert "has not stopped within 0.3 s; still there: sampler" in err
-    finally:
-        other.kill()
-        other.wait(DEADLINE_S)
-
-
-def test_stop_without_a_launcher_here_waits_for_the_actors(whole):
-    async def all_stopped(story):
-        for name in ("sampler", "reward", "filter", "partial", "trainer", "publisher"):
-            await story.alive(vitals(name, state="stopped"))
-        for name in ("generation-0", "generation-1"):
-            await story.alive(vitals(name, "generation", state="stopped"))
-
-    whole.tell(all_stopped)
-    status, out, _ = whole.ask("stop", "--wait", "5")
-    assert (status, out) == (0, f"{whole.name} has stopped. The same miles-async train command resumes it.\n")
 
 
 # -- help ---------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import socket
 import sys
 from pathlib import Path
 
+from actors.runtime.loop import runner
+
 SHUTDOWN_S = 5.0
 DEFAULT_TOTAL_TOKENS = 1 << 18
 
@@ -51,8 +53,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, hence the late imports
-    import uvloop
-
     from actors.generation.embedded.config import ModelRefused
 
     try:
@@ -62,8 +62,8 @@ def main() -> int:
             f"cannot listen on {args.host}:{args.port} ({error.strerror}); choose another --port, or 0 for a free one."
         )
     try:
-        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(args, listener))
+        with listener, runner() as loop:
+            return loop.run(_serve(args, listener))
     except ModelRefused as error:
         return _refuse(str(error))
 

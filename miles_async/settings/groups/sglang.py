@@ -56,7 +56,9 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     ] = {}
     sglang_server_command: Annotated[
         tuple[str, ...],
-        doc("Program and first words that start an SGLang server, where it has a Python of its own. Empty: this Python's."),
+        doc(
+            "Program and first words that start an SGLang server, where it has a Python of its own. Empty: this Python's."
+        ),
     ] = ()
     sglang_server_concurrency: Annotated[
         int, doc("Most samples in generation on one engine.", unit="samples", live=True, ge=1)

@@ -1,0 +1,15 @@
+"""Flags of sglang-router: our defaults (pure)."""
+
+from actors.runtime.child import ArgValue
+
+MODULE = "sglang_router.launch_router"
+# Siblings of a group share their prompt, so they belong on one engine; new groups go where least is running.
+DEFAULTS: dict[str, ArgValue] = {
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "request-timeout-secs": 14400,
+    "health-check-interval-secs": 5,
+    "log-level": "warn",
+}
+
+__all__ = ("DEFAULTS", "MODULE")

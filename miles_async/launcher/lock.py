@@ -1,0 +1,36 @@
+"""One launcher per run directory: a lock that the kernel drops with the process, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from miles_async.settings.errors import SettingsError
+
+
+@contextmanager
+def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
+    """Hold `<run_dir>/launcher.lock` while the body runs; SettingsError when a living launcher holds it."""
+    handle = os.open(run_dir / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 20).decode("ascii", "replace").strip() or "unknown"
+            raise SettingsError(
+                f"run {name} is already kept by launcher {holder} on this host",
+                field="name",
+                value=name,
+                remedy="Look at it with miles-async status, end it with miles-async stop, or choose another --name.",
+            ) from None
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+__all__ = ("only_launcher",)

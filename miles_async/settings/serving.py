@@ -1,0 +1,207 @@
+"""Rules and checks of engines and router: GPUs that add up, flags that may be passed on, programs that are installed.
+
+The rules are pure. `check_programs` asks the installed programs for the names of their flags; nothing is started.
+"""
+
+import difflib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Collection, Iterator
+from functools import cache
+
+from miles_async.settings.catalog import PREFIXES, names
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.run import RunSettings
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
+# Flag -> the setting of ours that decides it.
+SERVER_OWNED: dict[str, str] = {
+    "model-path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "config": "the settings file",
+    "host": "the launcher: engines listen on this host only",
+    "port": "the launcher: a free port is chosen",
+    "nccl-port": "the launcher",
+    "dist-init-addr": "the launcher",
+    "nnodes": "the launcher",
+    "node-rank": "the launcher",
+    "base-gpu-id": "--rollout-gpu-ids",
+    "gpu-id-step": "--rollout-gpu-ids",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "skip-tokenizer-init": "the launcher: only token ids are exchanged",
+    "random-seed": "--seed",
+    "weight-version": "the policy version that is served",
+    "enable-memory-saver": "--colocate",
+    "api-key": "the launcher: engines listen on this host only",
+    "admin-api-key": "the launcher: engines listen on this host only",
+    "tokenizer-worker-num": "the launcher: one keeps version boundaries exact",
+}
+ROUTER_OWNED: dict[str, str] = {
+    "host": "the launcher: --sglang-router-ip names a router of yours",
+    "port": "the launcher: --sglang-router-port names a router of yours",
+    "prometheus-port": "the launcher: the port after the router's own",
+    "worker-urls": "the engines, which register themselves",
+    "pd-disaggregation": "the launcher: engines do both prefill and decode",
+    "mini-lb": "the launcher: engines do both prefill and decode",
+    "prefill": "the launcher: engines do both prefill and decode",
+    "decode": "the launcher: engines do both prefill and decode",
+    "service-discovery": "the engines, which register themselves",
+}
+NAMES_DEADLINE_S = 180.0  # SGLang's parser imports torch and much more
+_SERVER_NAMES = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print("\\n" + json.dumps([name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]))
+"""
+_ROUTER_NAMES = """
+import argparse, json
+from sglang_router.router_args import RouterArgs
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser, use_router_prefix=False)
+print("\\n" + json.dumps([name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]))
+"""
+
+
+def engines_match_the_gpus(s: RunSettings) -> None:
+    """rollout_num_gpus = engines * GPUs per engine, and as many ids, each once."""
+    g = s.sglang
+    if g.engine != "sglang":
+        for field, value, unset in (
+            ("rollout_num_gpus", g.rollout_num_gpus, 0),
+            ("server_args", g.server_args, {}),
+            ("sglang_server_command", g.sglang_server_command, ()),
+        ):
+            if value != unset:
+                raise _not_for(s, field, value)
+        return
+    wanted = g.num_generation_workers * g.rollout_num_gpus_per_engine
+    if g.rollout_num_gpus != wanted:
+        raise SettingsError(
+            f"{g.num_generation_workers} engines of {g.rollout_num_gpus_per_engine} GPUs (rollout_num_gpus_per_engine) take {wanted}",
+            field="rollout_num_gpus",
+            value=g.rollout_num_gpus,
+            remedy="Set a multiple of the GPUs per engine and leave out num_generation_workers.",
+        )
+    if len(g.rollout_gpu_ids) != wanted:
+        raise SettingsError(
+            f"{len(g.rollout_gpu_ids)} ids for {wanted} GPUs",
+            field="rollout_gpu_ids",
+            value=g.rollout_gpu_ids,
+            remedy="Name each GPU once, or leave it out.",
+        )
+    if len(set(g.rollout_gpu_ids)) < wanted and g.rollout_num_gpus_per_engine > 1:
+        raise SettingsError(
+            "one engine needs different GPUs",
+            field="rollout_gpu_ids",
+            value=g.rollout_gpu_ids,
+            remedy="Name each GPU once.",
+        )
+
+
+def _not_for(s: RunSettings, field: str, value: object) -> SettingsError:
+    remedy = "Set --engine sglang."
+    if field == "server_args" and isinstance(value, dict):
+        for name in value:  # most likely a misspelt setting of ours
+            remedy = nearest(f"sglang_{name}".replace("-", "_"), names()) or remedy
+    return SettingsError(f"engine is {s.sglang.engine!r}", field=field, value=value, remedy=remedy)
+
+
+def passed_flags_are_not_ours(s: RunSettings) -> None:
+    """What follows from other settings cannot be passed on; names look like flags."""
+    for table, values, owned in (
+        ("server_args", s.sglang.server_args, SERVER_OWNED),
+        ("router_args", s.sglang.router_args, ROUTER_OWNED),
+    ):
+        for name, value in values.items():
+            flag = f"{PREFIXES[table]}{name}"
+            if name in owned:
+                raise SettingsError(f"decided by {owned[name]}", field=flag, value=value, remedy="Leave it out.")
+            if not NAME.fullmatch(name):
+                raise SettingsError(
+                    "not the name of a flag", field=flag, value=value, remedy="Write it as the program does."
+                )
+
+
+def router_settings_agree(s: RunSettings) -> None:
+    g = s.sglang
+    if not g.use_router and g.sglang_router_ip is not None:
+        raise SettingsError(
+            f"sglang_router_ip = {g.sglang_router_ip!r} is given",
+            field="use_router",
+            value=False,
+            remedy="Leave one of the two out.",
+        )
+    if g.router_args and (not g.use_router or g.sglang_router_ip is not None):
+        why = "use_router is off" if not g.use_router else "the router at sglang_router_ip has its own flags"
+        raise SettingsError(
+            why, field="router_args", value=g.router_args, remedy="Leave them out, or let us start the router."
+        )
+
+
+RULES = (engines_match_the_gpus, passed_flags_are_not_ours, router_settings_agree)
+
+
+def notes(s: RunSettings) -> Iterator[str]:
+    """What could not be verified here, and what is allowed but surprising."""
+    g = s.sglang
+    if g.server_args and g.sglang_server_command:
+        yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
+    interval = g.server_args.get("stream-interval")
+    if g.engine == "sglang" and g.pause_generation_mode == "in_place" and interval not in (None, 1, "1"):
+        yield (
+            f"pause_generation_mode in_place with --sglang-stream-interval {interval} acts like retract: a chunk of several "
+            "tokens could mix two versions"
+        )
+    if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
+        yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"
+
+
+def check_programs(s: RunSettings) -> None:
+    """SGLang and the router are installed where we start them, and know the flags that are passed on."""
+    g = s.sglang
+    if g.engine == "sglang" and not g.sglang_server_command:
+        _installed("sglang", "engine", g.engine, "Install miles-async[sglang], or choose --engine embedded.")
+        if g.server_args:
+            _known("server_args", g.server_args, _names(_SERVER_NAMES))
+    if g.use_router and g.sglang_router_ip is None:
+        _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
+        if g.router_args:
+            _known("router_args", g.router_args, _names(_ROUTER_NAMES))
+
+
+def _installed(module: str, field: str, value: object, remedy: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise SettingsError(f"{module} is not installed in this Python", field=field, value=value, remedy=remedy)
+
+
+def _known(table: str, values: Collection[str], known: frozenset[str] | None) -> None:
+    if known is None:
+        return  # the program itself will refuse what it does not know, with its own words
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"Did you mean {PREFIXES[table]}{close[0]}?" if close else "Look at the program's --help."
+            program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
+            raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table]}{name}", remedy=hint)
+
+
+@cache
+def _names(script: str) -> frozenset[str] | None:
+    """Names of a program's flags from its own parser, in a process of its own; None when it cannot tell."""
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=NAMES_DEADLINE_S, check=True
+        )
+        return frozenset(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
+        return None
+
+
+__all__ = ("RULES", "check_programs", "notes")

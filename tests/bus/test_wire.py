@@ -1,0 +1,96 @@
+"""The connection below the bus: packing, refusals in place, nothing mixed up after a cancelled exchange."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.connection import HiredisRespSerializer
+from redis.exceptions import ResponseError
+
+from bus import Bus, BusConfig, Commit, Out
+from bus.errors import InvariantBroken
+from bus.streams.hop import Placed, hop_args
+from bus.streams.keys import StreamKeys
+from bus.streams.redis import COMMIT
+from bus.streams.wire import Wire, pack
+from bus.testing.messages import a_task
+from bus.topology import PROMPTS
+
+WORDS = st.text(st.characters(codec="utf-8"), max_size=80)
+ARGUMENTS = st.one_of(WORDS, st.integers(-(2**62), 2**62), st.binary(max_size=300))
+
+
+@given(st.lists(st.lists(ARGUMENTS, max_size=8), min_size=1, max_size=4))
+def test_commands_are_packed_as_the_client_library_packs_them(commands):
+    commands = [("XADD", *command) for command in commands]
+    assert pack(commands) == b"".join(HiredisRespSerializer().pack(*command)[0] for command in commands)
+
+
+async def test_a_refusal_comes_back_in_its_place(redis_url, run_name):
+    wire = Wire(redis_url)
+    key = f"ma:{{{run_name}}}:x"
+    replies = await wire.exchange([("SET", key, "1"), ("LPUSH", key, "2"), ("GET", key)])
+    assert replies[0] == b"OK"
+    assert isinstance(replies[1], ResponseError)
+    assert replies[2] == b"1"
+    with pytest.raises(ResponseError):
+        await wire.call("NO-SUCH-COMMAND")
+    await wire.close()
+
+
+async def test_after_a_cancelled_exchange_replies_answer_the_right_question(redis_url, run_name):
+    wire = Wire(redis_url)
+    await wire.call("PING")
+    waiting = asyncio.create_task(wire.call("BLPOP", f"ma:{{{run_name}}}:none", 5))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await wire.call("ECHO", "mine") == b"mine"
+    await wire.close()
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_others_in_its_batch(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        calls = [asyncio.create_task(bus.link.run("ECHO", str(n))) for n in range(20)]
+        await asyncio.sleep(0)
+        for call in calls[::3]:
+            call.cancel()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [f for n, f in enumerate(found) if n % 3] == [str(n).encode() for n in range(20) if n % 3]
+
+
+async def test_a_refused_command_fails_alone(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        good, bad, more = await asyncio.gather(
+            bus.link.run("ECHO", "a"),
+            bus.link.run("NO-SUCH-COMMAND"),
+            bus.link.run("ECHO", "b"),
+            return_exceptions=True,
+        )
+        assert (good, more) == (b"a", b"b")
+        assert isinstance(bad, InvariantBroken)
+
+
+async def test_a_call_that_arrives_after_later_ones_changes_nothing(redis_url, run_name):
+    """What a connection given up long ago still had in its buffers."""
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        keys = bus.keys
+        out = Out(PROMPTS, a_task())
+        named, args = hop_args(
+            Commit(), [Placed(out, b"x")], keys=keys, stream_keys=StreamKeys(keys), bound=0
+        )  # fmt: skip
+        fixed = [keys.state, keys.ledger, keys.open_groups, keys.in_flight_bytes, keys.marks("sender")]
+
+        async def call(number: int) -> list[list[bytes]]:
+            return await bus.link.run_script(COMMIT, [*fixed, *named], ["append", number, 1, *args])
+
+        assert (await call(7))[0][0] == b"ok"
+        assert (await call(7))[0][0] == b"done"
+        assert (await call(9))[0][0] == b"ok"
+        assert (await call(8))[0][0] == b"done"
+        assert await bus.length(PROMPTS) == 2
