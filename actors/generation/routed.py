@@ -14,7 +14,8 @@ from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, 
 from actors.generation.router_client import RouterClient, RouterGone
 from actors.generation.sglang_client import SGLangClient
 
-RENEW_S = 2.0
+RENEW_S, SLOWEST_S = 2.0, 30.0  # between two looks at the router; less often while it is gone
+ROUTER_S = 5.0
 
 
 class RoutedEngine(SGLangClient):
@@ -23,12 +24,13 @@ class RoutedEngine(SGLangClient):
     def __init__(self, base_url: str, router_url: str, **deadlines: float) -> None:
         super().__init__(base_url, **deadlines)
         self._front = SGLangClient(router_url, **deadlines)
-        self._router = RouterClient(router_url, deadline_s=min(10.0, deadlines["control_deadline_s"]))
+        self._router = RouterClient(router_url, deadline_s=min(ROUTER_S, deadlines["control_deadline_s"]))
         self._peers: dict[str, SGLangClient] = {}
         self._deadlines = deadlines
         self._joined = False
         self._open = False  # whether requests may go through the router now
-        self._renewed_at = 0.0
+        self._renew_at = 0.0
+        self._gone = 0  # looks in a row that found no router
 
     @property
     def routed(self) -> bool:
@@ -53,7 +55,7 @@ class RoutedEngine(SGLangClient):
     async def join(self) -> None:
         """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""
         self._joined = True
-        self._renewed_at = 0.0
+        self._renew_at = 0.0
         await self.renew()
 
     async def leave(self) -> None:
@@ -66,17 +68,19 @@ class RoutedEngine(SGLangClient):
 
     async def renew(self) -> str:
         """Register again where the router forgot us (it was restarted). Call it now and then; returns what changed."""
-        now = asyncio.get_running_loop().time()
-        if not self._joined or now - self._renewed_at < RENEW_S:
+        loop = asyncio.get_running_loop()
+        if not self._joined or loop.time() < self._renew_at:
             return ""
-        self._renewed_at = now
         before = self._open
         try:
             await self._router.register(self.base_url)
-            self._open = True
         except RouterGone as error:
             self._open = False
-            return str(error) if before else ""
+            self._gone += 1
+            self._renew_at = loop.time() + min(SLOWEST_S, RENEW_S * 2 ** min(self._gone - 1, 4))
+            return str(error) if self._gone == 1 else ""
+        self._open, self._gone = True, 0
+        self._renew_at = loop.time() + RENEW_S
         return "" if before else f"router {self._router.url} serves our engine"
 
     async def abort(self, rid: str) -> None:

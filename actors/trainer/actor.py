@@ -72,6 +72,7 @@ class Trainer:
         self._marker = ""  # value of the state field `trainer`
         self._publishing: asyncio.Task[None] | None = None
         self._step_knobs: dict[str, Any] = {}
+        self._step_epoch = 0  # of the knobs that the step under way took
         self._skipped_before: tuple[str, ...] = ()
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
@@ -215,7 +216,7 @@ class Trainer:
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
-        self._step_knobs = values
+        self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
         result: StepResult = await self._in_thread(self._backend.train_step, batch)
         for reason, sample_ids in result.flags.items():
@@ -264,7 +265,7 @@ class Trainer:
             samples=tuple(s.rollout.task.sample_id for g in groups for s in g.samples),
             packing=result.packing,
             seed=seed_for(context.spec.run_seed, "step", step),
-            knob_epoch=context.knobs.epoch,
+            knob_epoch=self._step_epoch,
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
             wall=context.clock.wall(),

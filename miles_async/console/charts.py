@@ -157,7 +157,7 @@ def staleness(history: History, bounds: Sequence[tuple[int, int]]) -> str:
 
 def throughput(history: History) -> str:
     """Response tokens trained per second of wall time."""
-    timed = [s for s in history.steps if s.gap_s > 0]
+    timed = [s for s in history.steps if s.gap_s > 0 and not s.resumed]
     with matplotlib.rc_context(STYLE):
         figure, (axis,) = _figure(HALF)
         rates = [s.get("rollout/tokens") / s.gap_s for s in timed]

@@ -48,8 +48,9 @@ def shares(steps: Sequence[Step]) -> tuple[float, float, float]:
 
 
 def throughput(steps: Sequence[Step]) -> float:
-    """Response tokens trained per wall second over these steps; the trainer's own figure when there is no clock yet."""
-    timed = [s for s in steps if s.gap_s > 0]
+    """Response tokens trained per wall second over these steps, the trainer's absence left out; its own figure when there
+    is no clock yet."""
+    timed = [s for s in steps if s.gap_s > 0 and not s.resumed]
     seconds = sum(s.gap_s for s in timed)
     if seconds > 0:
         return sum(s.get("rollout/tokens") for s in timed) / seconds

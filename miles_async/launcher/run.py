@@ -15,6 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from actors.reward.scorer import RM_TYPES
+from actors.runtime.loop import run_loop
 from bus import Bus, SystemClock
 from bus.messages.policy import Finished
 from bus.server.checks import check_server, connect

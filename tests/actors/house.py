@@ -62,11 +62,13 @@ async def open_bus(url: str, run: str, **config: Any) -> AsyncIterator[Bus]:
 
 
 @asynccontextmanager
-async def running(bus: Bus, name: str, body: Callable[[Context, Any], Awaitable[None]], spec: Any) -> AsyncIterator[Context]:
+async def running(
+    bus: Bus, name: str, body: Callable[[Context, Any], Awaitable[None]], spec: Any, **spec_fields: Any
+) -> AsyncIterator[Context]:
     """A room at work in this process until the block ends; its failure fails the test."""
     knobs = LiveKnobs(bus)
     await knobs.open()
-    context = Context(ActorSpec(name=name, role=name, bus=bus.config, run_seed=7), bus, knobs)
+    context = Context(ActorSpec(name=name, role=name, bus=bus.config, run_seed=7, **spec_fields), bus, knobs)
     context.state = "running"
     over = asyncio.Event()
     task = asyncio.create_task(body(context, spec))

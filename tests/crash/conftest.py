@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
-from tests.crash.house import Run
+from tests.crash.house import Run, Tables, toy_tables
 from tests.crash.toy import make_toy
 
 HERE = Path(__file__).parent
@@ -40,10 +39,10 @@ def run_of(toy: Path) -> Iterator[Launch]:
     made: list[Run] = []
     with TemporaryDirectory(prefix="ma-crash-") as directory:
 
-        def make(settings: dict[str, dict[str, Any]] | None = None) -> Run:
+        def make(settings: Tables | None = None) -> Run:
             home = Path(directory) / str(len(made))
             home.mkdir()
-            made.append(Run(home, toy, settings))
+            made.append(Run(home, toy_tables(toy, home, settings)))
             return made[-1]
 
         try:

@@ -32,7 +32,8 @@ STEPS = 6
 RUN_DEADLINE_S = 90.0
 LEASE_S = 1.5
 
-SETTINGS: dict[str, dict[str, Any]] = {
+Tables = dict[str, dict[str, Any]]
+SETTINGS: Tables = {
     "ckpt": {"save_interval": 2, "keep_last": 50},
     "rollout": {
         "input_key": "prompt",
@@ -51,8 +52,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"use_tis": True},
     "optimizer": {"lr": 1e-3},
     "sglang": {"num_generation_workers": 1, "sglang_server_concurrency": 16},
-    "launch": {"name": "r", "console": "none", "report": False, "heartbeat_s": 0.5, "drain_timeout_s": 10.0},
+    "launch": {"console": "none", "report": False, "heartbeat_s": 0.5, "drain_timeout_s": 10.0},
 }
+
+
+def toy_tables(toy: Path, home: Path, settings: Tables | None = None) -> Tables:
+    """Settings of a run of the toy, every trained batch recorded."""
+    places: Tables = {
+        "model": {"hf_checkpoint": str(toy / "model")},
+        "rollout": {"prompt_data": str(toy / "prompts.jsonl")},
+        "ckpt": {"save_debug_rollout_data": str(home / "batches" / "{rollout_id}.msgpack")},
+    }
+    return merged(merged(SETTINGS, places), settings or {})
 
 
 class Missed(AssertionError):
@@ -71,21 +82,12 @@ def until(what: str, seen: Callable[[], bool], *, seconds: float = 40.0) -> None
 class Run:
     """`<directory>/runs/r`. `start` may be called again: that is a rerun of the same command."""
 
-    def __init__(self, directory: Path, toy: Path, settings: dict[str, dict[str, Any]] | None = None) -> None:
+    def __init__(self, directory: Path, tables: Tables) -> None:
         self.home = directory
         self.dir = directory / "runs" / "r"
         self.checkpoints = self.dir / "checkpoints"
         self.launcher: subprocess.Popen[bytes] | None = None
-        self._tables = merged(SETTINGS, settings or {})
-        self._tables = merged(
-            {
-                "model": {"hf_checkpoint": str(toy / "model")},
-                "rollout": {"prompt_data": str(toy / "prompts.jsonl")},
-                "launch": {"runs_dir": str(directory / "runs")},
-                "ckpt": {"save_debug_rollout_data": str(directory / "batches" / "{rollout_id}.msgpack")},
-            },
-            self._tables,
-        )
+        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": "r"}})
 
     @property
     def steps(self) -> int:
@@ -259,7 +261,7 @@ def end_server(run_dir: Path) -> None:
         return
 
 
-def toml_of(tables: dict[str, dict[str, Any]]) -> str:
+def toml_of(tables: Tables) -> str:
     """Numbers, strings and booleans read alike in JSON and TOML."""
     lines: list[str] = []
     for table, values in tables.items():
@@ -267,6 +269,6 @@ def toml_of(tables: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def merged(base: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def merged(base: Tables, more: Tables) -> Tables:
     """Tables of `base` with those of `more` over them."""
     return {table: {**base.get(table, {}), **more.get(table, {})} for table in {*base, *more}}

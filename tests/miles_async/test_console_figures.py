@@ -68,6 +68,7 @@ def test_time_that_the_trainer_does_not_name_is_publishing_but_not_its_absence()
     history = history_of(records)
     assert [time_split(s).publish_s for s in history.steps] == [0.0, 1.0, 0.0]
     assert shares(history.steps) == pytest.approx((0.3, 0.6, 0.1))
+    assert [s.resumed for s in history.steps] == [False, False, True]
 
 
 def test_pace_is_the_median_so_that_one_restart_does_not_move_the_end():

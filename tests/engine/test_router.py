@@ -1,0 +1,216 @@
+"""The real sglang-router in front of two embedded engines, and workers that live with its coming and going."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.generation.engine import Chunk, GenerateRequest, RouteBroken
+from actors.generation.routed import RoutedEngine
+from actors.generation.router_client import RouterClient, RouterGone
+from actors.router.actor import RouterSpec, run
+from actors.router.args import DEFAULTS
+from actors.router.probe import answers
+from actors.runtime.child import Child, command_line, free_port
+from actors.runtime.context import Context
+from actors.runtime.run import Refused
+from bus import Bus
+from bus.messages.control import Event
+from bus.topology import EVENTS
+from tests.actors.house import messages, open_bus, running
+from tests.engine.conftest import engine_process
+from tests.engine.processes import until_async
+
+pytest.importorskip("sglang_router")
+DEADLINES = {"request_deadline_s": 60.0, "token_deadline_s": 20.0, "control_deadline_s": 20.0}
+
+
+@pytest.fixture(scope="module")
+def engines(models: Callable[[str], tuple[Path, Path]]) -> Iterator[list[str]]:
+    """URLs of two engines with the same weights; each states its own version."""
+    with ExitStack() as stack:
+        first, _ = models("qwen3")
+        yield [stack.enter_context(engine_process(first, "--served-version", str(n)))[0] for n in (1, 2)]
+
+
+class RealRouter:
+    """A router process on a port of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port(successors=1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._child = Child()
+        self._log = folder / "router.log"
+
+    async def start(self) -> None:
+        from sys import executable
+
+        address = {"host": "127.0.0.1", "port": self.port, "prometheus-port": self.port + 1}
+        args = {**DEFAULTS, "health-check-interval-secs": 1, **address}
+        await self._child.start(command_line((executable, "-m", "sglang_router.launch_router"), args), self._log)
+        await until_async(lambda: answers("127.0.0.1", self.port), "router starts")
+
+    async def kill(self) -> None:
+        os.kill(self._child.pid, signal.SIGKILL)
+        await self._child.wait()
+
+    async def stop(self) -> None:
+        await self._child.stop()
+
+
+@pytest.fixture
+async def router(tmp_path: Path) -> AsyncIterator[RealRouter]:
+    real = RealRouter(tmp_path)
+    await real.start()
+    yield real
+    await real.stop()
+
+
+@pytest.fixture
+async def routed(router: RealRouter, engines: list[str]) -> AsyncIterator[list[RoutedEngine]]:
+    """What two workers hold: each its engine, all behind the router."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for url in engines:
+            engine = RoutedEngine(url, router.url, **DEADLINES)
+            stack.push_async_callback(engine.close)
+            await engine.join()
+            made.append(engine)
+        yield made
+
+
+def ask(rid: str, *, key: str | None = None, n: int = 4) -> GenerateRequest:
+    return GenerateRequest(
+        rid=rid,
+        input_ids=[7, 12, 40],
+        max_new_tokens=n,
+        ignore_eos=True,
+        sampling_seed=3,
+        extra_key="9",
+        routing_key=key,
+    )
+
+
+async def served_by(engine: RoutedEngine, rid: str, key: str | None = None) -> str:
+    chunks = [chunk async for chunk in engine.generate(ask(rid, key=key))]
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 4 and chunks[-1].finish == "length"
+    return chunks[-1].weight_version
+
+
+async def test_engines_register_are_listed_and_leave(router: RealRouter, engines: list[str]) -> None:
+    client = RouterClient(router.url, deadline_s=10.0)
+    await client.register(engines[0])
+    await client.register(engines[0])  # twice is once
+    await client.register(engines[1])
+    assert {url: healthy for url, (_, healthy) in (await client.workers()).items()} == dict.fromkeys(engines, True)
+    await client.deregister(engines[0])
+    await client.deregister("http://127.0.0.1:9")  # never was there
+    await until_async(lambda: _listed(client, {engines[1]}), "the first engine is gone from the list")
+    await client.close()
+
+
+async def _listed(client: RouterClient, wanted: set[str]) -> bool:
+    return set(await client.workers()) == wanted
+
+
+async def test_siblings_stay_together_and_groups_are_spread(routed: list[RoutedEngine]) -> None:
+    where = {}
+    for group in range(6):
+        hosts = {await served_by(routed[i % 2], f"g{group}/{i}", key=f"g{group}") for i in range(3)}
+        assert len(hosts) == 1, "siblings of one group met different engines"
+        where[group] = hosts.pop()
+    assert set(where.values()) == {"1", "2"}
+
+
+async def test_an_abort_reaches_a_request_on_a_peers_engine(routed: list[RoutedEngine]) -> None:
+    mine = routed[0]
+    streams = {f"g{n}/0": mine.generate(ask(f"g{n}/0", key=f"g{n}", n=3000)) for n in range(4)}
+    firsts = {rid: await anext(stream) for rid, stream in streams.items()}
+    assert {chunk.weight_version for chunk in firsts.values()} == {"1", "2"}
+    for rid in streams:
+        await mine.abort(rid)
+    for rid, stream in streams.items():
+        chunks = [firsts[rid], *[chunk async for chunk in stream]]
+        assert chunks[-1].finish == "abort"
+        assert 0 < sum(len(chunk.token_ids) for chunk in chunks) < 3000
+
+
+async def test_the_death_of_the_router_costs_no_sample(router: RealRouter, routed: list[RoutedEngine]) -> None:
+    mine = routed[0]
+    stream = mine.generate(ask("long/0", key="long", n=3000))
+    first = await anext(stream)
+    await router.kill()
+    kept: list[Chunk] = [first]
+    with pytest.raises(RouteBroken):  # and not EngineUnavailable alone: our engine is well
+        async for chunk in stream:
+            kept.append(chunk)
+    assert not mine.routed
+    assert await served_by(mine, "while it is gone") == "1"
+    await router.start()
+    await until_async(lambda: _renewed(mine), "the engine registers again")
+    assert await served_by(mine, "after it came back") == "1"  # the only one that registered again so far
+
+
+async def _renewed(engine: RoutedEngine) -> bool:
+    await engine.renew()
+    return engine.routed
+
+
+async def test_a_router_that_was_never_there_leaves_the_worker_on_its_engine(engines: list[str]) -> None:
+    engine = RoutedEngine(engines[1], f"http://127.0.0.1:{free_port()}", **DEADLINES)
+    await engine.join()
+    assert not engine.routed
+    assert await served_by(engine, "alone") == "2"
+    await engine.close()
+    client = RouterClient("http://127.0.0.1:9", deadline_s=2.0)
+    with pytest.raises(RouterGone, match="cannot be reached"):
+        await client.workers()
+    await client.close()
+
+
+async def test_the_room_keeps_its_router_alive(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    port = free_port(successors=1)
+    spec = RouterSpec(port=port, prometheus_port=port + 1, args={"policy": "round_robin"})
+    before = set(psutil.Process().children())
+    async with open_bus(redis_url, run_name) as bus, running(bus, "router", run, spec, run_dir=str(tmp_path)):
+        await until_async(lambda: _told(bus, "router ready", 1), "the router is ready")
+        [router] = set(psutil.Process().children()) - before
+        router.send_signal(signal.SIGKILL)
+        await until_async(lambda: _told(bus, "router ready", 2), "the router is back")
+        assert await _told(bus, "router ended", 1)
+        assert await answers("127.0.0.1", port)
+    assert not await answers("127.0.0.1", port)
+
+
+async def test_flags_that_the_router_does_not_know_end_the_room(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    spec = RouterSpec(port=free_port(), prometheus_port=1, args={"polcy": "random"})
+    refused = asyncio.Event()
+
+    async def body(context: Context, given: RouterSpec) -> None:
+        with pytest.raises(Refused, match=r"sglang-router refuses its flags: .*polcy"):
+            await run(context, given)
+        refused.set()
+
+    async with open_bus(redis_url, run_name) as bus, running(bus, "router", body, spec, run_dir=str(tmp_path)):
+        await asyncio.wait_for(refused.wait(), 20.0)
+
+
+async def _told(bus: Bus, kind: str, times: int) -> bool:
+    events = [m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
+    return len(events) >= times
+
+
+async def test_a_drained_worker_takes_its_engine_out(
+    router: RealRouter, routed: list[RoutedEngine], engines: list[str]
+) -> None:
+    client = RouterClient(router.url, deadline_s=10.0)
+    await routed[1].leave()
+    await until_async(lambda: _listed(client, {engines[0]}), "the engine is out")
+    assert await served_by(routed[0], "rest", key="any") == "1"
+    await client.close()
