@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import os
-import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -30,66 +27,27 @@ import msgspec
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-import itertools
 
 from actors.sampler.actor import Position  # noqa: E402
 from bus import Bus, BusConfig, Tail, ledger  # noqa: E402
-from bus.errors import KnobRejected, MilesAsyncError  # noqa: E402
-from bus.knobs.live import propose, read_history, values_at  # noqa: E402
+from bus.errors import MilesAsyncError  # noqa: E402
+from bus.knobs.live import read_history, values_at  # noqa: E402
 from bus.messages.policy import GroupsGivenUp, Restored, StepDone  # noqa: E402
-from bus.topology import POLICY, PREFIXES, PROMPTS, VERDICTS  # noqa: E402
+from bus.topology import POLICY, VERDICTS  # noqa: E402
 from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
-
-ACTORS = ("trainer", "sampler", "filter", "partial", "publisher", "evaluator", "reward-0")
-KNOBS: dict[str, tuple[Any, ...]] = {
-    "over_sampling_batch_size": (32, 40, 48, 64),
-    "max_weight_staleness": (1, 2, 3),
-    "rollout_temperature": (0.9, 1.0, 1.1),
-    "sglang_server_concurrency": (16, 32, 64),
-    "partial_save_tokens": (4, 8, 64),
-    "save_interval": (5, 10, 20),
-    "lr": (5e-4, 1e-3),
-    "eps_clip": (0.15, 0.2),
-}
-KINDS = (
-    *("kill worker",) * 4,
-    *("kill actor",) * 4,
-    *("kill trainer",) * 2,
-    *("kill engine",) * 2,
-    *("kill redis",) * 2,
-    "kill launcher",
-    *("stop",) * 3,
-    *("join",) * 3,
-    *("leave",) * 2,
-    *("knob",) * 4,
-)
-
-
-class Disturbance(msgspec.Struct):
-    """One thing done to the run. `wall`: when, seconds."""
-
-    kind: str
-    what: str
-    wall: float
-    samples: int = 0  # under way in a killed worker: generated again, from their saved prefixes
-    tokens: int = 0  # at most so many of their tokens
-    idle_s: float = 0.0
+from tests.crash.mischief import Mischief  # noqa: E402
 
 
 class Soak:
     """The run, what is done to it, and what was seen."""
 
     def __init__(self, run: Run, seed: int) -> None:
-        self.run = run
-        self.random = random.Random(seed)
-        self.done: list[Disturbance] = []
-        self.faults: list[str] = []
+        self.mischief = Mischief(run, seed)
+        self.faults = self.mischief.faults
         self.policy: list[Any] = []
         self.verdicts: dict[str, bool] = {}
-        self.guests: dict[str, subprocess.Popen[bytes]] = {}
         self.checks = 0
-        self._joined = 0
 
     # -- watching -----------------------------------------------------------------------------------------------
 
@@ -112,139 +70,8 @@ class Soak:
         self.checks += 1
         if not found.closes:
             self.faults.append(
-                f"{time.strftime('%H:%M:%S')} after {self.done[-1] if self.done else 'start'}: {found.text()}"
+                f"{time.strftime('%H:%M:%S')} after {self.mischief.done[-1] if self.mischief.done else 'the start'}: {found.text()}"
             )
-
-    # -- doing --------------------------------------------------------------------------------------------------
-
-    async def disturb(self, bus: Bus) -> None:
-        """One disturbance of a kind drawn at random; what is not there at the moment is passed over."""
-        kind = self.random.choice(KINDS)
-        actions: dict[str, Callable[[Bus], Awaitable[Disturbance | None]]] = {
-            "kill worker": self._kill_worker,
-            "kill actor": self._kill_actor,
-            "kill trainer": self._kill_trainer,
-            "kill engine": self._kill_engine,
-            "kill redis": self._kill_redis,
-            "kill launcher": self._kill_launcher,
-            "stop": self._stop,
-            "join": self._join,
-            "leave": self._leave,
-            "knob": self._knob,
-        }
-        done = await actions[kind](bus)
-        if done is not None:
-            self.done.append(done)
-            print(f"{time.strftime('%H:%M:%S')} {done.kind}: {done.what}", flush=True)
-
-    def _workers(self) -> list[str]:
-        own = ["generation-0", "generation-1"]
-        return [name for name in [*own, *self.guests] if self.run.pids(name)]
-
-    async def _kill_worker(self, bus: Bus) -> Disturbance | None:
-        workers = self._workers()
-        if not workers:
-            return None
-        name = self.random.choice(workers)
-        self._signal(name, signal.SIGKILL)
-        wall = time.time()
-        guest = self.guests.pop(name, None)
-        if guest is not None:
-            guest.wait()
-        samples = 0
-        for stream in (PREFIXES, PROMPTS):
-            rows = await bus.link.run("XPENDING", bus.keys.stream(stream.name), "generation", "-", "+", 1000, name)
-            samples += len(rows)
-        values = (await read_history(bus))[-1:]
-        history = await read_history(bus)
-        live = values_at(history, values[0].epoch) if values else None
-        per_sample = min(live.whole("partial_save_tokens"), live.whole("rollout_max_response_len")) if live else 0
-        return Disturbance("kill worker", name, wall, samples=samples, tokens=samples * per_sample)
-
-    async def _kill_actor(self, bus: Bus) -> Disturbance | None:
-        return self._kill(self.random.choice(ACTORS[1:]), "kill actor")
-
-    async def _kill_trainer(self, bus: Bus) -> Disturbance | None:
-        return self._kill("trainer", "kill trainer")
-
-    def _kill(self, name: str, kind: str) -> Disturbance | None:
-        return Disturbance(kind, name, time.time()) if self._signal(name, signal.SIGKILL) else None
-
-    def _signal(self, name: str, number: signal.Signals) -> bool:
-        for pid in self.run.pids(name):
-            os.kill(pid, number)
-            return True
-        return False
-
-    async def _kill_engine(self, bus: Bus) -> Disturbance | None:
-        pids = self.run.engine_pids()
-        if not pids:
-            return None
-        pid = self.random.choice(pids)
-        os.kill(pid, signal.SIGKILL)
-        return Disturbance("kill engine", f"pid {pid}", time.time())
-
-    async def _kill_redis(self, bus: Bus) -> Disturbance | None:
-        os.kill(self.run.redis_pid(), signal.SIGKILL)
-        return Disturbance("kill redis", "", time.time())
-
-    async def _kill_launcher(self, bus: Bus) -> Disturbance | None:
-        assert self.run.launcher is not None
-        self.run.launcher.kill()
-        self.run.launcher.wait()
-        wall = time.time()
-        await asyncio.sleep(self.random.uniform(0.0, 3.0))
-        self.run.start()
-        return Disturbance("kill launcher", "and started again", wall)
-
-    async def _stop(self, bus: Bus) -> Disturbance | None:
-        name = self.random.choice([*ACTORS, *self._workers()])
-        wall = time.time()
-        pids = self.run.pids(name)
-        if not pids:
-            return None
-        os.kill(pids[0], signal.SIGSTOP)
-        seconds = self.random.uniform(0.5, 2.5) * float(self.run.setting("bus", "lease_s"))
-        await asyncio.sleep(seconds)
-        os.kill(pids[0], signal.SIGCONT)
-        return Disturbance("stop", f"{name} for {seconds:.1f} s", wall)
-
-    async def _join(self, bus: Bus) -> Disturbance | None:
-        if len(self.guests) >= 2:
-            return None
-        self._joined += 1
-        name = f"guest-{self._joined}"
-        with (self.run.home / f"{name}.log").open("ab") as log:
-            self.guests[name] = subprocess.Popen(
-                [*(sys.executable, "-m", "miles_async", "worker", "--run-dir", str(self.run.dir), "--name", name)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-            )
-        return Disturbance("join", name, time.time())
-
-    async def _leave(self, bus: Bus) -> Disturbance | None:
-        here = [name for name in self.guests if self.run.pids(name)]
-        if not here:
-            return None
-        name = self.random.choice(here)
-        guest = self.guests.pop(name)
-        guest.send_signal(signal.SIGTERM)
-        wall = time.time()
-        code = await asyncio.to_thread(guest.wait, 60)
-        if code != 0:
-            self.faults.append(f"{name} drained with exit status {code}")
-        return Disturbance("leave", name, wall)
-
-    async def _knob(self, bus: Bus) -> Disturbance | None:
-        name = self.random.choice(list(KNOBS))
-        value = self.random.choice(KNOBS[name])
-        try:
-            patch = await propose(bus, {name: value}, author="soak")
-        except KnobRejected:
-            return None  # it has this value already
-        return Disturbance("knob", f"{name}={value} (epoch {patch.epoch})", time.time())
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -286,19 +113,19 @@ class Soak:
         gaps = [b - a for a, b in itertools.pairwise(walls)]
         usual = statistics.median(gaps) if gaps else 0.0
         for begin, end in itertools.pairwise(walls):
-            before = [d for d in self.done if d.wall < end]
+            before = [d for d in self.mischief.done if d.wall < end]
             if before and end - begin > usual:
                 before[-1].idle_s += end - begin - usual
 
     def _figures(self, found: ledger.LedgerCheck, steps: dict[int, StepDone], issued: int) -> dict[str, Any]:
         all_steps = [m for m in self.policy if isinstance(m, StepDone)]
-        kinds = Counter(d.kind for d in self.done)
+        kinds = Counter(d.kind for d in self.mischief.done)
         by_kind = {
             kind: {
                 "times": n,
-                "samples_redone": sum(d.samples for d in self.done if d.kind == kind),
-                "tokens_regenerated_at_most": sum(d.tokens for d in self.done if d.kind == kind),
-                "trainer_idle_s_each": round(sum(d.idle_s for d in self.done if d.kind == kind) / n, 2),
+                "samples_redone": sum(d.samples for d in self.mischief.done if d.kind == kind),
+                "tokens_regenerated_at_most": sum(d.tokens for d in self.mischief.done if d.kind == kind),
+                "trainer_idle_s_each": round(sum(d.idle_s for d in self.mischief.done if d.kind == kind) / n, 2),
             }
             for kind, n in sorted(kinds.items())
         }
@@ -337,6 +164,15 @@ def tables_of(config: Path) -> Tables:
     )
 
 
+def share_models(home: Path) -> None:
+    """Use the builtin models that runs in this repository have made."""
+    models = REPO / "runs" / ".models"
+    if models.is_dir():
+        (home / "runs").mkdir(parents=True, exist_ok=True)
+        if not (home / "runs" / ".models").exists():
+            (home / "runs" / ".models").symlink_to(models)
+
+
 async def soak(run: Run, *, minutes: float, seed: int, pause_s: float) -> dict[str, Any]:
     """Disturb until the time is up, then drain and judge."""
     run.start()
@@ -350,8 +186,8 @@ async def soak(run: Run, *, minutes: float, seed: int, pause_s: float) -> dict[s
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(state.follow(bus, stop))
             while time.monotonic() - began < minutes * 60:
-                await asyncio.sleep(state.random.uniform(0.3, 2.0) * pause_s)
-                await state.disturb(bus)
+                await asyncio.sleep(state.mischief.random.uniform(0.3, 2.0) * pause_s)
+                await state.mischief.disturb(bus)
                 await asyncio.sleep(0.5)
                 await state.check(bus)
                 assert run.launcher is not None
@@ -361,7 +197,7 @@ async def soak(run: Run, *, minutes: float, seed: int, pause_s: float) -> dict[s
             # Everyone gets the chance to come back before the end.
             await asyncio.sleep(10.0)
             await state.check(bus)
-            for name, guest in state.guests.items():
+            for name, guest in state.mischief.guests.items():
                 guest.send_signal(signal.SIGTERM)
                 if await asyncio.to_thread(guest.wait, 60) != 0:
                     state.faults.append(f"{name} did not drain")
@@ -427,6 +263,7 @@ def main() -> int:
     args = parser.parse_args()
     home = args.home or Path(mkdtemp(prefix="ma-soak-"))
     home.mkdir(parents=True, exist_ok=True)
+    share_models(home)
     run = Run(home, tables_of(args.config))
     try:
         figures = asyncio.run(soak(run, minutes=args.minutes, seed=args.seed, pause_s=args.pause))

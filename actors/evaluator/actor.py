@@ -20,7 +20,7 @@ from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.messages.base import pack_ints
 from bus.messages.control import EvalDone
-from bus.messages.policy import Finished, PolicyActive, Restored
+from bus.messages.policy import Finished, PolicyActive
 from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
@@ -39,6 +39,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Start-up settings."""
 
     sets: tuple[EvalSet, ...]
+    num_rollout: int
     n_samples_per_prompt: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
@@ -90,10 +91,8 @@ class Evaluator:
                     message = await bus.message(entry)
                     if isinstance(message, PolicyActive):
                         self._active = message.version
-                    elif isinstance(message, Finished):
-                        self._final_step = message.step
-                    elif isinstance(message, Restored):
-                        self._final_step = -1  # a finished run that was given more steps
+                    elif isinstance(message, Finished) and message.step >= self._spec.num_rollout:
+                        self._final_step = message.step  # not that of a finished run that was given more steps
                 await self._act()
                 if self._final_step >= 0 and self._done_step >= self._final_step:
                     context.draining.set()

@@ -72,6 +72,7 @@ class Publisher:
                 self._newest = message
             case Restored():
                 self._active = None
+                self._newest = None  # the restored trainer announces its version again
                 self._lost |= {
                     said.version.id for said in self._announced.values() if said.version.step > message.step
                 }
@@ -112,6 +113,8 @@ class Publisher:
             if now - ordered_at > spec.activation_deadline_s:
                 del self._ordered[name]
                 await context.event("activation late", f"{name} did not report within the deadline", level="warning")
+        if not self._usable(newest):
+            return
         target = newest.version.id
         in_progress = [n for n, (version, _) in self._ordered.items() if version == target and n in self._serving]
         wave = next_wave(
@@ -126,6 +129,12 @@ class Publisher:
             self._ordered |= dict.fromkeys(wave, (target, now))
         await self._say()
         self._sweep()
+
+    def _usable(self, announced: PolicyAnnounced) -> bool:
+        """Whether weight files that the trainer wrote here are still there: those of an ended run are not."""
+        path = Path(announced.manifest.path)
+        ours = bool(self._spec.weights_dir) and path.resolve().parent == Path(self._spec.weights_dir).resolve()
+        return path.exists() or not ours
 
     async def _say(self) -> None:
         """Tell who serves what, when it changed. Engines may still serve a lost future; it frees no slot."""

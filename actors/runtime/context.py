@@ -18,6 +18,9 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
 
+AT_ONCE_S = 0.02
+
+
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Start-up settings that every actor has; `room` holds the room's own, checked against its struct."""
 
@@ -48,6 +51,7 @@ class Context:
         self.counters: dict[str, float] = {}
         self.note = ""
         self._waits: list[tuple[str, float]] = []
+        self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
 
     @property
     def knobs(self) -> KnobValues:
@@ -61,12 +65,16 @@ class Context:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Say what this actor waits for while the body runs; the doctor reads it."""
-        item = (what, self.clock.wall())
+        now = self.clock.wall()
+        before, since, ended = self._last_wait
+        # A loop that reads again after an empty read has been waiting all along.
+        item = (what, since if before == what and now - ended < AT_ONCE_S else now)
         self._waits.append(item)
         try:
             yield
         finally:
             self._waits.remove(item)
+            self._last_wait = (*item, self.clock.wall())
 
     def vitals(self) -> Vitals:
         """The present state as a message."""

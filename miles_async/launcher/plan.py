@@ -261,6 +261,7 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
             )
             for name, path in dict(e.datasets).items()
         ),
+        num_rollout=place.num_rollout,
         n_samples_per_prompt=e.n_samples_per_eval_prompt,
         temperature=e.eval_temperature,
         top_p=e.eval_top_p,

@@ -56,6 +56,12 @@ def shared_memory(run_dir: Path) -> Path:
     return run_dir / "weights"
 
 
+def reference_dir(settings: RunSettings) -> str:
+    """Directory of the frozen reference where it is another than the model itself, else empty."""
+    given = settings.ckpt.ref_load
+    return "" if not given or given == settings.model.hf_checkpoint else str(Path(given).resolve())
+
+
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
@@ -70,7 +76,7 @@ def place_of(settings: RunSettings) -> Place:
     return Place(
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
-        reference_dir=str(Path(settings.ckpt.ref_load).resolve()) if settings.ckpt.ref_load else "",
+        reference_dir=reference_dir(settings),
         weights_dir=str(shared_memory(run_dir)),
         blob_dir=str((run_dir / "blobs").resolve()),
         stop_token_ids=stop_tokens(settings, directory),

@@ -23,6 +23,7 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.console.live import run_console
 from miles_async.console.recorder import Recorder
+from miles_async.console.watchdog import watch
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
@@ -103,6 +104,7 @@ async def _supervise(
     failure = ""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(recorder.follow(stop))
+        tasks.create_task(watch(bus, stop))
         tasks.create_task(
             run_console(bus, mode=settings.launch.console, total_steps=place.num_rollout, run_dir=run_dir, stop=stop)
         )

@@ -66,6 +66,11 @@ def toy_tables(toy: Path, home: Path, settings: Tables | None = None) -> Tables:
     return merged(merged(SETTINGS, places), settings or {})
 
 
+def evaluating(toy: Path) -> Tables:
+    """Settings that measure the toy's first prompts every second step."""
+    return {"eval": {"eval_prompt_data": ["few", f"{toy / 'prompts.jsonl'}@[0:12]"], "eval_interval": 2}}
+
+
 class Missed(AssertionError):
     """Something that should have come did not."""
 

@@ -20,7 +20,7 @@ from actors.trainer.record import read_record
 from bus import Bus, ledger
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import staleness
-from bus.topology import POLICY, VERDICTS
+from bus.topology import EVAL_RESULTS, POLICY, VERDICTS
 from tests.crash.house import Run
 from tests.crash.toy import N_PROMPTS
 
@@ -33,6 +33,7 @@ class Facts(msgspec.Struct, kw_only=True):
     verdicts: list[Any]
     open_groups: set[str]
     sampler: str
+    results: list[Any]
 
 
 def lineage(policy: Sequence[Any]) -> dict[int, StepDone]:
@@ -56,6 +57,7 @@ async def read_facts(bus: Bus) -> Facts:
         verdicts=[await bus.message(e) for e in await bus.scan_all(VERDICTS)],
         open_groups=set(await bus.hash_of(bus.keys.open_groups)),
         sampler=await bus.state("sampler"),
+        results=[await bus.message(e) for e in await bus.scan_all(EVAL_RESULTS)],
     )
 
 

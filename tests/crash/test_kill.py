@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.crash.conftest import Launch
+from tests.crash.house import evaluating
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
@@ -73,6 +75,30 @@ def _cases() -> list[Any]:
         marks = () if point in FAST and not settings else (pytest.mark.slow,)
         cases.append(pytest.param(point, settings, id=name, marks=marks))
     return cases
+
+
+EVALUATOR_POINTS = (
+    "evaluator:before_issue:1",
+    "evaluator:after_issue:1",
+    "evaluator:collecting:7",
+    "evaluator:before_commit:1",
+    "evaluator:after_commit:1",
+    "evaluator:before_issue:2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", EVALUATOR_POINTS)
+def test_evaluator_killed_at(point: str, run_of: Launch, toy: Path) -> None:
+    run = run_of(evaluating(toy))
+    run.start(fault=f"{point}:KILL")
+    run.finish()
+    assert run.struck, f"nobody came to {point}"
+    facts = judge(run)
+    measured = [result.step for result in facts.results]
+    assert measured[-1] == run.steps, "the last version was not measured"
+    assert len(measured) == len(set(measured)), "a version was measured twice"
+    assert all(result.n_samples == 12 for result in facts.results)
 
 
 @pytest.mark.parametrize(("point", "settings"), _cases())

@@ -9,10 +9,12 @@ import time
 import pytest
 
 from tests.crash.conftest import Launch
-from tests.crash.house import LEASE_S, until
+from tests.crash.house import LEASE_S, Tables, merged, until
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+
+LONG: Tables = {"rollout": {"num_rollout": 30}}
 
 
 @pytest.mark.slow
@@ -26,7 +28,7 @@ def test_killed_while_the_actors_start(run_of: Launch) -> None:
 
 
 def test_killed_in_the_middle_of_a_run(run_of: Launch) -> None:
-    run = run_of()
+    run = run_of(LONG)
     run.start()
     run.until_step(2)
     os.kill(run.redis_pid(), signal.SIGKILL)
@@ -58,9 +60,9 @@ def test_killed_between_a_checkpoint_and_its_acknowledgement(run_of: Launch) -> 
 
 @pytest.mark.slow
 def test_killed_again_and_again(run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 10}})
+    run = run_of({"rollout": {"num_rollout": 60}})
     run.start()
-    for step in (1, 3, 5):
+    for step in (1, 10, 20):
         run.until_step(step)
         os.kill(run.redis_pid(), signal.SIGKILL)
     run.finish()
@@ -69,7 +71,7 @@ def test_killed_again_and_again(run_of: Launch) -> None:
 
 @pytest.mark.slow
 def test_killed_together_with_the_trainer(run_of: Launch) -> None:
-    run = run_of()
+    run = run_of(LONG)
     run.start()
     run.until_step(3)
     os.kill(run.redis_pid(), signal.SIGKILL)
@@ -80,7 +82,7 @@ def test_killed_together_with_the_trainer(run_of: Launch) -> None:
 
 @pytest.mark.slow
 def test_stopped_for_longer_than_a_lease(run_of: Launch) -> None:
-    run = run_of({"sglang": {"num_generation_workers": 2}})
+    run = run_of(merged(LONG, {"sglang": {"num_generation_workers": 2}}))
     run.start()
     run.until_step(2)
     pid = run.redis_pid()

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from bus import Bus, ledger
 from tests.crash.conftest import Launch
-from tests.crash.house import REPO, Run, until
+from tests.crash.house import Run, until
 from tests.crash.judge import judge
+from tests.crash.mischief import join
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
 
 TWO: dict[str, dict[str, Any]] = {
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},
-    "rollout": {"num_rollout": 8},
+    "rollout": {"num_rollout": 30},
 }
-
-
-def join(run: Run, name: str) -> subprocess.Popen[bytes]:
-    """`miles-async worker` beside the run."""
-    with (run.home / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [*(sys.executable, "-m", "miles_async", "worker", "--run-dir", str(run.dir), "--name", name)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        )
 
 
 def until_it_works(run: Run, name: str) -> None:
@@ -58,7 +45,7 @@ def test_an_engine_dies_under_its_worker(number: signal.Signals, run_of: Launch)
 
 @pytest.mark.slow
 def test_the_only_engine_dies(run_of: Launch) -> None:
-    run = run_of()
+    run = run_of({"rollout": {"num_rollout": 30}})
     run.start()
     run.until_step(1)
     os.kill(run.engine_pids()[0], signal.SIGKILL)
@@ -78,7 +65,7 @@ def test_a_worker_vanishes_while_another_works(run_of: Launch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drains", "vanishes"])
 @pytest.mark.slow
 def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 14}})
+    run = run_of({"rollout": {"num_rollout": 400}})
     run.start()
     run.until_step(1)
     guest = join(run, "guest")
@@ -95,7 +82,7 @@ def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 12}})
+    run = run_of({"rollout": {"num_rollout": 400}})
     run.start()
     run.until_step(1)
     guest = join(run, "guest")

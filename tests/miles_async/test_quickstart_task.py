@@ -1,0 +1,198 @@
+"""The quickstart task: its problems are right and apart, its tokenizer and model directory load everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import random
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miles_async.quickstart.data import (
+    DATA_SEED,
+    HELD_OUT_PROBLEMS,
+    KINDS,
+    MIX,
+    TRAIN_PROBLEMS,
+    Problem,
+    draw,
+    make_problems,
+    stream,
+    write_jsonl,
+)
+from miles_async.quickstart.model import make_model
+from miles_async.quickstart.muon import Muon, orthogonalise
+from miles_async.quickstart.tokenizer import EOS_ID, UNK_ID, VOCABULARY
+from miles_async.quickstart.warm_start import WarmStart, WarmStartFailed, accuracy, development_problems
+
+DATA = Path(__file__).parents[2] / "configs" / "data"
+SHORT = WarmStart(learn_steps=6, careless_steps=3, batch_size=8, development=20, accepted=(0.0, 1.0))
+
+OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+def value(node: ast.expr) -> int:
+    """Integer arithmetic over a parsed expression; nothing is executed."""
+    match node:
+        case ast.BinOp(left=left, op=op, right=right):
+            return OPERATIONS[type(op)](value(left), value(right))
+        case ast.Constant(value=int(number)):
+            return number
+    raise AssertionError(ast.dump(node))
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quickstart") / "model"
+    make_model(directory, seed=5, recipe=SHORT)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "least"), [("arithmetic_train.jsonl", 2000), ("arithmetic_held_out.jsonl", 200)])
+def test_shipped_labels_are_what_the_prompts_evaluate_to(name: str, least: int) -> None:
+    shipped = rows(name)
+    assert len(shipped) >= least
+    for row in shipped:
+        assert set(row) == {"prompt", "label"}
+        assert row["prompt"].endswith("=")
+        expression = ast.parse(row["prompt"][:-1], mode="eval").body
+        assert row["label"] == str(value(expression)), row
+
+
+def test_no_prompt_occurs_twice_and_the_held_out_ones_are_apart() -> None:
+    train = [row["prompt"] for row in rows("arithmetic_train.jsonl")]
+    held_out = [row["prompt"] for row in rows("arithmetic_held_out.jsonl")]
+    assert len(set(train) | set(held_out)) == len(train) + len(held_out)
+
+
+def test_shipped_problems_have_all_operators_brackets_and_several_lengths() -> None:
+    for name in ("arithmetic_train.jsonl", "arithmetic_held_out.jsonl"):
+        prompts = [row["prompt"] for row in rows(name)]
+        assert all(any(character in prompt for prompt in prompts) for character in "+-*(")
+        assert {sum(character in "+-*" for character in prompt) for prompt in prompts} == {1, 2}
+        assert len({len(prompt) for prompt in prompts}) >= 3
+
+
+def test_the_shipped_files_are_made_from_the_shipped_seed(tmp_path: Path) -> None:
+    train, held_out = make_problems(DATA_SEED, train=TRAIN_PROBLEMS, held_out=HELD_OUT_PROBLEMS)
+    for name, problems in (("arithmetic_train.jsonl", train), ("arithmetic_held_out.jsonl", held_out)):
+        write_jsonl(tmp_path / name, problems)
+        assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+    assert {problem.kind for problem in train} == {problem.kind for problem in held_out} == set(KINDS) == set(MIX)
+
+
+def test_another_seed_gives_other_problems() -> None:
+    assert make_problems(1, train=20, held_out=5) == make_problems(1, train=20, held_out=5)
+    assert make_problems(1, train=20, held_out=5) != make_problems(2, train=20, held_out=5)
+
+
+def test_more_problems_than_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 5000"):
+        make_problems(1, train=5000, held_out=1)
+    with pytest.raises(ValueError, match="'riddle' in the mix is unknown"):
+        draw(random.Random(0), {"riddle": 1.0})
+
+
+def test_a_stream_never_yields_what_it_must_leave_out() -> None:
+    first = {problem.prompt for problem in islice(stream(3), 50)}
+    assert not first & {problem.prompt for problem in islice(stream(3, without=frozenset(first)), 500)}
+    assert not first & {problem.prompt for problem in development_problems(60, seed=9, without=frozenset(first))}
+
+
+def test_every_prompt_and_label_survives_the_tokenizer(model_directory: Path) -> None:
+    plain = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    auto = AutoTokenizer.from_pretrained(model_directory)
+    assert (auto.eos_token_id, auto.unk_token_id, len(auto)) == (EOS_ID, UNK_ID, len(VOCABULARY))
+    for row in rows("arithmetic_held_out.jsonl"):
+        text = row["prompt"] + row["label"]
+        ids = plain.encode(text).ids
+        assert ids == auto(text)["input_ids"] == [VOCABULARY.index(character) for character in text]
+        assert plain.decode([*ids, EOS_ID]) == auto.decode([*ids, EOS_ID], skip_special_tokens=True) == text
+    assert plain.encode("1?é2").ids == [4, UNK_ID, UNK_ID, 5]
+
+
+def test_the_directory_loads_in_transformers_and_generates(model_directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    assert model.config.model_type == "qwen3" and model.config.vocab_size == len(VOCABULARY)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == EOS_ID
+    prompt = torch.tensor([Tokenizer.from_file(str(model_directory / "tokenizer.json")).encode("17+5=").ids])
+    answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)
+    assert answer.shape[1] > prompt.shape[1]
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_callers_randomness_alone(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    shares: list[float] = []
+    make_model(tmp_path / "same", seed=5, recipe=SHORT, progress=shares.append)
+    make_model(tmp_path / "other", seed=6, recipe=SHORT)
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    weights = (model_directory / "model.safetensors").read_bytes()
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() != weights
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "same"]
+
+
+def test_a_made_directory_is_kept_and_a_foreign_one_is_refused(tmp_path: Path, model_directory: Path) -> None:
+    before = (model_directory / "model.safetensors").stat().st_mtime_ns
+    make_model(model_directory, seed=5, recipe=SHORT)
+    assert (model_directory / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(FileExistsError, match=r"something else.*seed 6.*Remove it or name another"):
+        make_model(model_directory, seed=6, recipe=SHORT)
+    (tmp_path / "note.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(FileExistsError, match="something else"):
+        make_model(tmp_path, seed=5, recipe=SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_a_recipe_that_misses_its_range_leaves_nothing_behind(tmp_path: Path) -> None:
+    impossible = WarmStart(learn_steps=1, careless_steps=1, batch_size=2, development=5, accepted=(0.9, 1.0))
+    with pytest.raises(WarmStartFailed, match="Nothing was saved"):
+        make_model(tmp_path / "model", seed=0, recipe=impossible)
+    assert not list(tmp_path.iterdir())
+
+
+def test_accuracy_is_the_share_of_exact_greedy_answers(model_directory: Path) -> None:
+    """Against token-by-token greedy decoding, on labels of which some are the model's own answers."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    problems, right = [], 0
+    for index, problem in enumerate(islice(stream(4), 12)):
+        prompt = [VOCABULARY.index(character) for character in problem.prompt]
+        answer: list[int] = []
+        while len(answer) < 3 and (not answer or answer[-1] != EOS_ID):
+            answer.append(int(model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
+        text = "".join(VOCABULARY[token] for token in answer[:-1])
+        greedy_label = answer[-1] == EOS_ID and index % 2 == 0
+        right += greedy_label
+        problems.append(Problem(problem.prompt, text if greedy_label else "987654", problem.kind, problem.operators))
+    assert accuracy(model, problems) == pytest.approx(right / len(problems))
+
+
+def test_orthogonalise_brings_singular_values_near_one() -> None:
+    matrices = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrices))
+    assert values.min() > 0.4 and values.max() < 1.6
+    assert torch.equal(orthogonalise(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
+
+
+def test_muon_takes_matrices_only() -> None:
+    with pytest.raises(ValueError, match="only matrices"):
+        Muon([torch.nn.Parameter(torch.zeros(3))])

@@ -1,0 +1,155 @@
+"""Engines, GPUs, router: what is derived, what is passed on word for word, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_async.cli.flags import parse_flags
+from miles_async.settings import RunSettings, SettingsError, dump_toml, load, settings_from
+from miles_async.settings.load import Loaded
+from miles_async.settings.serving import check_programs, notes
+
+BASE = """
+[model]
+hf_checkpoint = "builtin:arithmetic"
+[rollout]
+prompt_data = "train.jsonl"
+num_rollout = 3
+rm_type = "math"
+[sglang]
+"""
+
+
+def made(tmp_path: Path, table: str = "", flags: str = "") -> Loaded:
+    path = tmp_path / "run.toml"
+    path.write_text(BASE + table, "utf-8")
+    return load(path, parse_flags(flags.split(), frozenset()).values)
+
+
+def refusal(tmp_path: Path, table: str = "", flags: str = "") -> str:
+    with pytest.raises(SettingsError) as caught:
+        made(tmp_path, table, flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "engines", "gpus", "ids", "router"),
+    [
+        ("", 2, 0, (), False),
+        ("--engine sglang", 1, 1, (0,), False),
+        ("--engine sglang --rollout-num-gpus 4", 4, 4, (0, 1, 2, 3), True),
+        ("--engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 2, 4, (0, 1, 2, 3), True),
+        ("--engine sglang --rollout-num-gpus-per-engine 2", 1, 2, (0, 1), False),
+        ("--engine sglang --num-generation-workers 2 --rollout-gpu-ids 6 7 --no-use-router", 2, 2, (6, 7), False),
+        ("--engine external --rollout-external-engine-addrs a:1 b:2", 2, 0, (), False),
+        ("--sglang-router-ip 10.0.0.1 --sglang-router-port 30000", 2, 0, (), True),
+    ],
+)
+def test_engines_gpus_and_router_follow(
+    tmp_path: Path, flags: str, engines: int, gpus: int, ids: tuple[int, ...], router: bool
+) -> None:
+    s = made(tmp_path, flags=flags).settings.sglang
+    assert (s.num_generation_workers, s.rollout_num_gpus, s.rollout_gpu_ids, s.use_router) == (
+        engines,
+        gpus,
+        ids,
+        router,
+    )
+
+
+def test_other_programs_flags_are_passed_on_word_for_word(tmp_path: Path) -> None:
+    loaded = made(
+        tmp_path,
+        'engine = "sglang"\nuse_router = true\nrouter_args = {policy = "random"}\n'
+        'server_args = { mem-fraction-static = 0.5, attention_backend = "fa3" }\n',
+        "--sglang-mem-fraction-static 0.4 --sglang-enable-metrics --sglang-cuda-graph-bs 1 2 4 --sglang-dtype=half "
+        "--router-cache-threshold 0.3 --sglang-server-concurrency 9 --sglang-disable-cuda-graph=false",
+    )
+    s = loaded.settings.sglang
+    assert s.server_args == {
+        "mem-fraction-static": "0.4",
+        "attention-backend": "fa3",
+        "enable-metrics": True,
+        "cuda-graph-bs": ("1", "2", "4"),
+        "dtype": "half",
+        "disable-cuda-graph": False,
+    }
+    assert s.router_args == {"policy": "random", "cache-threshold": "0.3"}
+    assert s.sglang_server_concurrency == 9  # a setting of ours is not passed on
+    assert loaded.origins["server_args"] == "flag"
+
+
+def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
+    settings = made(
+        tmp_path, 'engine = "sglang"\nserver_args = { a-b = 1.5, c = true, d = ["x", "y"], e = "q\\"" }'
+    ).settings
+    path = tmp_path / "again.toml"
+    path.write_text(dump_toml(settings))
+    again = load(path).settings
+    assert again.sglang == settings.sglang
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "words"),
+    [
+        ("", "--engine sglang --sglang-model-path x", ("--sglang-model-path = 'x'", "decided by --hf-checkpoint")),
+        ("", "--engine sglang --sglang-tp-size 2", ("decided by --rollout-num-gpus-per-engine",)),
+        ("", "--engine sglang --num-generation-workers 2 --router-port 3", ("--router-port", "--sglang-router-port")),
+        ('engine = "sglang"\nserver_args = { "no flag" = 1 }', "", ("not the name of a flag",)),
+        ('engine = "sglang"\nserver_args = { a = {} }', "", ("server_args", "a table of names and values")),
+        ("", "--sglang-server-concurency 4", ("engine is 'embedded'", "Did you mean sglang_server_concurrency?")),
+        ("", "--rollout-num-gpus 2", ("rollout_num_gpus = 2", "engine is 'embedded'")),
+        (
+            "",
+            "--engine sglang --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2",
+            ("rollout_num_gpus = 3", "take 2"),
+        ),
+        ("", "--engine sglang --rollout-num-gpus 2 --rollout-gpu-ids 1", ("rollout_gpu_ids = [1]", "1 ids for 2 GPUs")),
+        ("", "--engine sglang --rollout-num-gpus-per-engine 2 --rollout-gpu-ids 1 1", ("needs different GPUs",)),
+        (
+            "",
+            "--no-use-router --sglang-router-ip a --sglang-router-port 1",
+            ("use_router = false", "sglang_router_ip = 'a'"),
+        ),
+        ("", "--router-policy random", ("router_args", "use_router is off")),
+        ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("router_args", "its own flags")),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, table: str, flags: str, words: tuple[str, ...]) -> None:
+    text = refusal(tmp_path, table, flags)
+    for word in words:
+        assert word in text
+
+
+def settings(**fields: object) -> RunSettings:
+    base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math"}
+    return settings_from(**{**base, **fields})
+
+
+def test_the_routers_own_parser_knows_the_names() -> None:
+    pytest.importorskip("sglang_router")
+    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True}))
+    with pytest.raises(
+        SettingsError,
+        match=r"--router-polcy: sglang_router.launch_router has no such flag. Did you mean --router-policy",
+    ):
+        check_programs(settings(use_router=True, router_args={"polcy": "random"}))
+
+
+def test_a_program_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)  # as find_spec sees a package that is not there
+    with pytest.raises(SettingsError, match="sglang is not installed"):
+        check_programs(settings(engine="sglang"))
+    own = settings(engine="sglang", sglang_server_command=("/opt/sglang/bin/python", "-m", "sglang.launch_server"))
+    check_programs(own)  # not this Python's business
+
+
+def test_what_is_surprising_is_noted() -> None:
+    s = settings(engine="sglang", pause_generation_mode="in_place", server_args={"stream-interval": "8"})
+    assert any("acts like retract" in note for note in notes(s))
+    s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
+    assert any("share a GPU" in note for note in notes(s))
