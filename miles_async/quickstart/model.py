@@ -21,16 +21,21 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from actors.runtime.seeds import seed_for
+from bus.errors import MilesAsyncError
 from miles_async.quickstart.data import DATA_SEED, HELD_OUT_PROBLEMS, TRAIN_PROBLEMS, make_problems
 from miles_async.quickstart.tokenizer import EOS_ID, MAX_TOKENS, PAD_ID, VOCABULARY, save_tokenizer
 from miles_async.quickstart.warm_start import WarmStart, accuracy, warm_start
 
-__all__ = ["Shape", "make_model"]
+__all__ = ["ModelDirectoryTaken", "Shape", "make_model"]
 
 RECIPE = 1
 """Number of the recipe in code; raised when a change of code changes the weights."""
 
 STAMP = "quickstart.json"
+
+
+class ModelDirectoryTaken(MilesAsyncError, FileExistsError):
+    """The directory holds something else than the model asked for; it is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ def make_model(
     """Make the model directory, in float32, unless the same one is already there (then return at once).
 
     About 30 s on one core. `progress` is called with the share done, 0 to 1. quickstart.json records seed, recipe and
-    the accuracy on development and held-out problems. Raises FileExistsError when `directory` holds something else and
+    the accuracy on development and held-out problems. Raises ModelDirectoryTaken when `directory` holds something else and
     WarmStartFailed when the recipe misses its target; both leave nothing behind.
     """
     shape, recipe = shape or Shape(), recipe or WarmStart()
@@ -131,15 +136,18 @@ def _config(shape: Shape, *, use_cache: bool) -> Qwen3Config:
 
 
 def _is_made(directory: Path, made_from: dict[str, object]) -> bool:
-    """True when this very model is there, False when nothing is. Raises FileExistsError for anything else."""
+    """True when this very model is there, False when nothing is. Raises ModelDirectoryTaken for anything else."""
     if not directory.exists():
         return False
-    stamp = directory / STAMP
-    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")).get("made_from") == made_from:
-        return True
     if directory.is_dir() and not any(directory.iterdir()):
         return False
-    raise FileExistsError(
+    try:
+        stamp = json.loads((directory / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        stamp = None
+    if isinstance(stamp, dict) and stamp.get("made_from") == made_from:
+        return True
+    raise ModelDirectoryTaken(
         f"model directory {str(directory)!r} holds something else than this quickstart model "
         f"(seed {made_from['seed']}, recipe {made_from['recipe']}). Remove it or name another directory."
     )
@@ -164,7 +172,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         make_model(arguments.directory, seed=arguments.seed)
-    except FileExistsError as error:
+    except MilesAsyncError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     stamp = json.loads((arguments.directory / STAMP).read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from actors.runtime.seeds import seed_for
+from bus.errors import MilesAsyncError
 from miles_async.quickstart.data import MIX, Problem, stream
 from miles_async.quickstart.muon import Muon
 from miles_async.quickstart.tokenizer import EOS_ID, PAD_ID, VOCABULARY
@@ -37,7 +38,7 @@ _IGNORED = -100
 _IDS = {token: index for index, token in enumerate(VOCABULARY)}
 
 
-class WarmStartFailed(Exception):
+class WarmStartFailed(MilesAsyncError):
     """The blend missed the accepted range of accuracy. A defect of the recipe: seeds in use never show it."""
 
 
@@ -145,7 +146,7 @@ def _batch(pairs: Sequence[tuple[Problem, str]]) -> tuple[torch.Tensor, torch.Te
 def _backward(model: torch.nn.Module, pairs: Sequence[tuple[Problem, str]]) -> None:
     """Gradient of the mean cross entropy per answer token. The causal mask makes padding on the right harmless."""
     tokens, targets = _batch(pairs)
-    hidden = model.model(tokens[:, :-1]).last_hidden_state  # type: ignore[operator,union-attr]
+    hidden = model.model(tokens[:, :-1]).last_hidden_state  # type: ignore[operator]
     expected = targets[:, 1:]
     counted = expected != _IGNORED
     logits = model.lm_head(hidden[counted])  # type: ignore[operator]
