@@ -136,16 +136,18 @@ class Worker:
                 samples.create_task(self._handle(entry), name=entry.fields.get("id", entry.id))
 
     async def _abort_all(self) -> None:
-        """Ask the engine to end what runs; each sample parks itself with the tokens it has."""
+        """Ask the engine to end what runs; each sample parks itself with the tokens it has. Asked again until none is left:
+        a request on its way was unknown to the engine the first time. Ends with the last sample or with the drain time."""
         engine = self._link.engine
-        if engine is None:
-            return
-        answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
-        for error in answers:
-            if isinstance(error, EngineUnavailable | RequestRefused):
-                await self._link.fail(error)
-            elif error is not None:
-                raise error
+        while engine is not None and self._context.in_flight:
+            answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
+            for error in answers:
+                if isinstance(error, EngineUnavailable | RequestRefused):
+                    await self._link.fail(error)
+                    return
+                if error is not None:
+                    raise error
+            await self._context.clock.sleep(0.1)
 
     async def _handle(self, entry: Entry) -> None:
         """One entry to its commit. Failures of the engine park the sample; poison is buried with its group's marker."""

@@ -6,6 +6,8 @@ acknowledged only by a commit that books it as trained or dropped.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from actors.runtime.consume import header_number
@@ -21,6 +23,7 @@ from bus.messages.policy import Checkpointed, GroupsGivenUp
 from bus.topology import DEAD, GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
+SETTLED_KEPT = 4096  # groups; far more than a second's worth
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -41,9 +44,10 @@ class Intake:
         self.ready: dict[str, GroupKept] = {}
         self._entries: dict[str, Entry] = {}
         self.uncommitted: list[Trained] = []
+        self._settled: dict[str, Consumed] = {}  # the newest groups inside durable checkpoints
 
     async def fetch(self, count: int, block_s: float) -> int:
-        """Read more groups; returns how many came. A group that is here already was issued again: it is given up."""
+        """Read more groups; returns how many came. One that is here already, or inside a checkpoint, is settled at once."""
         bus = self._context.bus
         entries = await self.reader.read(count, block_s)
         for entry in entries:
@@ -52,15 +56,45 @@ class Intake:
             except BadMessage as error:
                 await self._bury(entry, error)
                 continue
-            trained = any(t.consumed.group_id == group.group_id for t in self.uncommitted)
-            if trained or group.group_id in self.ready:
-                await bus.commit(Commit(ack=(entry,)))
-                self.reader.forget([entry])
-                self._context.count("duplicates")
+            if group.group_id in self._settled or self._held(group.group_id) is not None:
+                await self._came_again(entry, group.group_id)
                 continue
             self.ready[group.group_id] = group
             self._entries[group.group_id] = entry
         return len(entries)
+
+    def _held(self, group_id: str) -> Entry | None:
+        """The entry under which a group is here."""
+        known = (t.entry for t in self.uncommitted if t.consumed.group_id == group_id)
+        return self._entries.get(group_id) or next(known, None)
+
+    async def _came_again(self, entry: Entry, group_id: str) -> None:
+        """A server that lost its last second may forget deliveries, acknowledgements and entries that this process knows.
+
+        An acknowledgement that was forgotten is given again, with its accounts if they were forgotten too. A group whose
+        entry was forgotten was judged again: it goes on under the new entry.
+        """
+        bus = self._context.bus
+        self._context.count("duplicates")
+        consumed = self._settled.get(group_id)
+        if consumed is not None:
+            is_open = await bus.link.run("HEXISTS", bus.keys.open_groups, group_id)
+            moves = booked([Trained(step=0, entry=entry, consumed=consumed)]) if is_open else {}
+            await bus.commit(Commit(ack=(entry,), close_groups=(group_id,), ledger=moves))
+            self.reader.forget([entry])
+            return
+        held = self._held(group_id)
+        if held is None or held.id == entry.id:
+            return
+        if held.id not in await self.reader.renew([held]):
+            await bus.commit(Commit(ack=(entry,)))
+            self.reader.forget([entry])
+            return
+        if group_id in self._entries:
+            self._entries[group_id] = entry
+        self.uncommitted = [
+            msgspec.structs.replace(t, entry=entry) if t.consumed.group_id == group_id else t for t in self.uncommitted
+        ]
 
     async def _bury(self, entry: Entry, error: BadMessage) -> None:
         group_id = entry.fields.get("group", "")
@@ -130,22 +164,35 @@ class Intake:
         done = [t for t in self.uncommitted if t.step <= step]
         for start in range(0, len(done), ACKS_PER_COMMIT):
             part = done[start : start + ACKS_PER_COMMIT]
-            last = start + ACKS_PER_COMMIT >= len(done)
-            fault_point(self._context.name, "before_ack")
-            await self._context.bus.commit(
-                Commit(
-                    ack=[t.entry for t in part],
-                    close_groups=[t.consumed.group_id for t in part],
-                    ledger=booked(part),
-                    append=(Out(POLICY, checkpoint),) if last and checkpoint is not None else (),
+            while part:
+                fault_point(self._context.name, "before_ack")
+                result = await self._context.bus.commit(
+                    Commit(
+                        ack=[t.entry for t in part],
+                        close_groups=[t.consumed.group_id for t in part],
+                        ledger=booked(part),
+                    )
                 )
-            )
-            self.reader.forget([t.entry for t in part])
+                fault_point(self._context.name, "after_ack")
+                if result.done:
+                    break
+                # Entries that the server forgot: their groups come again, and are settled then.
+                part = [t for t in part if t.entry.id not in result.moved]
+        self.reader.forget([t.entry for t in done])
+        self._settle([t.consumed for t in done])
         self.uncommitted = [t for t in self.uncommitted if t.step > step]
+        if checkpoint is not None:
+            await self._context.bus.append([Out(POLICY, checkpoint)])
+
+    def _settle(self, consumed: Iterable[Consumed]) -> None:
+        self._settled |= {item.group_id: item for item in consumed}
+        for group_id in list(self._settled)[:-SETTLED_KEPT]:
+            del self._settled[group_id]
 
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
         """At a start: groups that the loaded checkpoint already holds, delivered again, only wait for their
-        acknowledgement."""
+        acknowledgement; those that are not here may still come, from a server that lost its last second."""
+        self._settle(item for item in consumed if item.group_id not in self.ready)
         for item in consumed:
             if self.ready.pop(item.group_id, None) is not None:
                 entry = self._entries.pop(item.group_id)

@@ -74,14 +74,14 @@ class Consumer:
         self.held: dict[str, Entry] = {}
         self.running: dict[str, Running] = {}
         self.table = GroupTable()
-        self.complete: list[str] = []
+        self.complete: dict[str, None] = {}  # groups to judge, in order
 
     async def take(self, entries: Sequence[Entry]) -> None:
         """Entries delivered or claimed."""
         for entry in entries:
             self.held[entry.id] = entry
             if self.room == "filter" and self.table.add(entry, await self.bus.message(entry)) == "complete":
-                self.complete.append(entry.fields["group"])
+                self.complete[entry.fields["group"]] = None
 
     async def commit(self, commit: Commit) -> bool:
         """Whether it took effect; what is over is let go either way."""
@@ -116,7 +116,8 @@ class Consumer:
             for raw in await self.bus.load_prefix(entry.fields["id"]):
                 piece = msgspec.msgpack.decode(raw, type=Piece)
                 parts = [(base.tokens, piece.tokens), (base.logprobs, piece.logprobs), (base.loss_mask, piece.mask)]
-                base = Response(*(join([a, memoryview(b)]) for a, b in parts), (*base.spans, *piece.spans))
+                tokens, logprobs, mask = (join([a, memoryview(b)]) for a, b in parts)
+                base = Response(tokens, logprobs, mask, (*base.spans, *piece.spans))
             self.running[entry.id] = Running(base, counted, base.n_tokens)
         return self.running[entry.id], resumed
 
@@ -158,13 +159,14 @@ class Consumer:
 
     # -- reward, partial, filter ----------------------------------------------------------------------------------
 
-    async def score(self, entry: Entry, reward: float) -> None:
+    async def score(self, entry: Entry, luck: int) -> None:
+        """Siblings differ in their reward unless the first one is lucky."""
         message = await self.bus.message(entry)
         if isinstance(message, RolloutDone):
             tokens = unpack_ints(message.response.tokens)
             assert tokens == list(range(len(tokens))), f"tokens lost or doubled on the way: {tokens}"
             assert spans_cover(message.response.spans, len(tokens))
-            message = Scored(rollout=message, reward=reward)
+            message = Scored(rollout=message, reward=float(message.task.index or luck))
         await self.commit(Commit(ack=(entry,), append=(Out(SCORED, message),)))
 
     async def place(self, entry: Entry, step: int) -> None:
@@ -176,7 +178,7 @@ class Consumer:
         out = Out(PREFIXES, PrefixResume(task=parked.task, response=response))
         await self.commit(Commit(ack=(entry,), append=(out,), ledger=moves))
 
-    async def judge(self, group_id: str) -> tuple[str, bool] | None:
+    async def judge(self, group_id: str) -> tuple[str, bool]:
         """Judge a complete group: (reason, whether it took effect); reason empty when kept."""
         entries, members = self.table.take(group_id)
         reason = judge(members, JUDGES["nonzero_std"]) or ""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, ClassVar, TypeVar
+from random import Random
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -24,12 +25,32 @@ from bus.topology import STREAMS
 from tests.bus.house import BOUND, N_SAMPLES, PER_STEP, READS, Consumer, Sampler, Saved, Trainer, restored
 
 T = TypeVar("T")
-Work = tuple[str, str, int, int, str, int]  # room, consumer, which entry, tokens made, what then, reward
 ROOM = st.sampled_from(sorted(READS))
 NAME = st.sampled_from(["a", "b"])
-PICK = st.integers(0, 7)
-THEN = st.sampled_from(["finish", "finish", "finish", "finish", "finish", "save", "park", "go on", "lose", "bury"])
-WORK = st.tuples(ROOM, NAME, PICK, st.integers(0, 3), THEN, st.integers(0, 1))
+SEED = st.integers(0, (1 << 32) - 1)
+THEN = ["finish"] * 20 + ["save", "save", "park", "go on", "lose", "bury"]
+
+
+class Work(NamedTuple):
+    """One piece of work: `pick` chooses among what a consumer holds."""
+
+    room: str
+    name: str
+    pick: int
+    n_tokens: int
+    then: str
+    reward: int
+
+
+def work_from(rng: Random, n: int) -> list[Work]:
+    """`n` pieces of work. Hypothesis draws one seed for many, because drawing each would cost more than doing it."""
+    rooms, names = sorted(READS), "ab"
+    return [
+        Work(
+            rng.choice(rooms), rng.choice(names), rng.randrange(8), rng.randrange(4), rng.choice(THEN), rng.randrange(2)
+        )
+        for _ in range(n)
+    ]
 
 
 class HouseMachine(RuleBasedStateMachine):
@@ -44,7 +65,7 @@ class HouseMachine(RuleBasedStateMachine):
         self.bus, self.elsewhere = Bus(config), Bus(config)  # zombies are other processes: they have their own bus
         self.living: dict[tuple[str, str], Consumer] = {}
         self.zombies: list[Consumer] = []
-        self.names = 0
+        self.names = self.bursts = 0
         self.active = PolicyVersion(1, 0)
         self.saved = Saved()
         self.went_back = False
@@ -71,57 +92,65 @@ class HouseMachine(RuleBasedStateMachine):
     def worker(self, room: str, name: str) -> Consumer:
         return self.living[room, "a" if room == "filter" else name]
 
+    def some_work(self, seed: int, n: int) -> list[Work]:
+        """Different work at each rule of one sequence, also where the drawn seed is the same."""
+        self.bursts += 1
+        return work_from(Random(seed * 1000 + self.bursts), n)
+
     # -- work -------------------------------------------------------------------------------------------------------
 
-    @rule(work=st.lists(WORK, min_size=8, max_size=24))
-    def carry_on(self, work: list[Work]) -> None:
+    @rule(seed=SEED)
+    def carry_on(self, seed: int) -> None:
         """New groups where the bound admits them, and many small pieces of work."""
         self.run(self.sampler.issue())
-        self.run(self.do(work))
+        self.run(self.do(self.some_work(seed, 40)))
 
-    @rule(work=st.lists(WORK, min_size=8, max_size=24), active=st.booleans())
-    def carry_on_and_train(self, work: list[Work], active: bool) -> None:
+    @rule(seed=SEED, active=st.booleans())
+    def carry_on_and_train(self, seed: int, active: bool) -> None:
         """The same, then a step if a batch is ready; its weights may reach the engines."""
-        self.run(self.do(work))
-        self.run(self.trainer.train())
+        self.run(self.do(self.some_work(seed, 40)))
+        while self.run(self.trainer.train()):
+            pass
         if active:
             self.active = PolicyVersion(self.active.id + 1, self.trainer.step)
             self.run(self.sampler.activate(self.active))
         self.run(self.sampler.issue())
 
-    async def do(self, work: list[Work]) -> None:
-        for n, (room, name, pick, n_tokens, then, reward) in enumerate(work):
-            consumer = self.worker(room, name)
+    async def do(self, pieces: list[Work]) -> None:
+        for n, work in enumerate(pieces):
+            consumer = self.worker(work.room, work.name)
             if not consumer.held or n % 3 == 0:
-                await consumer.take(await consumer.reader.read(1 + pick, 0))
-            await self.act(consumer, pick, n_tokens, then, reward)
+                await consumer.take(await consumer.reader.read(1 + work.pick, 0))
+            await self.act(consumer, work)
 
-    async def act(self, consumer: Consumer, pick: int, n_tokens: int, then: str, reward: int) -> None:
+    async def act(self, consumer: Consumer, work: Work) -> None:
         """One piece of work on something that this consumer holds."""
         if consumer.room == "filter":
-            if consumer.complete:
-                group = consumer.complete.pop(0)
-                if group in consumer.table._groups and (outcome := await consumer.judge(group)):
-                    reason, done = outcome
-                    self.dropped += [group] if reason and done else []
+            while consumer.complete:
+                group, _ = consumer.complete.popitem()
+                reason, done = await consumer.judge(group)
+                self.dropped += [group] if reason and done else []
             return
         if not consumer.held:
             return
-        entry = list(consumer.held.values())[pick % len(consumer.held)]
+        entry = list(consumer.held.values())[work.pick % len(consumer.held)]
         if await consumer.finished_elsewhere(entry):
             return
         if consumer.room == "generation":
-            await consumer.generate(entry, n_tokens, self.active, then)
+            await consumer.generate(entry, work.n_tokens, self.active, work.then)
         elif consumer.room == "reward":
-            await consumer.score(entry, float(reward))
+            await consumer.score(entry, work.reward)
         else:
             await consumer.place(entry, self.active.step)
 
     # -- misfortune -------------------------------------------------------------------------------------------------
 
-    @rule(room=ROOM, name=NAME, same_name=st.booleans(), claimed=st.booleans())
-    def die(self, room: str, name: str, same_name: bool, claimed: bool) -> None:
-        """A process stops. It may only have been paused: it is kept to act later. A peer may claim what it held."""
+    @rule(
+        room=ROOM, name=NAME, same_name=st.booleans(), then=st.sampled_from(["", "claim", "claim and wake"]), seed=SEED
+    )
+    def die(self, room: str, name: str, same_name: bool, then: str, seed: int) -> None:
+        """A process stops. It may only have been paused: it is kept to act later, or wakes at once, when a peer has just
+        claimed what it held."""
         old = self.worker(room, name)
         old.bus = old.reader._bus = self.elsewhere
         self.zombies = [*self.zombies[-5:], old]
@@ -129,14 +158,18 @@ class HouseMachine(RuleBasedStateMachine):
         me = old.name if same_name else f"{name}{self.names}"
         self.living[room, "a" if room == "filter" else name] = Consumer(self.bus, room, me)
         self.run(old.reader.close())
-        if claimed:
+        if then:
             self.claim(room, "b" if name == "a" else "a")
+        if then == "claim and wake":
+            for work in self.some_work(seed, 4):
+                self.run(self.act(old, work))
 
-    @rule(work=st.lists(st.tuples(PICK, WORK), min_size=1, max_size=8))
-    def zombies_act(self, work: list[tuple[int, Work]]) -> None:
-        for which, (_, _, pick, n_tokens, then, reward) in work:
+    @rule(seed=SEED)
+    def zombies_act(self, seed: int) -> None:
+        """Those that were paused go on with what they believe to hold, if only for a moment."""
+        for n, work in enumerate(self.some_work(seed, 10)):
             if self.zombies:
-                self.run(self.act(self.zombies[which % len(self.zombies)], pick, n_tokens, then, reward))
+                self.run(self.act(self.zombies[n % len(self.zombies)], work))
 
     @rule(room=ROOM, name=NAME)
     def claim(self, room: str, name: str) -> None:
@@ -219,7 +252,7 @@ class HouseMachine(RuleBasedStateMachine):
                 await consumer.take(await consumer.reader.claim(0))
                 await consumer.take(await consumer.reader.read(64, 0))
                 for _ in range(len(consumer.held) + 1):
-                    await self.act(consumer, 0, 1, "finish", turn % 2)
+                    await self.act(consumer, Work(consumer.room, "a", 0, 1, "finish", 0))
             await self.trainer.train(per_step=1)
             if turn % 7 == 3:
                 self.saved = self.trainer.save()
@@ -257,7 +290,7 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(redis_url: str) -> None:
         Machine,
         settings=settings(
             max_examples=25,
-            stateful_step_count=30,
+            stateful_step_count=25,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             print_blob=True,

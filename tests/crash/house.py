@@ -144,6 +144,12 @@ class Run:
         code = self.join(seconds=seconds)
         assert code == 0, f"exit {code}\n{self.story()}"
 
+    def drain(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the run to stop, and wait for a good end."""
+        assert self.launcher is not None
+        self.launcher.send_signal(number)
+        self.finish()
+
     def output(self) -> str:
         """What the launcher printed."""
         return (self.home / "launcher.log").read_text(errors="replace")

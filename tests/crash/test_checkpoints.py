@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -95,10 +94,11 @@ def test_a_checkpoint_of_another_data_set_is_refused(run_of: Launch) -> None:
 @pytest.mark.slow
 def test_no_room_for_a_checkpoint_keeps_the_former_one(run_of: Launch) -> None:
     """The trainer may write no file above a size that only its checkpoint exceeds; the run goes on, and ends failed."""
-    run = run_of({"rollout": {"num_rollout": 500}})
+    run = run_of({"rollout": {"num_rollout": 100_000}})
     run.start()
     until("the first checkpoint", lambda: run.saved() >= 2)
-    run.limit_file_size("trainer", 4096)
+    weights = (run.checkpoints / f"iter_{run.saved():07d}").rglob("*.safetensors")
+    run.limit_file_size("trainer", 3 * max(file.stat().st_size for file in weights) // 2)
     log = run.dir / "logs" / "trainer.log"
     until("the failed checkpoint", lambda: "checkpoint failed" in log.read_text())
     step, saved = run.step(), run.saved()
@@ -107,7 +107,5 @@ def test_no_room_for_a_checkpoint_keeps_the_former_one(run_of: Launch) -> None:
     assert run.saved() == saved
     run.limit_file_size("trainer", -1)
     until("the next checkpoint", lambda: run.saved() > saved)
-    assert run.launcher is not None
-    run.launcher.send_signal(signal.SIGTERM)
-    run.finish()
+    run.drain()
     judge(run, steps=run.saved())

@@ -201,9 +201,7 @@ def test_drained_and_run_again(number: signal.Signals, run_of: Launch) -> None:
     run = run_of(LONG)
     run.start()
     run.until_step(2)
-    assert run.launcher is not None
-    run.launcher.send_signal(number)
-    run.finish()
+    run.drain(number)
     assert not run.processes()
     step = run.saved()
     assert step >= 2, "a drain ends with a checkpoint"
@@ -219,9 +217,7 @@ def test_killed_in_the_middle_of_a_drain(run_of: Launch) -> None:
     run.start(fault="trainer:checkpoint_half:6:KILL")
     run.until_step(2)
     until("the first checkpoint", lambda: run.saved() >= 2)
-    assert run.launcher is not None
-    run.launcher.send_signal(signal.SIGTERM)
-    run.finish()
+    run.drain()
     run.start()
     run.finish()
     judge(run)

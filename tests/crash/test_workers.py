@@ -65,7 +65,7 @@ def test_a_worker_vanishes_while_another_works(run_of: Launch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drains", "vanishes"])
 @pytest.mark.slow
 def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 400}})
+    run = run_of({"rollout": {"num_rollout": 100_000}})
     run.start()
     run.until_step(1)
     guest = join(run, "guest")
@@ -76,13 +76,14 @@ def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
     finally:
         guest.kill()
         guest.wait()
-    run.finish()
-    judge(run)
+    run.until_step(run.step() + 2)
+    run.drain()
+    judge(run, steps=run.saved())
 
 
 @pytest.mark.slow
 def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 400}})
+    run = run_of({"rollout": {"num_rollout": 100_000}})
     run.start()
     run.until_step(1)
     guest = join(run, "guest")
@@ -92,8 +93,9 @@ def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
         step = run.step()
         until("training to go on with the guest", lambda: run.step() >= step + 2)
         os.kill(run.pid("generation-0"), signal.SIGCONT)
-        run.finish()
+        run.until_step(run.step() + 2)
     finally:
         guest.terminate()
         guest.wait(20)
-    judge(run)
+    run.drain()
+    judge(run, steps=run.saved())

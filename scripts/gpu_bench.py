@@ -1,0 +1,459 @@
+#!/usr/bin/env python3
+"""Measures engine, bus, router, weight updates and recovery on real GPUs, with random weights of real shapes.
+
+    python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
+
+Steps: throughput tuning publish boundary kill logprobs deterministic. Each writes DIR/STEP.json as soon as it has a
+number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
+it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import gpu_parts as parts
+import numpy as np
+
+GPU_ARGS: dict[str, Any] = {
+    "attention-backend": "fa3",
+    "sampling-backend": "pytorch",
+    "mem-fraction-static": 0.5,
+    "cuda-graph-max-bs": 512,
+}
+
+
+class Bench:
+    """One call: what was asked, where results go, how much time is left."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.scratch = Path(mkdtemp(prefix="gpu-bench-"))
+        self.models = Path(args.models)
+        self.models.mkdir(parents=True, exist_ok=True)
+        self.end = time.monotonic() + args.budget_s
+        self.results: dict[str, Any] = {}
+        self.vocab = int((parts.QWEN3 | parts.SHAPES[args.shape])["vocab_size"])
+
+    @property
+    def left_s(self) -> float:
+        return self.end - time.monotonic()
+
+    def model(self, seed: int = 0) -> Path:
+        return parts.make_model(self.models, self.args.shape, seed)
+
+    def engine_args(self, **changes: Any) -> dict[str, Any]:
+        base = {} if self.args.engine == "embedded" else dict(GPU_ARGS)
+        return base | json.loads(self.args.server_args) | {k.replace("_", "-"): v for k, v in changes.items()}
+
+    def server(self, model: Path, name: str, **changes: Any) -> Any:
+        gpus = () if self.args.engine == "embedded" else (self.args.gpu,)
+        return parts.server(
+            self.args.engine, model, self.scratch / name, args=self.engine_args(**changes), max_running=self.args.max_running,
+            gpus=gpus,
+        )  # fmt: skip
+
+    def save(self, step: str, values: dict[str, Any], *, done: bool) -> None:
+        """Write what is known of a step."""
+        file = self.out / f"{step}.json"
+        head = {
+            "step": step,
+            "complete": done,
+            "command": " ".join(sys.argv),
+            "shape": self.args.shape,
+            "engine": self.args.engine,
+        }
+        file.write_text(json.dumps(head | values | {"machine": parts.facts_of_machine()}, indent=2, default=str))
+        print(f"[{step}] {json.dumps(values, default=str)[:1500]}", flush=True)
+
+
+async def throughput(b: Bench) -> None:
+    """Tokens/s of the same requests: bare aiohttp; bus + worker; bus + worker + router. Interleaved, several times."""
+    a = b.args
+    runs: dict[str, list[float]] = {"bare": [], "bare_stream": [], "worker": [], "router": []}
+    async with b.server(b.model(), "throughput") as (url, facts):
+        await parts.bare_loop(
+            url,
+            parts.prompts(a.concurrent, 64, b.vocab, 1),
+            new_tokens=min(64, a.new_tokens),
+            concurrent=a.concurrent,
+            stream=True,
+        )
+        for repeat in range(a.repeats):
+            for name in runs:
+                if b.left_s < 60:
+                    break
+                asked = parts.prompts(a.requests, a.prompt_tokens, b.vocab, 100 * repeat + len(name))
+                if name.startswith("bare"):
+                    got = await parts.bare_loop(
+                        url, asked, new_tokens=a.new_tokens, concurrent=a.concurrent, stream=name == "bare_stream"
+                    )
+                    runs[name].append(got["tokens_per_s"])
+                else:
+                    runs[name].append(await _through_worker(b, url, asked, f"{name}{repeat}", routed=name == "router"))
+                print(name, runs[name][-1], flush=True)
+        best = max(statistics.median(runs[n]) for n in ("bare", "bare_stream") if runs[n])
+        ratios = {n: round(statistics.median(runs[n]) / best, 4) for n in ("worker", "router") if runs[n]}
+        b.save(
+            "throughput",
+            {"tokens_per_s": runs, "ratio_to_best_bare": ratios, "requests": a.requests, "concurrent": a.concurrent,
+             "new_tokens": a.new_tokens, "prompt_tokens": a.prompt_tokens, "server": facts},
+            done=all(len(r) == a.repeats for r in runs.values()),
+        )  # fmt: skip
+
+
+async def _through_worker(b: Bench, url: str, asked: list[list[int]], name: str, *, routed: bool) -> float:
+    """Tokens/s from the first prompt on the bus to the last rollout on it."""
+    a = b.args
+    async with parts.house(b.scratch / f"t-{name}", concurrent=a.concurrent) as house:
+
+        async def measure(router_url: str) -> float:
+            await house.worker("generation-0", engine="external", engine_url=url, router_url=router_url)
+            await house.wait_for("joined", 1, 60)
+            await house.order(1, b.model())
+            await house.wait_for("activated", 1, 60)
+            began = time.monotonic()
+            await house.feed(name, asked, a.new_tokens)
+            found = await house.collect(len(asked), 300)
+            tokens = sum(rollout.response.n_tokens for _, rollout in found)
+            return round(tokens / (found[-1][0] - began), 1)
+
+        if not routed:
+            return await measure("")
+        async with parts.router(b.scratch) as (router_url, _):
+            return await measure(router_url)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("triton attention", {"attention_backend": "triton", "cuda_graph_max_bs": False}),
+    ("fa3", {"cuda_graph_max_bs": False}),
+    ("fa3, graphs to 512", {}),
+    ("fa3, graphs to 512, no overlap", {"disable_overlap_schedule": True}),
+    ("stream interval 1", {"stream_interval": 1}),
+    ("stream interval 8", {"stream_interval": 8}),
+    ("stream interval 64", {"stream_interval": 64}),
+]
+
+
+async def tuning(b: Bench) -> None:
+    """Tokens/s of server settings, plain and streamed, each with a boot of its own."""
+    file = b.out / "tuning.json"
+    known = json.loads(file.read_text()).get("variants", {}) if file.exists() and not b.args.again else {}
+    for name, changes in VARIANTS:
+        if name in known:
+            continue
+        if b.left_s < 170:
+            b.save("tuning", {"variants": known}, done=False)
+            return
+        try:
+            async with b.server(b.model(), f"tuning-{len(known)}", **changes) as (url, facts):
+                row: dict[str, Any] = {"boot_s": facts["boot_s"], "note": facts["note"]}
+                for stream, n in itertools.product((False, True), (b.args.concurrent, 2 * b.args.concurrent)):
+                    asked = parts.prompts(2 * n, b.args.prompt_tokens, b.vocab, n)
+                    got = await parts.bare_loop(url, asked, new_tokens=b.args.new_tokens, concurrent=n, stream=stream)
+                    row[f"{'stream' if stream else 'plain'} at {n}"] = got["tokens_per_s"]
+        except Exception as error:  # noqa: BLE001 - a variant that does not start is a result
+            row = {"failed": str(error)[:400]}
+        known[name] = row
+        b.save("tuning", {"variants": known}, done=len(known) == len(VARIANTS))
+
+
+async def publish(b: Bench) -> None:
+    """Disk: writing a version, and activating it under full load: pause and total as the worker reports them."""
+    a = b.args
+    rows: list[dict[str, float]] = []
+    models = [b.model(0), b.model(1)]
+    write_s = await asyncio.to_thread(_write_time, models[0], Path(a.models) / "written")
+    async with (
+        b.server(models[0], "publish") as (url, facts),
+        parts.house(b.scratch / "publish", concurrent=a.concurrent) as house,
+    ):
+        await house.worker("generation-0", engine="external", engine_url=url)
+        await house.wait_for("joined", 1, 60)
+        await house.order(1, models[0])
+        await house.wait_for("activated", 1, 60)
+        await house.feed("load", parts.prompts(4 * a.concurrent, a.prompt_tokens, b.vocab, 5), a.new_tokens)
+        done = asyncio.create_task(house.collect(4 * a.concurrent, 400))
+        await asyncio.sleep(2.0)
+        for number in range(2, 2 + a.updates):
+            await house.order(number, models[number % 2])
+            told = await house.wait_for("activated", number, 120)
+            rows.append({"pause_s": told[-1].data["pause_s"], "total_s": told[-1].data["total_s"]})
+            await asyncio.sleep(1.5)
+        rollouts = [rollout for _, rollout in await done]
+        cut = sum(len(r.response.spans) > 1 for r in rollouts)
+        n_bytes = parts.manifest(models[0]).n_bytes
+        pause = statistics.median(row["pause_s"] for row in rows)
+        b.save(
+            "publish",
+            {"transport": "disk", "n_bytes": n_bytes, "write_s": write_s, "updates": rows, "median_pause_s": pause,
+             "bytes_per_s": round(n_bytes / pause), "samples": len(rollouts), "samples_across_versions": cut, "server": facts},
+            done=True,
+        )  # fmt: skip
+
+
+def _write_time(model: Path, target: Path) -> float:
+    """Seconds to write the weights once, as the trainer does, with their checksum."""
+    import shutil
+
+    from safetensors.torch import load_file
+
+    from actors.trainer.torch_backend.state import WeightFiles
+
+    tensors = load_file(model / "model.safetensors")
+    shutil.rmtree(target, ignore_errors=True)
+    began = time.monotonic()
+    WeightFiles(tensors, {}).write(target)
+    seconds = time.monotonic() - began
+    shutil.rmtree(target, ignore_errors=True)
+    return round(seconds, 3)
+
+
+def _logprobs(model: Path, rollouts: list[Any], asked: dict[str, list[int]], *, dtype: str) -> list[np.ndarray]:
+    """Log-probs of the responses under a model, by the trainer's own forward."""
+    import torch
+
+    from actors.trainer.backend import BatchSample
+    from actors.trainer.objective.samples import TrainSample
+    from actors.trainer.torch_backend.core import narrow
+    from actors.trainer.torch_backend.layout import PackedBatch
+    from actors.trainer.torch_backend.model import load_policy, resolve_device, resolve_dtype
+
+    device = resolve_device("auto")
+    policy = load_policy(str(model), trainable=False).to(device)
+    narrow(policy, resolve_dtype(dtype, device))
+    samples = []
+    for rollout in rollouts:
+        ids = np.frombuffer(rollout.response.tokens, np.int32)
+        prompt = np.array(asked[rollout.task.sample_id], np.int32)
+        train = TrainSample(rollout.task.sample_id, rollout.task.group_id, len(ids), 0.0, prompt_length=len(prompt))
+        samples.append(BatchSample(prompt, ids, 1.0, train))
+    packed = PackedBatch(samples)
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(samples), 16):
+            group = range(start, min(start + 16, len(samples)))
+            values, _ = policy(packed.micro_batch(list(group), device))
+            lengths = [len(samples[i].response_tokens) for i in group]
+            found += [part.float().cpu().numpy() for part in values.split(lengths)]
+    del policy
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _asked(name: str, ids: list[list[int]]) -> dict[str, list[int]]:
+    return {f"{name}.{i}/0": prompt for i, prompt in enumerate(ids)}
+
+
+async def boundary(b: Bench) -> None:
+    """An update in mid-sample, judged by the weights themselves: each token's log-prob fits the version its span names."""
+    a = b.args
+    models = [b.model(0), b.model(1)]
+    n = min(64, a.concurrent)
+    ids = parts.prompts(n, a.prompt_tokens, b.vocab, 7)
+    async with (
+        b.server(models[0], "boundary") as (url, facts),
+        parts.house(b.scratch / "boundary", concurrent=n) as house,
+    ):
+        await house.worker("generation-0", engine="external", engine_url=url)
+        await house.wait_for("joined", 1, 60)
+        await house.order(1, models[0])
+        await house.wait_for("activated", 1, 60)
+        await house.feed("edge", ids, a.new_tokens)
+        await asyncio.sleep(a.settle_s)
+        await house.order(2, models[1])
+        rollouts = [rollout for _, rollout in await house.collect(n, 300)]
+    asked = _asked("edge", ids)
+    first, second = (_logprobs(m, rollouts, asked, dtype="auto") for m in models)
+    wrong = crossed = tokens = 0
+    worst = 0.0
+    for rollout, one, two in zip(rollouts, first, second, strict=True):
+        engine = np.frombuffer(rollout.response.logprobs, np.float32)
+        spans = [(span.version, span.n) for span in rollout.response.spans]
+        crossed += len(spans) > 1
+        own = np.concatenate([np.full(count, version) for version, count in spans])
+        right = np.where(own == 1, one, two)
+        other = np.where(own == 1, two, one)
+        # The two models know nothing of each other, so a token's log-prob is far nearer to its own model's.
+        wrong += int((np.abs(engine - right) > np.abs(engine - other)).sum())
+        worst = max(worst, float(np.abs(engine - right).max()))
+        tokens += len(engine)
+    b.save(
+        "boundary",
+        {"samples": n, "samples_across_versions": crossed, "tokens": tokens, "tokens_nearer_to_the_other_version": wrong,
+         "largest_difference_to_own_version": worst, "server": facts},
+        done=True,
+    )  # fmt: skip
+
+
+async def kill(b: Bench) -> None:
+    """kill -9 of the server in mid-run: every sample still ends once; how long until tokens are made again."""
+    from actors.partial.actor import PartialSpec
+
+    a = b.args
+    n = 2 * a.concurrent
+    model = b.model()
+    async with parts.house(b.scratch / "kill", concurrent=a.concurrent, partial_save_tokens=64) as house:
+        await house.actor("partial", "partial", PartialSpec())
+        await house.worker(
+            "generation-0", engine=a.engine, model_path=str(model), server_args=b.engine_args(), max_running=a.max_running,
+            gpus=() if a.engine == "embedded" else (a.gpu,),
+        )  # fmt: skip
+        await house.wait_for("joined", 1, 400)
+        await house.order(1, model)
+        await house.wait_for("activated", 1, 60)
+        await house.feed("kill", parts.prompts(n, a.prompt_tokens, b.vocab, 9), a.new_tokens)
+        await asyncio.sleep(a.settle_s)
+        pid = _server_pid(house.children["generation-0"].pid)
+        killed = time.time()
+        os.kill(pid, signal.SIGKILL)
+        collecting = asyncio.create_task(house.collect(n, 420))
+        joined = (await house.wait_for("joined", 2, 400))[-1].wall
+        await house.order(1, model)
+        active = (await house.wait_for("activated", 2, 120))[-1].wall
+        stalled = (await house.events("engine stalled"))[-1].wall
+        rollouts = [rollout for _, rollout in await collecting]
+        names = [rollout.task.sample_id for rollout in rollouts]
+        b.save(
+            "kill",
+            {"samples": n, "finished": len(names), "finished_once": len(set(names)), "noticed_s": round(stalled - killed, 3),
+             "server_back_s": round(joined - killed, 2), "serving_again_s": round(active - killed, 2),
+             "samples_resumed_from_a_prefix": sum(r.resumed_tokens > 0 for r in rollouts),
+             "tokens_kept": sum(r.resumed_tokens for r in rollouts)},
+            done=True,
+        )  # fmt: skip
+
+
+def _server_pid(worker: int) -> int:
+    """The worker's child: its engine's server."""
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    return int(children[0])
+
+
+async def logprobs(b: Bench, name: str = "logprobs", **changes: Any) -> None:
+    """Engine against trainer on sampled tokens: mean and largest difference of log-probs."""
+    a = b.args
+    n = min(64, a.concurrent)
+    ids = parts.prompts(n, a.prompt_tokens, b.vocab, 11)
+    async with (
+        b.server(b.model(), name, **changes) as (url, facts),
+        parts.house(b.scratch / name, concurrent=n) as house,
+    ):
+        await house.worker("generation-0", engine="external", engine_url=url)
+        await house.wait_for("joined", 1, 60)
+        await house.order(1, b.model())
+        await house.wait_for("activated", 1, 60)
+        await house.feed("lp", ids, a.new_tokens)
+        rollouts = [rollout for _, rollout in await house.collect(n, 300)]
+    rows = {}
+    for dtype in ("auto", "float32"):
+        trainer = np.concatenate(_logprobs(b.model(), rollouts, _asked("lp", ids), dtype=dtype))
+        engine = np.concatenate([np.frombuffer(r.response.logprobs, np.float32) for r in rollouts])
+        gap = np.abs(engine - trainer)
+        rows[dtype] = {
+            "mean": float(gap.mean()), "max": float(gap.max()), "p99": float(np.quantile(gap, 0.99)),
+            "exactly_equal": float((gap == 0).mean()), "mean_logprob": float(engine.mean()), "tokens": len(engine),
+        }  # fmt: skip
+    b.save(name, {"difference": rows, "server": facts}, done=True)
+
+
+async def deterministic(b: Bench) -> None:
+    """The same with SGLang's batch-invariant kernels."""
+    changes = (
+        {} if b.args.engine == "embedded" else {"enable_deterministic_inference": True, "attention_backend": "triton"}
+    )
+    await logprobs(b, "deterministic", **changes)
+
+
+# step -> what runs it, seconds it needs at least
+STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
+    "throughput": (throughput, 240.0),
+    "publish": (publish, 200.0),
+    "boundary": (boundary, 170.0),
+    "kill": (kill, 300.0),
+    "logprobs": (logprobs, 170.0),
+    "deterministic": (deterministic, 170.0),
+    "tuning": (tuning, 170.0),
+}
+
+
+def complete(out: Path, step: str) -> bool:
+    """Whether a step's result is there and whole."""
+    try:
+        return bool(json.loads((out / f"{step}.json").read_text())["complete"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+async def run(b: Bench, steps: list[str]) -> int:
+    failed = 0
+    for step in steps:
+        body, needs_s = STEPS[step]
+        if complete(b.out, step) and not b.args.again:
+            print(f"[{step}] is there already")
+            continue
+        if b.left_s < (needs_s if b.args.engine == "sglang" else 0):
+            print(f"[{step}] not begun: {b.left_s:.0f} s left, it needs {needs_s:.0f} s; run the same command again")
+            continue
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(max(1.0, b.left_s)):
+                await body(b)
+        except Exception as error:  # noqa: BLE001 - the other steps go on; this one's file says why it is missing
+            failed += 1
+            b.save(step, {"failed": f"{type(error).__name__}: {error}"[:2000]}, done=False)
+        print(f"[{step}] took {time.monotonic() - began:.1f} s", flush=True)
+    missing = [step for step in steps if not complete(b.out, step)]
+    print(f"missing: {', '.join(missing)}" if missing else "all there", flush=True)
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "steps", nargs="*", default=list(STEPS), metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)"
+    )
+    parser.add_argument("--out", required=True, help="folder for the results")
+    parser.add_argument(
+        "--models", default="/dev/shm/gpu-bench-models", help="folder for random weights (default %(default)s)"
+    )
+    parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
+    parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
+    parser.add_argument(
+        "--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front"
+    )
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--max-running", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--settle-s", type=float, default=2.5, help="time before something happens in mid-sample")
+    parser.add_argument("--budget-s", type=float, default=560.0)
+    parser.add_argument("--again", action="store_true", help="measure what is there already")
+    args = parser.parse_args()
+    unknown = [step for step in args.steps if step not in STEPS]
+    if unknown:
+        parser.error(f"no step {unknown[0]!r}; steps are {', '.join(STEPS)}")
+    return asyncio.run(run(Bench(args), args.steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
