@@ -223,7 +223,8 @@ async def check(bus: Bus) -> LedgerCheck:
     """Find every pending sample and compare with the accounts.
 
     One script reads accounts, open groups and the readable fields of all entries at one instant: nothing can move
-    between two looks, so what is reported missing is missing. It blocks the server for about 1 ms per 1,000 entries.
+    between two looks, so what is reported missing is missing. It holds the server for some 15 ms per 1,000 entries of
+    7 kB (measured), less for small ones: for operators and tests, not for a loop.
     """
     streams = [bus.keys.stream(stream.name) for stream in HOME]
     keys = [bus.keys.state, bus.keys.ledger, bus.keys.open_groups, *streams]

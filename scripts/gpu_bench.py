@@ -3,7 +3,8 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput tuning publish boundary kill logprobs deterministic. Each writes DIR/STEP.json as soon as it has a
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning, and nccl, which needs two GPUs (the trainer on --gpu,
+the engine on the next). Each writes DIR/STEP.json as soon as it has a
 number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
 it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
@@ -24,7 +25,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import gpu_judge as judge
 import gpu_parts as parts
+import gpu_publish
 import numpy as np
 
 GPU_ARGS: dict[str, Any] = {
@@ -60,8 +63,10 @@ class Bench:
         base = {} if self.args.engine == "embedded" else dict(GPU_ARGS)
         return base | json.loads(self.args.server_args) | {k.replace("_", "-"): v for k, v in changes.items()}
 
-    def server(self, model: Path, name: str, **changes: Any) -> Any:
-        gpus = () if self.args.engine == "embedded" else (self.args.gpu,)
+    def server(self, model: Path, name: str, gpus: tuple[int, ...] | None = None, **changes: Any) -> Any:
+        """A server of this bench's kind on `gpus` (default: --gpu)."""
+        if gpus is None:
+            gpus = () if self.args.engine == "embedded" else (self.args.gpu,)
         return parts.server(
             self.args.engine, model, self.scratch / name, args=self.engine_args(**changes), max_running=self.args.max_running,
             gpus=gpus,
@@ -172,94 +177,6 @@ async def tuning(b: Bench) -> None:
         b.save("tuning", {"variants": known}, done=len(known) == len(VARIANTS))
 
 
-async def publish(b: Bench) -> None:
-    """Disk: writing a version, and activating it under full load: pause and total as the worker reports them."""
-    a = b.args
-    rows: list[dict[str, float]] = []
-    models = [b.model(0), b.model(1)]
-    write_s = await asyncio.to_thread(_write_time, models[0], Path(a.models) / "written")
-    async with (
-        b.server(models[0], "publish") as (url, facts),
-        parts.house(b.scratch / "publish", concurrent=a.concurrent) as house,
-    ):
-        await house.worker("generation-0", engine="external", engine_url=url)
-        await house.wait_for("joined", 1, 60)
-        await house.order(1, models[0])
-        await house.wait_for("activated", 1, 60)
-        await house.feed("load", parts.prompts(4 * a.concurrent, a.prompt_tokens, b.vocab, 5), a.new_tokens)
-        done = asyncio.create_task(house.collect(4 * a.concurrent, 400))
-        await asyncio.sleep(2.0)
-        for number in range(2, 2 + a.updates):
-            await house.order(number, models[number % 2])
-            told = await house.wait_for("activated", number, 120)
-            rows.append({"pause_s": told[-1].data["pause_s"], "total_s": told[-1].data["total_s"]})
-            await asyncio.sleep(1.5)
-        rollouts = [rollout for _, rollout in await done]
-        cut = sum(len(r.response.spans) > 1 for r in rollouts)
-        n_bytes = parts.manifest(models[0]).n_bytes
-        pause = statistics.median(row["pause_s"] for row in rows)
-        b.save(
-            "publish",
-            {"transport": "disk", "n_bytes": n_bytes, "write_s": write_s, "updates": rows, "median_pause_s": pause,
-             "bytes_per_s": round(n_bytes / pause), "samples": len(rollouts), "samples_across_versions": cut, "server": facts},
-            done=True,
-        )  # fmt: skip
-
-
-def _write_time(model: Path, target: Path) -> float:
-    """Seconds to write the weights once, as the trainer does, with their checksum."""
-    import shutil
-
-    from safetensors.torch import load_file
-
-    from actors.trainer.torch_backend.state import WeightFiles
-
-    tensors = load_file(model / "model.safetensors")
-    shutil.rmtree(target, ignore_errors=True)
-    began = time.monotonic()
-    WeightFiles(tensors, {}).write(target)
-    seconds = time.monotonic() - began
-    shutil.rmtree(target, ignore_errors=True)
-    return round(seconds, 3)
-
-
-def _logprobs(model: Path, rollouts: list[Any], asked: dict[str, list[int]], *, dtype: str) -> list[np.ndarray]:
-    """Log-probs of the responses under a model, by the trainer's own forward."""
-    import torch
-
-    from actors.trainer.backend import BatchSample
-    from actors.trainer.objective.samples import TrainSample
-    from actors.trainer.torch_backend.core import narrow
-    from actors.trainer.torch_backend.layout import PackedBatch
-    from actors.trainer.torch_backend.model import load_policy, resolve_device, resolve_dtype
-
-    device = resolve_device("auto")
-    policy = load_policy(str(model), trainable=False).to(device)
-    narrow(policy, resolve_dtype(dtype, device))
-    samples = []
-    for rollout in rollouts:
-        ids = np.frombuffer(rollout.response.tokens, np.int32)
-        prompt = np.array(asked[rollout.task.sample_id], np.int32)
-        train = TrainSample(rollout.task.sample_id, rollout.task.group_id, len(ids), 0.0, prompt_length=len(prompt))
-        samples.append(BatchSample(prompt, ids, 1.0, train))
-    packed = PackedBatch(samples)
-    found = []
-    with torch.no_grad():
-        for start in range(0, len(samples), 16):
-            group = range(start, min(start + 16, len(samples)))
-            values, _ = policy(packed.micro_batch(list(group), device))
-            lengths = [len(samples[i].response_tokens) for i in group]
-            found += [part.float().cpu().numpy() for part in values.split(lengths)]
-    del policy
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found
-
-
-def _asked(name: str, ids: list[list[int]]) -> dict[str, list[int]]:
-    return {f"{name}.{i}/0": prompt for i, prompt in enumerate(ids)}
-
-
 async def boundary(b: Bench) -> None:
     """An update in mid-sample, judged by the weights themselves: each token's log-prob fits the version its span names."""
     a = b.args
@@ -278,27 +195,10 @@ async def boundary(b: Bench) -> None:
         await asyncio.sleep(a.settle_s)
         await house.order(2, models[1])
         rollouts = [rollout for _, rollout in await house.collect(n, 300)]
-    asked = _asked("edge", ids)
-    first, second = (_logprobs(m, rollouts, asked, dtype="auto") for m in models)
-    wrong = crossed = tokens = 0
-    worst = 0.0
-    for rollout, one, two in zip(rollouts, first, second, strict=True):
-        engine = np.frombuffer(rollout.response.logprobs, np.float32)
-        spans = [(span.version, span.n) for span in rollout.response.spans]
-        crossed += len(spans) > 1
-        own = np.concatenate([np.full(count, version) for version, count in spans])
-        right = np.where(own == 1, one, two)
-        other = np.where(own == 1, two, one)
-        # The two models know nothing of each other, so a token's log-prob is far nearer to its own model's.
-        wrong += int((np.abs(engine - right) > np.abs(engine - other)).sum())
-        worst = max(worst, float(np.abs(engine - right).max()))
-        tokens += len(engine)
-    b.save(
-        "boundary",
-        {"samples": n, "samples_across_versions": crossed, "tokens": tokens, "tokens_nearer_to_the_other_version": wrong,
-         "largest_difference_to_own_version": worst, "server": facts},
-        done=True,
-    )  # fmt: skip
+    asked = judge.asked_of("edge", ids)
+    first, second = (judge.logprobs(m, rollouts, asked, dtype="auto") for m in models)
+    verdict = judge.boundaries(rollouts, first, second)
+    b.save("boundary", {"samples": n, **verdict, "server": facts}, done=True)
 
 
 async def kill(b: Bench) -> None:
@@ -362,7 +262,7 @@ async def logprobs(b: Bench, name: str = "logprobs", **changes: Any) -> None:
         rollouts = [rollout for _, rollout in await house.collect(n, 300)]
     rows = {}
     for dtype in ("auto", "float32"):
-        trainer = np.concatenate(_logprobs(b.model(), rollouts, _asked("lp", ids), dtype=dtype))
+        trainer = np.concatenate(judge.logprobs(b.model(), rollouts, judge.asked_of("lp", ids), dtype=dtype))
         engine = np.concatenate([np.frombuffer(r.response.logprobs, np.float32) for r in rollouts])
         gap = np.abs(engine - trainer)
         rows[dtype] = {
@@ -383,13 +283,16 @@ async def deterministic(b: Bench) -> None:
 # step -> what runs it, seconds it needs at least
 STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "throughput": (throughput, 240.0),
-    "publish": (publish, 200.0),
+    "disk": (gpu_publish.disk, 200.0),
+    "ipc": (gpu_publish.ipc, 200.0),
     "boundary": (boundary, 170.0),
     "kill": (kill, 300.0),
     "logprobs": (logprobs, 170.0),
     "deterministic": (deterministic, 170.0),
     "tuning": (tuning, 170.0),
+    "nccl": (gpu_publish.nccl, 200.0),
 }
+ONE_GPU = [step for step in STEPS if step != "nccl"]
 
 
 def complete(out: Path, step: str) -> bool:
@@ -426,7 +329,7 @@ async def run(b: Bench, steps: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "steps", nargs="*", default=list(STEPS), metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)"
+        "steps", nargs="*", default=ONE_GPU, metavar="STEP", help=f"of {', '.join(STEPS)} (default: all but nccl)"
     )
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument(
@@ -445,7 +348,8 @@ def main() -> int:
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--settle-s", type=float, default=2.5, help="time before something happens in mid-sample")
+    parser.add_argument("--bucket-mib", type=int, default=2048, help="largest bucket of ipc and nccl")
+    parser.add_argument("--settle-s", type=float, default=0.8, help="time before something happens in mid-sample")
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--again", action="store_true", help="measure what is there already")
     args = parser.parse_args()

@@ -342,7 +342,7 @@ async def router(folder: Path) -> AsyncIterator[tuple[str, Child]]:
 async def until(condition: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
     """The condition's first true value."""
     async with asyncio.timeout(deadline_s):
-        while not (value := await condition()):
+        while not (value := await condition()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return value
 

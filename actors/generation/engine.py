@@ -4,11 +4,12 @@ failures.
 Always true: a Chunk holds tokens of one policy version only, and the version is the one the engine stated for them.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bus.errors import Poison, Transient
+from bus.messages.weights import TensorMeta
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Finish = Literal["stop", "length", "abort"]
@@ -110,6 +111,30 @@ class Engine(Protocol):
     async def update_weights_from_disk(self, path: str, version: str) -> None:
         """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do
         not fit; call it between `pause` and `resume`."""
+        ...
+
+    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None) -> None:
+        """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only."""
+        ...
+
+    async def init_weights_update_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        """Join a broadcast group; waits for all its members."""
+        ...
+
+    async def update_weights_from_distributed(
+        self, tensors: Sequence[TensorMeta], group: str, version: str | None
+    ) -> None:
+        """Receive one flat bucket from rank 0 of a group and load it; paused engines only."""
+        ...
+
+    async def destroy_weights_update_group(self, group: str) -> None:
+        """Leave a group; one that is gone is not an error."""
+        ...
+
+    async def weights_checksum(self) -> Mapping[str, Any]:
+        """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
         ...
 
     async def set_version(self, version: str) -> None:

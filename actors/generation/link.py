@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from actors.generation.activation import Loader, WeightsUnusable
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode
 from actors.generation.process import EngineServer
@@ -22,8 +23,6 @@ from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.versions import PolicyVersion
-
-TRANSPORTS = ("disk",)
 
 
 class EngineLink:
@@ -48,6 +47,7 @@ class EngineLink:
         self._control_deadline_s = control_deadline_s
         self._verify = verify_checksum
         self._failures = 0
+        self._loader = Loader(context.name)
         self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
@@ -85,6 +85,7 @@ class EngineLink:
                 own = self._process is not None
                 self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
                 self.serving = None
+                self._loader.forget()
                 self.broken.clear()
                 context.note = self._process.note if self._process is not None else self.kind.note
                 await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
@@ -112,11 +113,8 @@ class EngineLink:
         assert engine is not None
         started = self._context.clock.monotonic()
         label = str(order.version.id)
-        if order.manifest.transport not in TRANSPORTS:
-            raise WeightsUnusable(
-                f"transport {order.manifest.transport!r} is unknown to this worker; use {TRANSPORTS[0]}"
-            )
-        if self._verify:
+        plan = self._loader.plan(order.manifest)
+        if self._verify and plan is None:
             await asyncio.to_thread(check_manifest, order.manifest)
         self.know(order)
         self.serving = None
@@ -130,7 +128,7 @@ class EngineLink:
                 fault_point(self._context.name, "activating")
                 if isinstance(engine, RoutedEngine):
                     await engine.flush()  # peers may have sent requests under the next version's salt already
-                await load_weights(engine, order.manifest, label)
+                await self._loader.load(engine, order.manifest, plan, label)
                 self.salt = label
                 await engine.resume()
                 resumed = self._context.clock.monotonic()
@@ -185,11 +183,6 @@ class EngineLink:
             await self._process.stop()
 
 
-async def load_weights(engine: Engine, manifest: WeightManifest, label: str) -> None:
-    """Hand a version's weights to a paused engine, by the manifest's transport."""
-    await engine.update_weights_from_disk(manifest.path, label)
-
-
 def check_manifest(manifest: WeightManifest) -> None:
     """Compare the weight file with its manifest's checksum; EngineUnavailable when it is damaged or gone."""
     if not manifest.checksum:
@@ -206,8 +199,4 @@ def check_manifest(manifest: WeightManifest) -> None:
         raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
 
 
-class WeightsUnusable(Exception):
-    """A published version that must not be loaded; the engine goes on with what it has."""
-
-
-__all__ = ("EngineLink", "WeightsUnusable", "check_manifest", "load_weights")
+__all__ = ("EngineLink", "WeightsUnusable", "check_manifest")

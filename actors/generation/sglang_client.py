@@ -8,7 +8,7 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -25,10 +25,12 @@ from actors.generation.engine import (
     RequestRefused,
 )
 from actors.generation.sse import SseParser
+from bus.messages.weights import TensorMeta
 
 T = TypeVar("T")
 
 _ERROR_CHARS = 300
+FLAT = "flattened_bucket"
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -187,6 +189,53 @@ class SGLangClient:
         # declined.
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
         await self._post("/update_weights_from_disk", body)
+
+    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None) -> None:
+        body = {
+            "serialized_named_tensors": handles,
+            "load_format": FLAT,
+            "weight_version": version,
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_tensor", body)
+
+    async def init_weights_update_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body)
+
+    async def update_weights_from_distributed(
+        self, tensors: Sequence[TensorMeta], group: str, version: str | None
+    ) -> None:
+        body = {
+            "names": [t.name for t in tensors],
+            "dtypes": [t.dtype for t in tensors],
+            "shapes": [t.shape for t in tensors],
+            "group_name": group,
+            "load_format": FLAT,
+            "weight_version": version,
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_distributed", body)
+
+    async def destroy_weights_update_group(self, group: str) -> None:
+        with suppress(RequestRefused):  # it is gone already
+            await self._post("/destroy_weights_update_group", {"group_name": group})
+
+    async def weights_checksum(self) -> Mapping[str, Any]:
+        status, text = await self._call("POST", "/weights_checker", {"action": "checksum"})
+        if status != 200:
+            self._raise_status(status, text, "/weights_checker")
+        ranks = msgspec.json.decode(text, type=dict[str, Any]).get("ranks") or []
+        return {f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})

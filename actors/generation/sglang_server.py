@@ -26,6 +26,7 @@ POLL_S = 0.25
 PROBE_S = 30.0
 STOP_S = 10.0
 PROBE_TOKEN = 1
+_ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
 
 
 class SGLangServer:
@@ -97,7 +98,8 @@ class SGLangServer:
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
         words = command_line(self._command, {**args, "weight-version": label})
         changed = {**self._launch.env, **self._visible()}
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **changed}
+        inherited = {name: value for name, value in os.environ.items() if name not in _ACTORS_OWN}
+        env = {**inherited, "PYTHONUNBUFFERED": "1", **changed}
         record = open_record(
             self._folder / f"boot.{self._attempts:03d}", words, env, changed=changed, degraded=self._launch.degraded
         )

@@ -17,7 +17,6 @@ from bus.knobs.live import KnobValues, LiveKnobs
 from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
-
 AT_ONCE_S = 0.02
 
 

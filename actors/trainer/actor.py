@@ -18,7 +18,7 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import StepBatch, StepResult, TrainBackend
-from actors.trainer.checkpoint import BusState, iter_dir, latest, read_bus_state
+from actors.trainer.checkpoint import BusState, consumed_before, iter_dir, latest, read_bus_state
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.cut import cut
 from actors.trainer.intake import Intake
@@ -111,7 +111,7 @@ class Trainer:
         if state is not None:
             while await self._intake.fetch(256, 0.0):
                 continue
-            self._intake.adopt(state.consumed, state.step)
+            self._intake.adopt((*consumed_before(Path(spec.load), step), *state.consumed), state.step)
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step
         parent = state.version.id if state is not None else 0

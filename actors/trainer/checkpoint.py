@@ -126,6 +126,20 @@ def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusS
     return state
 
 
+def consumed_before(save: Path, step: int) -> tuple[Consumed, ...]:
+    """Groups inside the kept checkpoints older than `step`: a server that lost its last second may have lost what several
+    quick checkpoints acknowledged. A file that cannot be read is passed over; the one to load was read before."""
+    found: list[Consumed] = []
+    for file in sorted((save / "rollout").glob("bus_state_*.msgpack")):
+        if not file.stem[10:].isdigit() or int(file.stem[10:]) >= step:
+            continue
+        try:
+            found += msgspec.msgpack.decode(file.read_bytes(), type=BusState).consumed
+        except (OSError, msgspec.MsgspecError):
+            continue
+    return tuple(found)
+
+
 def _others(save: Path) -> str:
     steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
     if not steps:
@@ -166,6 +180,7 @@ __all__ = (
     "BusState",
     "Consumed",
     "bus_state_file",
+    "consumed_before",
     "finish",
     "holds_nothing",
     "iter_dir",

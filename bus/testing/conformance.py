@@ -321,6 +321,22 @@ async def check_many_commits_at_once_all_take_effect(make_bus: MakeBus) -> None:
         await reader.close()
 
 
+async def check_one_commit_may_acknowledge_very_many(make_bus: MakeBus) -> None:
+    """An evaluation ends with all its samples in one commit."""
+    async with make_bus() as bus:
+        n = 9000
+        for start in range(0, n, 1000):
+            await bus.append([Out(PROMPTS, a_task(i, prompt_tokens=0)) for i in range(start, start + 1000)])
+        reader = await reader_of(bus, "a")
+        while len(reader.held) < n:
+            assert await reader.read(4096, 0)
+        entries = list(reader.held.values())
+        assert (await bus.commit(Commit(ack=entries, append=(Out(ROLLOUTS, a_rollout(a_task())),)))).done
+        assert await bus.length(PROMPTS) == 0 and await bus.length(ROLLOUTS) == 1
+        assert not (await bus.commit(Commit(ack=entries))).done
+        await reader.close()
+
+
 CHECKS: dict[str, Check] = {name: check for name, check in globals().items() if name.startswith("check_")}
 
 __all__ = ("CHECKS", "DEADLINE_S", "Check", "MakeBus", "age", "eventually", "ids_on", "publish", "put_raw", "reader_of")

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus import Bus, BusConfig
@@ -35,7 +36,8 @@ def valkey_url() -> Iterator[str]:
 def bus_maker(url: str, run_name: str, blob_dir: str) -> MakeBus:
     def make(*, run: str = "", **changes: Any) -> Bus:
         run = f"{run_name[:40]}-{run}" if run else run_name
-        return Bus(BusConfig(**{"url": url, "run": run, "blob_dir": blob_dir, "deadline_s": 15.0} | changes))
+        config = BusConfig(url=url, run=run, blob_dir=blob_dir, deadline_s=15.0)
+        return Bus(msgspec.structs.replace(config, **changes))
 
     return make
 

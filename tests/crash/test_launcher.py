@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -236,4 +235,3 @@ def test_an_actor_that_cannot_live_ends_the_run_with_its_cause(run_of: Launch) -
     assert run.join() == 1
     assert "filter failed 3 times" in run.output()
     assert "Traceback" not in run.output()
-    assert not os.path.exists(run.dir / "launcher.pid")

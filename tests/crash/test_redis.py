@@ -91,3 +91,22 @@ def test_stopped_for_longer_than_a_lease(run_of: Launch) -> None:
     os.kill(pid, signal.SIGCONT)
     run.finish()
     judge(run)
+
+
+@pytest.mark.slow
+def test_its_last_second_is_lost(run_of: Launch) -> None:
+    """As after a power cut of its machine: the file ends earlier than what actors and checkpoints remember."""
+    run = run_of({"rollout": {"num_rollout": 60}})
+    run.start()
+    run.until_step(3)
+    (file,) = (run.dir / "redis").rglob("*.incr.aof")
+    kept = file.stat().st_size
+    run.until_step(run.step() + 3)
+    assert run.launcher is not None
+    run.launcher.kill()
+    run.launcher.wait()
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    os.truncate(file, kept)
+    run.start()
+    run.finish()
+    judge(run, whole_policy=False)

@@ -16,7 +16,7 @@ SCRIPTS = sorted(
     p.relative_to(ROOT) for folder in (*PACKAGES, "scripts") for p in (ROOT / folder).rglob("*") if p.suffix in (".lua", ".sh")
 )  # fmt: skip
 STREAM_OF = {
-    name: BY_NAME[node.value.args[0].value]
+    name: BY_NAME[str(node.value.args[0].value)]
     for node in parse(Path("bus/topology.py")).body
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.value.args[0], ast.Constant)
     for name in [target.id for target in node.targets if isinstance(target, ast.Name)]

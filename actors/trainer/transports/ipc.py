@@ -1,0 +1,90 @@
+"""CUDA IPC: the engine maps the trainer's flat buffers. No copy leaves the host; on one GPU the engine reads in place.
+
+Always true: a buffer whose handle was given out keeps its address and lives until `close`, so a late engine reads a whole
+version or a newer whole version only between fills; the caller fills when all engines reported the version before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.trainer.transports.flat import FlatBuffers
+from bus.messages.policy import WeightManifest
+from bus.messages.weights import Bucket, WeightPlan, write_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class IpcSender:
+    """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank."""
+
+    def __init__(self, *, tp_size: int = 1, limit_bytes: int | None = None) -> None:
+        self._buffers = FlatBuffers(limit_bytes) if limit_bytes else FlatBuffers()
+        self._tp_size = tp_size
+        self._handles: list[tuple[str, ...]] = []
+
+    def prepare(self, tensors: Mapping[str, Tensor], directory: Path) -> WeightManifest:
+        """Fill the buffers and write the plan: all that can be done before engines pause. CUDA tensors under their
+        Hugging Face names; raises ImportError without SGLang, whose form of handles its engines expect."""
+        import torch
+
+        self._buffers.fill(tensors)
+        if not self._handles:
+            self._handles = [self._export(i) for i in range(len(self._buffers.flat))]
+        torch.cuda.synchronize()  # another process reads these bytes next
+        pairs = zip(self._buffers.buckets, self._handles, strict=True)
+        buckets = tuple(msgspec.structs.replace(bucket, handles=handles) for bucket, handles in pairs)
+        write_plan(directory, WeightPlan(transport="ipc", buckets=buckets))
+        return WeightManifest(
+            transport="ipc",
+            path=str(directory),
+            n_tensors=sum(len(bucket.tensors) for bucket in buckets),
+            n_bytes=sum(bucket.n_bytes for bucket in buckets),
+        )
+
+    def _export(self, index: int) -> tuple[str, ...]:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()  # handles then name the GPU by its id, not by a position that differs per process
+        body = {"flattened_tensor": self._buffers.flat[index], "metadata": _metadata(self._buffers.buckets[index])}
+        return (MultiprocessingSerializer.serialize(body, output_str=True),) * self._tp_size
+
+    def close(self) -> None:
+        """Free the buffers; handles given out are dead then."""
+        self._buffers = FlatBuffers()
+        self._handles = []
+
+
+def _metadata(bucket: Bucket) -> list[object]:
+    """SGLang's description of a flat bucket."""
+    import math
+
+    import torch
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    found: list[object] = []
+    start = 0
+    for meta in bucket.tensors:
+        dtype = getattr(torch, meta.dtype)
+        n_bytes = math.prod(meta.shape) * torch.empty((), dtype=dtype).element_size()
+        found.append(
+            FlattenedTensorMetadata(
+                name=meta.name,
+                shape=torch.Size(meta.shape),
+                dtype=dtype,
+                start_idx=start,
+                end_idx=start + n_bytes,
+                numel=n_bytes,
+            )
+        )
+        start += n_bytes
+    return found
+
+
+__all__ = ("IpcSender",)

@@ -1,0 +1,250 @@
+"""Weight updates of gpu_bench.py: disk, CUDA IPC and NCCL, each through bus and worker, idle and under full load.
+
+Pause is from the first call of an activation to the answer of the last one, as the worker measures it: what running samples
+feel. Prepare is what the trainer does before, while engines go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_parts as parts
+
+from actors.generation.sglang_client import SGLangClient
+from bus.messages.policy import WeightManifest
+
+Prepare = Callable[[int], Awaitable[WeightManifest]]
+
+
+async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name: str, *, first: int) -> dict[str, Any]:
+    """`updates` activations with nothing running, then as many under full load. `prepare(number)` makes the manifest."""
+    a = b.args
+    number = first
+    rows: dict[str, list[dict[str, float]]] = {"idle": [], "loaded": []}
+    told = len(await house.events("activated"))
+    loaded: asyncio.Task[Any] | None = None
+    n = 6 * a.concurrent
+    for mode, times in rows.items():
+        if mode == "loaded":
+            await house.feed(name, parts.prompts(n, a.prompt_tokens, b.vocab, 5), a.new_tokens)
+            loaded = asyncio.create_task(house.collect(n, 400))
+            await asyncio.sleep(2.0)
+        for _ in range(a.updates):
+            began = time.monotonic()
+            what = await prepare(number)
+            prepared = time.monotonic() - began
+            await house.order(number, what)
+            told += 1
+            event = (await house.wait_for("activated", told, 120))[-1]
+            times.append(
+                {"prepare_s": round(prepared, 5), "pause_s": event.data["pause_s"], "total_s": event.data["total_s"]}
+            )
+            number += 1
+            await asyncio.sleep(0.2 if mode == "idle" else 1.0)
+    assert loaded is not None
+    rollouts = [rollout for _, rollout in await loaded]
+    return {
+        "updates": rows,
+        **{
+            f"median_pause_{mode}_s": statistics.median(row["pause_s"] for row in times[1:] or times)
+            for mode, times in rows.items()
+        },
+        "first_pause_s": rows["idle"][0]["pause_s"],
+        "samples": len(rollouts),
+        "samples_across_versions": sum(len(r.response.spans) > 1 for r in rollouts),
+    }
+
+
+def _median(rows: list[dict[str, float]]) -> float:
+    return statistics.median(row["pause_s"] for row in rows)
+
+
+async def _checksum(url: str) -> dict[str, Any]:
+    """The engine's own checksums; empty where it has none."""
+    client = SGLangClient(url, request_deadline_s=60, token_deadline_s=60, control_deadline_s=60)
+    try:
+        return dict(await client.weights_checksum())
+    except Exception as error:  # noqa: BLE001 - an older engine has no such call; the result says so
+        return {"unavailable": str(error)[:200]}
+    finally:
+        await client.close()
+
+
+async def disk(b: Any) -> None:
+    """Files in shared memory."""
+    models = [b.model(0), b.model(1)]
+    n_bytes = parts.manifest(models[0]).n_bytes
+    write_s = await asyncio.to_thread(_write_time, models[0], Path(b.args.models) / "written")
+
+    async def prepare(number: int) -> WeightManifest:
+        return parts.manifest(models[number % 2])
+
+    async with (
+        b.server(models[0], "disk") as (url, facts),
+        parts.house(b.scratch / "disk", concurrent=b.args.concurrent) as house,
+    ):
+        await _worker(house, url, models[0])
+        found = await _measure(b, house, url, prepare, "disk", first=2)
+    rate = round(n_bytes / found["median_pause_idle_s"])
+    b.save("disk", {"n_bytes": n_bytes, "write_s": write_s, **found, "bytes_per_s": rate, "server": facts}, done=True)
+
+
+async def _worker(house: parts.House, url: str, model: Path) -> None:
+    await house.worker("generation-0", engine="external", engine_url=url)
+    await house.wait_for("joined", 1, 60)
+    await house.order(1, model)
+    await house.wait_for("activated", 1, 60)
+
+
+def _write_time(model: Path, target: Path) -> float:
+    """Seconds to write the weights once, as the trainer does, with their checksum."""
+    from safetensors.torch import load_file
+
+    from actors.trainer.torch_backend.state import WeightFiles
+
+    tensors = load_file(model / "model.safetensors")
+    shutil.rmtree(target, ignore_errors=True)
+    began = time.monotonic()
+    WeightFiles(tensors, {}).write(target)
+    seconds = time.monotonic() - began
+    shutil.rmtree(target, ignore_errors=True)
+    return round(seconds, 3)
+
+
+def _copy_time(tensors: dict[str, Any], target: str) -> float:
+    """Seconds of a plain copy of the same bytes to a device, the best of five."""
+    import torch
+
+    n_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    into = torch.empty(n_bytes, dtype=torch.uint8, device=target)
+    best = 1e9
+    for _ in range(5):
+        torch.cuda.synchronize(source.device)
+        began = time.monotonic()
+        into.copy_(source)
+        torch.cuda.synchronize(source.device)
+        torch.cuda.synchronize(into.device)
+        best = min(best, time.monotonic() - began)
+    return best
+
+
+def _versions(b: Any, device: str) -> list[dict[str, Any]]:
+    """Two versions of the weights on a device, as a trainer holds them."""
+    from safetensors.torch import load_file
+
+    return [load_file(b.model(seed) / "model.safetensors", device=device) for seed in (0, 1)]
+
+
+async def ipc(b: Any) -> None:
+    """CUDA IPC with trainer and engine on one GPU; then the engine's checksums against those after a load from disk."""
+    from actors.trainer.transports.ipc import IpcSender
+
+    device = f"cuda:{b.args.gpu}"
+    async with (
+        b.server(b.model(0), "ipc") as (url, facts),
+        parts.house(b.scratch / "ipc", concurrent=b.args.concurrent) as house,
+    ):
+        await _worker(house, url, b.model(0))
+        versions = await asyncio.to_thread(_versions, b, device)
+        sender = IpcSender(limit_bytes=b.args.bucket_mib << 20)
+        plans = b.scratch / "ipc-plans"
+
+        async def prepare(number: int) -> WeightManifest:
+            return await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
+
+        found = await _measure(b, house, url, prepare, "ipc", first=2)
+        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + 2 * b.args.updates)}
+        n_bytes = parts.manifest(b.model(0)).n_bytes
+        copy_s = _copy_time(versions[0], device)
+        sender.close()
+    rate = round(n_bytes / found["median_pause_idle_s"])
+    b.save(
+        "ipc",
+        {
+            "n_bytes": n_bytes,
+            "plain_copy_s": copy_s,
+            "bucket_mib": b.args.bucket_mib,
+            **found,
+            "bytes_per_s": rate,
+            "server": facts,
+        },
+        done=True,
+    )
+
+
+async def _verify(b: Any, house: parts.House, url: str, last: int) -> dict[str, Any]:
+    """Whether the engine holds, tensor by tensor, what a load of the same version from disk gives."""
+    pushed = await _checksum(url)
+    told = len(await house.events("activated"))
+    await house.order(last + 1, b.model(last % 2))
+    await house.wait_for("activated", told + 1, 120)
+    loaded = await _checksum(url)
+    return {"tensors_compared": len(loaded), "equal_to_disk": pushed == loaded and "unavailable" not in loaded}
+
+
+async def nccl(b: Any) -> None:
+    """NCCL from the trainer's GPU to the engine's, on one host."""
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # before torch makes its first communicator
+    from actors.trainer.transports.nccl import NcclSender
+
+    device = f"cuda:{b.args.gpu}"
+    gpus = (b.args.gpu + 1,)
+    async with (
+        b.server(b.model(0), "nccl", gpus=gpus) as (url, facts),
+        parts.house(b.scratch / "nccl", concurrent=b.args.concurrent) as house,
+    ):
+        await _worker(house, url, b.model(0))
+        versions = await asyncio.to_thread(_versions, b, device)
+        from actors.trainer.transports.flat import FlatBuffers
+
+        sender = NcclSender({"generation-0": 1}, name="bench", buffers=FlatBuffers(b.args.bucket_mib << 20))
+        plans = b.scratch / "nccl-plans"
+        sending: list[asyncio.Task[None]] = []
+        is_open = False
+
+        def send() -> None:
+            nonlocal is_open
+            import torch
+
+            torch.cuda.set_device(device)
+            if not is_open:
+                sender.open()
+                is_open = True
+            sender.send()
+
+        async def prepare(number: int) -> WeightManifest:
+            for task in sending:
+                await task
+            sending.clear()
+            made = await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
+            sending.append(asyncio.create_task(asyncio.to_thread(send)))
+            return made
+
+        found = await _measure(b, house, url, prepare, "nccl", first=2)
+        for task in sending:
+            await task
+        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + 2 * b.args.updates)}
+        n_bytes = parts.manifest(b.model(0)).n_bytes
+        copy_s = _copy_time(versions[0], f"cuda:{gpus[0]}")
+        sender.close()
+    rate = round(n_bytes / found["median_pause_idle_s"])
+    b.save(
+        "nccl",
+        {
+            "n_bytes": n_bytes,
+            "plain_copy_s": copy_s,
+            "bucket_mib": b.args.bucket_mib,
+            **found,
+            "bytes_per_s": rate,
+            "server": facts,
+        },
+        done=True,
+    )

@@ -1,0 +1,256 @@
+"""Weights on their way without files: buckets, plans, what the engine is asked to do, a broadcast between real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.generation.activation import Loader, WeightsUnusable
+from actors.generation.engine import EngineUnavailable, RequestRefused
+from actors.generation.sglang_client import SGLangClient
+from actors.trainer.transports.buckets import plan_buckets
+from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.nccl import GroupBroken, NcclSender, first_ranks
+from bus.messages.policy import WeightManifest
+from bus.messages.weights import Bucket, TensorMeta, WeightPlan, read_plan, write_plan
+
+META = TensorMeta("a", "bfloat16", (2, 3))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["bfloat16", "float32"])), max_size=40), st.integers(1, 100)
+)
+def test_buckets_keep_all_tensors_in_order_one_type_each_and_within_the_limit(
+    items: list[tuple[int, str]], limit: int
+) -> None:
+    tensors = [(TensorMeta(f"t{i}", dtype, (size,)), size) for i, (size, dtype) in enumerate(items)]
+    buckets = plan_buckets(tensors, limit)
+    assert [meta for bucket in buckets for meta in bucket.tensors] == [meta for meta, _ in tensors]
+    for bucket in buckets:
+        assert len({meta.dtype for meta in bucket.tensors}) == 1
+        assert bucket.n_bytes == sum(meta.shape[0] for meta in bucket.tensors)
+        assert bucket.n_bytes <= limit or len(bucket.tensors) == 1
+
+
+def test_flat_buffers_hold_the_bytes_of_all_tensors_at_one_address() -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5), "c": torch.arange(6, dtype=torch.bfloat16)}
+    buffers = FlatBuffers(limit_bytes=1 << 20)
+    buffers.fill(tensors)
+    assert [[meta.name for meta in bucket.tensors] for bucket in buffers.buckets] == [["a", "b"], ["c"]]
+    where = [flat.data_ptr() for flat in buffers.flat]
+    flat = buffers.flat[0].view(torch.float32)
+    assert torch.equal(flat[:12].view(3, 4), tensors["a"]) and torch.equal(flat[12:], tensors["b"])
+    buffers.fill({name: t + 1 for name, t in tensors.items()})
+    assert [flat.data_ptr() for flat in buffers.flat] == where
+    assert torch.equal(buffers.flat[1].view(torch.bfloat16), tensors["c"] + 1)
+    with pytest.raises(ValueError, match="1 tensors came or went since the first version, first c"):
+        buffers.fill({name: t for name, t in tensors.items() if name != "c"})
+
+
+def test_every_gpu_of_every_engine_has_a_rank() -> None:
+    assert first_ranks({"b": 2, "a": 1, "c": 4}) == ({"a": 1, "b": 2, "c": 4}, 8)
+
+
+# -- what engines are asked ----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A server that notes what it is asked and answers 200, or what `refuse` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.refuse: dict[str, int] = {}
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        status = self.refuse.get(request.path, 200)
+        answer: dict[str, Any] = {"success": status == 200, "message": "partially updated"}
+        if request.path == "/weights_checker":
+            answer["ranks"] = [{"checksums": {"w": "1f"}}, {"checksums": {"w": "2f"}}]
+        return web.json_response(answer, status=status)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[tuple[SGLangClient, Recorder]]:
+    recorder = Recorder()
+    app = web.Application()
+    app.router.add_post("/{path:.*}", recorder.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    [(host, port, *_)] = runner.addresses
+    client = SGLangClient(f"http://{host}:{port}", request_deadline_s=5, token_deadline_s=5, control_deadline_s=5)
+    yield client, recorder
+    await client.close()
+    await runner.cleanup()
+
+
+def plan(directory: Path, **fields: Any) -> WeightManifest:
+    other = TensorMeta("b", "float32", (4,))
+    buckets = (
+        Bucket(tensors=(META,), n_bytes=12, handles=("h0",)),
+        Bucket(tensors=(other,), n_bytes=16, handles=("h1",)),
+    )
+    made = WeightPlan(**{"transport": "ipc", "buckets": buckets, **fields})
+    write_plan(directory, made)
+    assert read_plan(directory) == made
+    return WeightManifest(transport=made.transport, path=str(directory))
+
+
+async def load(loader: Loader, client: SGLangClient, manifest: WeightManifest, label: str) -> None:
+    await loader.load(client, manifest, loader.plan(manifest), label)
+
+
+async def test_ipc_hands_over_each_bucket_and_names_the_version_with_the_last(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    client, recorder = engine
+    await load(Loader("generation-0"), client, plan(tmp_path), "7")
+    assert [path for path, _ in recorder.asked] == ["/update_weights_from_tensor"] * 2
+    first, last = (body for _, body in recorder.asked)
+    assert first == {
+        "serialized_named_tensors": ["h0"],
+        "load_format": "flattened_bucket",
+        "weight_version": None,
+        "flush_cache": False,
+    }
+    assert (last["serialized_named_tensors"], last["weight_version"]) == (["h1"], "7")
+
+
+async def test_nccl_joins_once_per_group_and_again_for_the_next(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    client, recorder = engine
+    loader = Loader("w")
+    fields = {"transport": "nccl", "group": "g1", "address": "10.0.0.1", "port": 99, "world_size": 3, "ranks": {"w": 2}}
+    one = plan(tmp_path / "1", **fields)
+    await load(loader, client, one, "7")
+    await load(loader, client, one, "8")
+    two = plan(tmp_path / "2", **fields | {"group": "g2"})
+    recorder.refuse["/destroy_weights_update_group"] = 400  # gone already: no reason to stop
+    await load(loader, client, two, "9")
+    loader.forget()
+    await load(loader, client, two, "10")  # a new engine: joins without leaving
+    paths = [path.removeprefix("/").removesuffix("_weights_update_group") for path, _ in recorder.asked]
+    update = ["update_weights_from_distributed"] * 2
+    assert paths == ["init", *update, *update, "destroy", "init", *update, "init", *update]
+    assert recorder.asked[0][1] == {
+        "master_address": "10.0.0.1", "master_port": 99, "rank_offset": 2, "world_size": 3, "group_name": "g1", "backend": "nccl",
+    }  # fmt: skip
+    assert recorder.asked[2][1] == {
+        "names": ["b"], "dtypes": ["float32"], "shapes": [[4]], "group_name": "g1", "load_format": "flattened_bucket",
+        "weight_version": "7", "flush_cache": False,
+    }  # fmt: skip
+
+
+async def test_what_cannot_be_loaded_is_named_before_anything_is_asked(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    loader = Loader("w")
+    with pytest.raises(WeightsUnusable, match="transport 'pigeon' is unknown"):
+        loader.plan(WeightManifest(transport="pigeon"))
+    with pytest.raises(WeightsUnusable, match="cannot be read"):
+        loader.plan(WeightManifest(transport="ipc", path=str(tmp_path / "nowhere")))
+    with pytest.raises(WeightsUnusable, match=r"not in group g \(x\)"):
+        loader.plan(plan(tmp_path / "g", transport="nccl", group="g", ranks={"x": 1}))
+    assert engine[1].asked == []
+
+
+async def test_a_bucket_that_fails_ends_the_update_before_the_version_is_named(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    client, recorder = engine
+    recorder.refuse["/update_weights_from_tensor"] = 400
+    with pytest.raises(RequestRefused, match="partially updated"):
+        await load(Loader("w"), client, plan(tmp_path), "7")
+    recorder.refuse["/update_weights_from_tensor"] = 500
+    with pytest.raises(EngineUnavailable):
+        await load(Loader("w"), client, plan(tmp_path), "7")
+    assert all(body["weight_version"] is None for _, body in recorder.asked)
+
+
+async def test_checksums_come_rank_by_rank(engine: tuple[SGLangClient, Recorder]) -> None:
+    assert await engine[0].weights_checksum() == {"0/w": "1f", "1/w": "2f"}
+
+
+# -- a broadcast between processes ---------------------------------------------------------------------------------
+
+PEER = """
+import sys, datetime, torch, torch.distributed as dist
+from pathlib import Path
+from actors.trainer.transports.nccl import join_group
+from bus.messages.weights import read_plan
+plan = read_plan(Path(sys.argv[1]))
+group = join_group(plan.address, plan.port, 1, plan.world_size, plan.group, backend="gloo", deadline=datetime.timedelta(seconds=20))
+print("joined", flush=True)
+if sys.argv[2] == "stay":
+    for bucket in plan.buckets:
+        flat = torch.empty(bucket.n_bytes, dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=group)
+        print(int(flat.long().sum()), flush=True)
+"""
+
+
+def sender(tmp_path: Path) -> tuple[NcclSender, dict[str, torch.Tensor]]:
+    made = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0)
+    tensors = {"a": torch.arange(40, dtype=torch.uint8), "b": torch.ones(3, dtype=torch.bfloat16)}
+    assert made.prepare(tensors, tmp_path).n_bytes == 46
+    return made, tensors
+
+
+def peer(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", PEER, str(tmp_path), mode], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_version_is_broadcast_bucket_by_bucket(tmp_path: Path) -> None:
+    trainer, tensors = sender(tmp_path)
+    with peer(tmp_path, "stay") as process:
+        trainer.open()
+        trainer.send()
+        out, _ = process.communicate(timeout=30)
+    trainer.close()
+    sums = [int(t.view(torch.uint8).long().sum()) for t in tensors.values()]
+    assert out.split() == ["joined", *map(str, sums)]
+
+
+def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_path: Path) -> None:
+    trainer, _ = sender(tmp_path)
+    with peer(tmp_path, "leave") as process:
+        trainer.open()
+        assert process.wait(30) == 0
+        failed: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                for _ in range(200):  # the first ones may still fit into the socket
+                    trainer.send()
+            except GroupBroken as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        thread.join(40)
+    assert failed and not thread.is_alive()
+    with pytest.raises(GroupBroken, match="not open"):
+        trainer.send()
+    trainer.close()
+
+
+def test_nccl_asks_for_the_variable_that_engines_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    made = NcclSender({"w": 1}, name="g")
+    with pytest.raises(GroupBroken, match="NCCL_CUMEM_ENABLE=0"):
+        made.open()
+    made.close()
