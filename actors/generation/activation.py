@@ -13,7 +13,8 @@ import msgspec
 from actors.generation.engine import Engine
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
-from bus.messages.weights import WeightPlan, read_plan
+from bus.messages.weights import WeightPlan
+from bus.plans import read_plan
 
 TRANSPORTS = ("disk", "ipc", "nccl")
 

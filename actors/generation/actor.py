@@ -157,7 +157,7 @@ class Worker:
                 raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
             message = await self._context.bus.message(entry)
             if isinstance(message, PrefixDropped):
-                await self._commit(entry, _lost(message.task, message.reason, tokens_made=message.tokens_made), 0)
+                await self._commit(entry, _lost(message.task, message.reason, tokens_made=message.tokens_made))
             else:
                 await self._run_sample(entry, message)
         except (BusUnreachable, BusFull, InvariantBroken):
@@ -200,7 +200,7 @@ class Worker:
             out = Parked(task=task, response=response, reason=reason, worker=context.name)
             context.count(f"parked/{reason}")
         context.count("tokens", running.made_here)
-        await self._commit(entry, out, response.n_tokens - running.counted)
+        await self._commit(entry, out, ledger.spans_after(response.spans, running.counted))
 
     async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
@@ -284,7 +284,10 @@ class Worker:
             return "engine"
         return None
 
-    async def _commit(self, entry: Entry, out: RolloutDone | RolloutLost | Parked, new_tokens: int) -> None:
+    async def _commit(
+        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, made: Sequence[VersionSpan] = ()
+    ) -> None:
+        """The sample leaves. `made`: spans of tokens that the ledger does not know yet."""
         context = self._context
         is_eval = bool(out.eval_name if isinstance(out, RolloutLost) else out.task.eval_name)
         sample_id = out.sample_id if isinstance(out, RolloutLost) else out.task.sample_id
@@ -294,7 +297,7 @@ class Worker:
             Commit(
                 ack=(entry,),
                 append=(Out(stream, out),),
-                ledger={"tokens/generated": new_tokens} if new_tokens and not is_eval else {},
+                ledger=ledger.generated(context.name, made) if not is_eval else {},
                 delete_prefixes=(sample_id,),
                 bounded=not isinstance(out, Parked),
             )

@@ -51,6 +51,7 @@ class Progress:
                 self.finished = False  # a finished run that was given more steps
                 self.active_step = min(self.active_step, message.step)
                 self._trained = {g: s for g, s in self._trained.items() if s <= message.step}
+                self._trained |= dict.fromkeys(message.groups, message.step)
             case Checkpointed():
                 for group_id in [g for g, s in self._trained.items() if s <= min(message.step, self.active_step)]:
                     del self._trained[group_id]

@@ -119,7 +119,8 @@ class Trainer:
         number = await bus.next_number("version", at_least=max(parent, newest_written(Path(spec.weights_dir))) + 1)
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
-        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint))
+        inside = await self._intake.settled_but_open()
+        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, groups=inside))
         await self._publish(self._version)
         context.version = number
         if state is not None:
@@ -129,6 +130,7 @@ class Trainer:
         spec = self._spec
         if not spec.load:
             return None
+        step: int | None = None
         try:
             step = latest(Path(spec.load))
             if step is None:

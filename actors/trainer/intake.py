@@ -189,6 +189,13 @@ class Intake:
         for group_id in list(self._settled)[:-SETTLED_KEPT]:
             del self._settled[group_id]
 
+    async def settled_but_open(self) -> tuple[str, ...]:
+        """Groups inside the checkpoint that the bus still lists as open: it lost its last second, they come again."""
+        if not self._settled:
+            return ()
+        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
+        return tuple(group_id for group_id in self._settled if group_id in listed)
+
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
         """At a start: groups that the loaded checkpoint already holds, delivered again, only wait for their
         acknowledgement; those that are not here may still come, from a server that lost its last second."""

@@ -68,11 +68,15 @@ class GroupsGivenUp(Message, frozen=True, kw_only=True, tag="policy.given_up"):
 
 
 class Restored(Message, frozen=True, kw_only=True, tag="policy.restored"):
-    """The trainer (re)started from a checkpoint; steps after `step` are a lost future and their groups are open again."""
+    """The trainer (re)started from a checkpoint; steps after `step` are a lost future and their groups are open again.
+
+    `groups`: open ones that are inside the checkpoint, although a bus that lost its last second may not say so.
+    """
 
     step: int
     version: PolicyVersion
     checkpoint: str = ""
+    groups: tuple[str, ...] = ()
 
     def header(self) -> Header:
         return Header(id=f"restored{self.step}", version=self.version.id)

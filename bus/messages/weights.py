@@ -1,16 +1,12 @@
 """How the tensors of one policy version travel when they are not files: the plan that trainer and workers share.
 
-The trainer writes it as `plan.json` into the directory a manifest names. Handles are opaque to us: they are passed on to the
+It lies as `plan.json` in the directory a manifest names (bus.plans). Handles are opaque to us: they are passed on to the
 engine they were made for and never opened here.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
-
-PLAN_FILE = "plan.json"
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -43,17 +39,4 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "nccl"
 
 
-def write_plan(directory: Path, plan: WeightPlan) -> None:
-    """Whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f".{PLAN_FILE}.part"
-    part.write_bytes(msgspec.json.encode(plan))
-    part.replace(directory / PLAN_FILE)
-
-
-def read_plan(directory: Path) -> WeightPlan:
-    """OSError when it is gone, msgspec.DecodeError when it is not one."""
-    return msgspec.json.decode((directory / PLAN_FILE).read_bytes(), type=WeightPlan)
-
-
-__all__ = ("PLAN_FILE", "Bucket", "TensorMeta", "WeightPlan", "read_plan", "write_plan")
+__all__ = ("Bucket", "TensorMeta", "WeightPlan")

@@ -32,18 +32,25 @@ class ManualClock:
 
     async def advance(self, seconds: float) -> None:
         """Let time pass; each sleeper runs at its own time before the next one wakes."""
+        await _let_others_run()  # what is ready now runs now
         end = self._now + seconds
         while self._sleepers and self._sleepers[0][0] <= end:
             self._now, _, woken = heapq.heappop(self._sleepers)
             woken.set()
-            for _ in range(3):  # let the woken task run up to its next wait
-                await asyncio.sleep(0)
+            await _let_others_run()
         self._now = end
+        await _let_others_run()
 
     @property
     def sleeping(self) -> int:
         """How many tasks wait for time to pass."""
         return len(self._sleepers)
+
+
+async def _let_others_run() -> None:
+    """Woken tasks go on up to their next wait."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 __all__ = ("ManualClock",)

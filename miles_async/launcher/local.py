@@ -22,7 +22,11 @@ from miles_async.launcher.restart import describe_exit, judge_exit
 
 
 class RunFailed(Exception):
-    """An actor could not be kept running; the text names the cause."""
+    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame."""
+
+    def __init__(self, text: str, *, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -127,7 +131,8 @@ class Supervisor:
             cause = self.last_words(child)
             if verdict.action == "give_up":
                 child.done = True
-                raise RunFailed(f"{verdict.reason}: {cause}. Log: {self.log_file(child)}")
+                status = EXIT_REFUSED if code == EXIT_REFUSED else 1
+                raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(child)}", status=status)
             child.failures.append(now)
             self.restarts += 1
             text = f"{child.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"

@@ -82,7 +82,7 @@ def engines_match_the_gpus(s: RunSettings) -> None:
     wanted = g.num_generation_workers * g.rollout_num_gpus_per_engine
     if g.rollout_num_gpus != wanted:
         raise SettingsError(
-            f"{g.num_generation_workers} engines of {g.rollout_num_gpus_per_engine} GPUs (rollout_num_gpus_per_engine) take {wanted}",
+            f"{g.num_generation_workers} engines of rollout_num_gpus_per_engine = {g.rollout_num_gpus_per_engine} take {wanted}",
             field="rollout_num_gpus",
             value=g.rollout_num_gpus,
             remedy="Set a multiple of the GPUs per engine and leave out num_generation_workers.",

@@ -22,7 +22,8 @@ from actors.trainer.transports.buckets import plan_buckets
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import GroupBroken, NcclSender, first_ranks
 from bus.messages.policy import WeightManifest
-from bus.messages.weights import Bucket, TensorMeta, WeightPlan, read_plan, write_plan
+from bus.messages.weights import Bucket, TensorMeta, WeightPlan
+from bus.plans import read_plan, write_plan
 
 META = TensorMeta("a", "bfloat16", (2, 3))
 
@@ -191,7 +192,7 @@ PEER = """
 import sys, datetime, torch, torch.distributed as dist
 from pathlib import Path
 from actors.trainer.transports.nccl import join_group
-from bus.messages.weights import read_plan
+from bus.plans import read_plan
 plan = read_plan(Path(sys.argv[1]))
 group = join_group(plan.address, plan.port, 1, plan.world_size, plan.group, backend="gloo", deadline=datetime.timedelta(seconds=20))
 print("joined", flush=True)

@@ -112,7 +112,7 @@ EXAMPLES: tuple[Message, ...] = (
         dropped=(("g0000039", "stale"),),
     ),
     GroupsGivenUp(groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True),
-    Restored(step=4, version=VERSION, checkpoint="iter_0000004"),
+    Restored(step=4, version=VERSION, checkpoint="iter_0000004", groups=("g0000041",)),
     Checkpointed(step=5, path="iter_0000005", save_s=2.5),
     Finished(step=5, version=VERSION),
     Activate(version=VERSION, manifest=MANIFEST, mode="in_place", workers=("w1", "w2")),

@@ -14,7 +14,8 @@ import msgspec
 
 from actors.trainer.transports.flat import FlatBuffers
 from bus.messages.policy import WeightManifest
-from bus.messages.weights import Bucket, WeightPlan, write_plan
+from bus.messages.weights import Bucket, WeightPlan
+from bus.plans import write_plan
 
 if TYPE_CHECKING:
     from torch import Tensor

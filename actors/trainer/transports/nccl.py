@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from actors.trainer.transports.flat import FlatBuffers
 from bus.errors import Transient
 from bus.messages.policy import WeightManifest
-from bus.messages.weights import WeightPlan, write_plan
+from bus.messages.weights import WeightPlan
+from bus.plans import write_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
