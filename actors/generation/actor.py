@@ -9,6 +9,7 @@ after the lease, which goes on from the last saved prefix. Without a current ver
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
@@ -18,10 +19,11 @@ from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from bus import Commit, Entry, Out, Reader, Tail
+from bus import Commit, Entry, Out, Reader, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
 from bus.messages.policy import Activate
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
+from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS
 
 RESENDS = 8  # in a row without a new token; then the sample is parked

@@ -18,7 +18,7 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import StepBatch, StepResult, TrainBackend
-from actors.trainer.checkpoint import BusState, consumed_before, iter_dir, latest, read_bus_state
+from actors.trainer.checkpoint import BusState, consumed_before, iter_dir, latest, others, read_bus_state
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.cut import cut
 from actors.trainer.intake import Intake
@@ -140,7 +140,7 @@ class Trainer:
             with self._context.waiting(f"checkpoint {step} to load"):
                 await self._in_thread(self._backend.load, iter_dir(Path(spec.load), step))
         except CheckpointRefused as error:
-            raise Refused(str(error)) from error
+            raise Refused(f"{error} {others(Path(spec.load), step)}") from error
         return state
 
     async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:

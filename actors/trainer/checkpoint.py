@@ -11,6 +11,7 @@ acknowledged at the next start.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -33,6 +34,7 @@ class Consumed(msgspec.Struct, frozen=True):
     masked_samples: int
     tokens: int
     masked_tokens: int
+    versions: tuple[tuple[int, int], ...] = ()  # trained tokens by policy version
 
 
 class BusState(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +109,7 @@ def latest(save: Path) -> int | None:
     except OSError as error:
         raise CheckpointRefused(f"{tracker} not readable: {error.strerror}") from error
     if not text.isdigit():
-        raise CheckpointRefused(f"{tracker} holds {text[:40]!r}, not a step number. {_others(save)}")
+        raise CheckpointRefused(f"{tracker} holds {text[:40]!r}, not a step number. {others(save, None)}")
     return int(text)
 
 
@@ -117,7 +119,7 @@ def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusS
     try:
         state = msgspec.msgpack.decode(file.read_bytes(), type=BusState)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointRefused(f"checkpoint {step} in {save} has no usable bus state ({error}). {_others(save)}") from error
+        raise CheckpointRefused(f"checkpoint {step} in {save} has no usable bus state ({error}). {others(save, step)}") from error
     if fingerprint and state.fingerprint != fingerprint:
         raise CheckpointRefused(
             f"checkpoint {step} in {save} was written with other data or group settings (run {state.run!r}). Nothing was "
@@ -140,16 +142,40 @@ def consumed_before(save: Path, step: int) -> tuple[Consumed, ...]:
     return tuple(found)
 
 
-def _others(save: Path) -> str:
+def others(save: Path, damaged: int | None) -> str:
+    """The end of a refusal: which checkpoints are intact, and how to go on from one."""
     steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
-    if not steps:
-        return "No other checkpoint lies there; start without --load."
-    return f"Intact directories: {', '.join(map(str, steps))}; write one of these numbers into {save / TRACKER}."
+    intact = [step for step in steps if step != damaged and _looks_intact(save, step)]
+    if not intact:
+        return "No other checkpoint lies there; choose another --load, or an empty --save to begin anew."
+    return f"Intact: {', '.join(map(str, intact))}; write one of these numbers into {save / TRACKER} to go on from it."
+
+
+def _looks_intact(save: Path, step: int) -> bool:
+    """Bus state readable, and all files of the index there in full size. The checksums are the loader's to compare."""
+    try:
+        msgspec.msgpack.decode(bus_state_file(save, step).read_bytes(), type=BusState)
+        index = json.loads((iter_dir(save, step) / "index.json").read_text())
+        sizes = {iter_dir(save, step) / name: int(file["n_bytes"]) for name, file in index["files"].items()}
+        return all(path.stat().st_size == size for path, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError):
+        return False
 
 
 async def holds_nothing(bus: Bus) -> bool:
     """Whether this bus never saw the run: nobody issued a sample, no trainer spoke."""
     return not (await bus.state("sampler") or await bus.state("trainer"))
+
+
+async def go_back(bus: Bus, step: int) -> bool:
+    """Make the bus hold nothing when it has acknowledged more than the checkpoint of `step` contains: its streams no longer
+    have what must be trained again. Version ids stay used. False when there was no need."""
+    if int(await bus.state("saved") or 0) <= step:
+        return False
+    version = await bus.state("version")
+    await bus.forget_run()
+    await bus.commit(Commit(state={"version": version}))
+    return True
 
 
 async def restore_bus(bus: Bus, state: BusState) -> None:
@@ -172,6 +198,8 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
     }
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
     fields = {k: v for k, v in state.state.items() if k in ("sampler", "version")}
+    fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
+    fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
 
 
@@ -182,9 +210,11 @@ __all__ = (
     "bus_state_file",
     "consumed_before",
     "finish",
+    "go_back",
     "holds_nothing",
     "iter_dir",
     "latest",
+    "others",
     "read_bus_state",
     "restore_bus",
     "write_durably",

@@ -6,7 +6,7 @@ acknowledged only by a commit that books it as trained or dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from bus.errors import BadMessage
 from bus.messages.control import DeadLetter
 from bus.messages.groups import GroupKept
 from bus.messages.policy import Checkpointed, GroupsGivenUp
+from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
@@ -154,7 +155,14 @@ class Intake:
                 Trained(
                     step=step,
                     entry=self._entries.pop(group.group_id),
-                    consumed=Consumed(group.group_id, n - masked, masked, sum(trained), total - sum(trained)),
+                    consumed=Consumed(
+                        group.group_id,
+                        n - masked,
+                        masked,
+                        sum(trained),
+                        total - sum(trained),
+                        trained_versions([s.rollout.response.spans for s in group.samples], trained),
+                    ),
                 )
             )
             del self.ready[group.group_id]
@@ -171,6 +179,7 @@ class Intake:
                         ack=[t.entry for t in part],
                         close_groups=[t.consumed.group_id for t in part],
                         ledger=booked(part),
+                        state={"saved": str(step)},
                     )
                 )
                 fault_point(self._context.name, "after_ack")
@@ -214,7 +223,25 @@ def booked(trained: list[Trained]) -> dict[str, int]:
         "tokens/trained": sum(t.consumed.tokens for t in trained),
         "tokens/dropped/masked": sum(t.consumed.masked_tokens for t in trained),
     }
+    for item in trained:
+        for version, n in item.consumed.versions:
+            account = f"tokens/trained/version/{version}"
+            moves[account] = moves.get(account, 0) + n
     return {account: n for account, n in moves.items() if n}
+
+
+def trained_versions(
+    spans: Sequence[Sequence[VersionSpan]], trained: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Trained tokens by version: `trained[i]` tokens of sample i, the newest ones, because masks take the oldest."""
+    found: dict[int, int] = {}
+    for sample, left in zip(spans, trained, strict=True):
+        for span in reversed(sample):
+            n = min(span.n, left)
+            left -= n
+            if n:
+                found[span.version] = found.get(span.version, 0) + n
+    return tuple(sorted(found.items()))
 
 
 __all__ = ("Intake", "Trained", "booked")

@@ -210,6 +210,16 @@ class Bus:
         await self.blobs.delete([_text(ref) for ref in refs])
         return int(removed)
 
+    async def forget_run(self) -> int:
+        """Delete every key of this run, and of no other; returns how many there were."""
+        removed, cursor = 0, b"0"
+        while True:
+            cursor, keys = await self.link.run("SCAN", cursor, "MATCH", self.keys.stream("*"), "COUNT", 1000)
+            if keys:
+                removed += int(await self.link.run("DEL", *keys))
+            if int(cursor) == 0:
+                return removed
+
     async def trim_log(self, stream: Stream, below_id: str) -> int:
         """Delete entries of a log below an id."""
         return int(await self.link.run("XTRIM", self.keys.stream(stream.name), "MINID", below_id))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ import msgspec
 import psutil
 
 from actors.runtime.context import ActorSpec
+from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
 from miles_async.launcher.restart import describe_exit, judge_exit
+
+_LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 
 
 class RunFailed(Exception):
@@ -118,6 +122,8 @@ class Supervisor:
         while not self._stopping:
             began = self._clock.monotonic()
             await self._start(child)
+            if self._stopping:  # asked to drain while it started
+                _signal(child.pid, signal.SIGTERM)
             code = await self._wait(child)
             self._pid_file(child).unlink(missing_ok=True)
             if self._stopping:
@@ -163,7 +169,7 @@ class Supervisor:
             lines = []
         for line in reversed(lines[-40:]):
             if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
-                return line.strip()[:400]
+                return _LOG_HEAD.sub("", line.strip())[:600]
         return "no log line"
 
     async def drain(self, *, timeout_s: float) -> list[str]:

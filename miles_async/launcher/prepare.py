@@ -13,7 +13,7 @@ import msgspec
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
-from actors.trainer.checkpoint import holds_nothing, latest, read_bus_state, restore_bus
+from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus, BusConfig
 from bus.errors import BusRefused
@@ -136,24 +136,28 @@ def token_counter(directory: Path, *, apply_chat_template: bool) -> Any:
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
     """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
     notes: list[str] = []
-    await claim_identity(bus, settings, place)
-    await bus.make_readers()
     load = Path(settings.ckpt.load) if settings.ckpt.load and not settings.ckpt.no_save else None
     step = latest(load) if load is not None else None
-    knobs = initial_knobs(settings)
+    state: BusState | None = None
     if load is not None and step is not None:
         state = read_bus_state(load, step, run=settings.launch.name, fingerprint=place.fingerprint)
-        if await holds_nothing(bus):
-            # Knobs first: killed in between, the next start still finds the bus empty and does both again.
-            knobs |= {name: value for name, value in state.knobs.items() if name in knobs}
-            await publish_initial(bus, knobs, epoch=state.knob_epoch)
-            fault_point("launcher", "knobs_restored")
-            await restore_bus(bus, state)
-            fault_point("launcher", "restored")
-            notes.append(
-                f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups "
-                "are issued again"
-            )
+    await claim_identity(bus, settings, place)
+    if state is not None and await go_back(bus, state.step):
+        notes.append(f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it")
+        await claim_identity(bus, settings, place)
+    await bus.make_readers()
+    knobs = initial_knobs(settings)
+    if state is not None and await holds_nothing(bus):
+        # Knobs first: killed in between, the next start still finds the bus empty and does both again.
+        knobs |= {name: value for name, value in state.knobs.items() if name in knobs}
+        await publish_initial(bus, knobs, epoch=state.knob_epoch)
+        fault_point("launcher", "knobs_restored")
+        await restore_bus(bus, state)
+        fault_point("launcher", "restored")
+        notes.append(
+            f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups are "
+            "issued again"
+        )
     differences = await publish_initial(bus, knobs)
     notes += [f"knob kept from the run: {text}" for text in differences]
     return notes

@@ -35,7 +35,7 @@ from miles_async.settings.runs import write_run_file
 
 
 def train(settings: RunSettings) -> int:
-    """Run to the end; exit status 0 done or drained, 1 failed."""
+    """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given."""
     names = {"rm_type": RM_TYPES}
     preflight(settings, shipped=names)
     place = place_of(settings)
@@ -101,7 +101,7 @@ async def _supervise(
         loop.add_signal_handler(number, asked.set)
     stop = asyncio.Event()
     recorder = Recorder(bus, run_dir)
-    failure = ""
+    failure: RunFailed | None = None
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(recorder.follow(stop))
         tasks.create_task(watch(bus, stop))
@@ -123,14 +123,14 @@ async def _supervise(
         print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
     if failure:
         print(f"miles-async: run {settings.launch.name} ended: {failure}", file=sys.stderr)
-        return 1
+        return failure.status
     if not finished:
         print(f"run {settings.launch.name} stopped; the same command goes on from its last checkpoint")
     return 0
 
 
-async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Event) -> str:
-    """Waits for trainer and evaluator to be done, for a failure, or for the operator. Returns the failure, or ''."""
+async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Event) -> RunFailed | None:
+    """Waits for trainer and evaluator to be done, for a failure (returned), or for the operator."""
     wanted = {name for name in watches if name in ("trainer", "evaluator")}
     asking = asyncio.create_task(asked.wait())
     try:
@@ -141,7 +141,7 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
                     error = task.exception()
                     if isinstance(error, RunFailed):
                         if not _peers(name, watches):
-                            return str(error)
+                            return error
                         print(f"note: {error}; the other engines go on", file=sys.stderr)
                         error = None
                     if error is not None:
@@ -149,7 +149,7 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
                     wanted.discard(name)
                     del watches[name]
             if asked.is_set() or not wanted:
-                return ""
+                return None
     finally:
         asking.cancel()
 

@@ -11,7 +11,7 @@ from actors.runtime.context import ActorSpec, Context
 from bus import Bus, BusConfig, Out, Stream
 from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_floats, pack_ints
-from bus.messages.samples import Response, RolloutDone, Sampling, SampleTask, Scored
+from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
 
 KNOBS: dict[str, Any] = {
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], Awaitable[Any]], *, deadline_s: float = 
     """Poll until the condition holds; the last value, or a failure naming it."""
     async with asyncio.timeout(deadline_s):
         while not (value := await condition()):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # noqa: ASYNC110 - the test plays a person who looks again
     return value
 
 

@@ -193,7 +193,10 @@ def join(run: Run, name: str) -> subprocess.Popen[bytes]:
     """`miles-async worker` beside the run."""
     with (run.home / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [*(sys.executable, "-m", "miles_async", "worker", "--run-dir", str(run.dir), "--name", name)],
+            [
+                *(sys.executable, "-m", "miles_async", "worker", "--name", name),
+                *("--run", run.dir.name, "--runs-dir", str(run.dir.parent)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

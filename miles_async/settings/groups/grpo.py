@@ -44,7 +44,6 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "Optimizer steps per rollout.",
             unit="steps",
             derived="rollout_batch_size * n_samples_per_prompt / global_batch_size, or 1",
-            live=True,
             ge=1,
         ),
     ]
@@ -54,7 +53,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ]
     eps_clip_c: Annotated[
         Annotated[float, msgspec.Meta(gt=1)] | None,
-        doc("Dual clip: bound on the ratio for negative advantages, above 1. Unset: off.", live=True),
+        doc("Dual clip: bound on the ratio for negative advantages, above 1. Unset: off."),
     ] = None
 
     use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
@@ -63,7 +62,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     kl_loss_coef: Annotated[float, doc("Weight of that KL.", live=True, ge=0)] = 0.0
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of that KL.")] = "k1"
     use_unbiased_kl: Annotated[bool, doc("Multiply that KL by the importance ratio, which makes it unbiased.")] = False
-    kl_coef: Annotated[float, doc("Weight of the KL taken off the reward.", live=True, ge=0)] = 0.0
+    kl_coef: Annotated[float, doc("Weight of the KL taken off the reward.", ge=0)] = 0.0
     entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live=True, ge=0)] = 0.0
     ref_update_interval: Annotated[
         PositiveInt | None,
@@ -76,7 +75,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     tis_clip: Annotated[
         float, doc("Upper bound of that weight; also of use_icepop.", aliases=("tis_threshold",), live=True, gt=0)
     ] = 2.0
-    tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", live=True, ge=0)] = 0.0
+    tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", ge=0)] = 0.0
     use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.")] = False
     use_mis: Annotated[bool, doc("Masked importance sampling, with the tis_* and rs_* options below.")] = False
     tis_level: Annotated[Level, doc("For use_mis: what the weight is taken over.")] = "token"

@@ -47,7 +47,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         float, doc("Sampling temperature; the trainer divides its logits by it too.", live=True, gt=0, le=100)
     ] = 1.0
     rollout_top_p: Annotated[float, doc("Nucleus sampling: smallest set with this mass.", live=True, gt=0, le=1)] = 1.0
-    rollout_top_k: Annotated[int, doc("Sample from the k likeliest tokens; -1 means all.", live=True, ge=-1)] = -1
+    rollout_top_k: Annotated[int, doc("Sample from the k likeliest tokens; -1 means all.", ge=-1)] = -1
     rollout_max_response_len: Annotated[
         int, doc("Most tokens generated per sample; longer ones are cut.", unit="tokens", live=True, ge=1)
     ] = 1024
@@ -81,6 +81,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         doc(
             "Which finished groups are trained: a shipped name (check_reward_nonzero_std drops groups whose rewards "
             "are all equal, none keeps everything) or the dotted path of your own function.",
+            live=True,
             derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1",
         ),
     ]
@@ -139,10 +140,9 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             "For staleness_policy wait: how many groups past the oldest open one the trainer may take.",
             unit="groups",
             derived="rollout_batch_size; 1 when max_weight_staleness is 0",
-            live=True,
             ge=1,
         ),
     ]
     update_weights_interval: Annotated[
-        int, doc("Rollouts trained between two published policy versions.", unit="rollouts", live=True, ge=1)
+        int, doc("Rollouts trained between two published policy versions.", unit="rollouts", ge=1)
     ] = 1
