@@ -38,6 +38,9 @@ class Publisher:
     def __init__(self, context: Context, spec: PublisherSpec) -> None:
         self._context = context
         self._spec = spec
+        self._forget()
+
+    def _forget(self) -> None:
         self._announced: dict[int, PolicyAnnounced] = {}
         self._newest: PolicyAnnounced | None = None
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
@@ -52,11 +55,10 @@ class Publisher:
         context = self._context
         tail = Tail(context.bus, [POLICY, EVENTS])
         try:
-            newest_event = await context.bus.last(EVENTS)
-            tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
-            for name, raw in (await context.bus.hash_of(context.bus.keys.vitals)).items():
-                self._hear(msgspec.msgpack.decode(raw, type=Vitals), name)
+            await self._rebuild(tail)
             while not context.draining.is_set():
+                if self._restarts != context.bus.link.server_restarts:
+                    await self._rebuild(tail)
                 with context.waiting("announcements and reports"):
                     entries = await tail.read(0.5)
                 for entry in entries:
@@ -64,6 +66,16 @@ class Publisher:
                 await self._act()
         finally:
             await tail.close()
+
+    async def _rebuild(self, tail: Tail) -> None:
+        """Everything from the bus; again after a restart of the server, which may have lost what was said last."""
+        bus = self._context.bus
+        self._restarts = bus.link.server_restarts
+        self._forget()
+        newest_event = await bus.last(EVENTS)
+        tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
+        for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
+            self._hear(msgspec.msgpack.decode(raw, type=Vitals), name)
 
     def _fold(self, message: object) -> None:
         match message:

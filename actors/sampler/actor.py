@@ -26,6 +26,7 @@ from bus.messages.samples import SampleTask, Sampling
 from bus.topology import ACTIVE, GROUPS, POLICY, PROMPTS, VERDICTS
 
 GROUPS_PER_COMMIT = 16
+QUIET_READS = 6  # of half a second without news
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,7 @@ class Sampler:
         tail = Tail(context.bus, [VERDICTS, POLICY, ACTIVE])
         try:
             await self._rebuild(tail)
+            quiet = 0
             while not context.draining.is_set():
                 if context.bus.link.server_restarts != self._restarts:
                     await self._rebuild(tail)
@@ -84,6 +86,10 @@ class Sampler:
                 what = "slots: news of verdicts, policy or active" if not issued else "news"
                 with context.waiting(what):
                     news = await tail.read(0.5)
+                quiet = 0 if news or issued else quiet + 1
+                if quiet >= QUIET_READS:
+                    quiet = 0
+                    await self._reconcile()
                 for entry in news:
                     message = await context.bus.message(entry)
                     self._progress.fold(message)
@@ -91,6 +97,16 @@ class Sampler:
                         self._again.append((entry.id, message.prompts))
         finally:
             await tail.close()
+
+    async def _reconcile(self) -> None:
+        """Nothing moves: give up slots of groups that the run no longer lists. Their closing was said on a server that
+        forgot it, or to one that was asked before."""
+        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
+        gone = self._progress.untrained() - listed.keys()
+        for group_id in gone:
+            self._progress.close(group_id)
+        if gone:
+            await self._context.event("slots freed", f"{len(gone)} groups are closed, which was not heard")
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything in memory from the streams: positions first, so that nothing falls between scan and tail."""

@@ -61,6 +61,10 @@ class Progress:
             case Finished():
                 self.finished = True
 
+    def untrained(self) -> set[str]:
+        """Groups that hold a slot and that no step has trained, as far as is known here."""
+        return {g for g in self._stage if g not in self._trained}
+
     def close(self, group_id: str) -> None:
         """Forget a group that the run's registry no longer lists."""
         self._stage.pop(group_id, None)

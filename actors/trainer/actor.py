@@ -27,7 +27,7 @@ from actors.trainer.record import RecordedBatch, path_of, read_record, write_rec
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.spec import TrainerSpec
 from bus import Commit, Guard, Out, ledger
-from bus.errors import CheckpointRefused
+from bus.errors import CheckpointRefused, InvariantBroken
 from bus.messages.groups import GroupKept
 from bus.messages.policy import Finished, PolicyAnnounced, Restored, StepDone, WeightManifest
 from bus.messages.versions import PolicyVersion
@@ -70,6 +70,7 @@ class Trainer:
         )
         self._version = PolicyVersion(id=0, step=0)
         self._marker = ""  # value of the state field `trainer`
+        self._restarts = 0  # of the server, as far as they were looked at
         self._publishing: asyncio.Task[None] | None = None
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
@@ -100,6 +101,8 @@ class Trainer:
         context, spec, bus = self._context, self._spec, self._context.bus
         state = await self._load()
         step = state.step if state is not None else 0
+        inside: tuple[str, ...] = ()
+        self._restarts = bus.link.server_restarts
         self._marker = await bus.state("trainer")
         # Before the first checkpoint nothing was acknowledged: the steps are done again from the first weights.
         if state is None and booked_as_trained(await ledger.read_accounts(bus)):
@@ -112,6 +115,7 @@ class Trainer:
             while await self._intake.fetch(256, 0.0):
                 continue
             self._intake.adopt((*consumed_before(Path(spec.load), step), *state.consumed), state.step)
+            inside = await self._intake.inside_but_open()
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step
         parent = state.version.id if state is not None else 0
@@ -119,7 +123,6 @@ class Trainer:
         number = await bus.next_number("version", at_least=max(parent, newest_written(Path(spec.weights_dir))) + 1)
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
-        inside = await self._intake.settled_but_open()
         await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, groups=inside))
         await self._publish(self._version)
         context.version = number
@@ -181,6 +184,7 @@ class Trainer:
         if spec.replay_from:
             return list((await asyncio.to_thread(read_record, path_of(spec.replay_from, step + 1))).groups)
         while not context.draining.is_set():
+            await self._check_bus()
             knobs = context.knobs
             interval = spec.update_weights_interval
             open_order: list[str] = []
@@ -205,6 +209,20 @@ class Trainer:
             with context.waiting(f"{made.missing} of step {step + 1} on groups"):
                 await intake.fetch(64, 0.5)
         return None
+
+    async def _check_bus(self) -> None:
+        """A server that came back without what was said here last has lost its last second: start again from the
+        checkpoint, so that everyone hears from where."""
+        bus = self._context.bus
+        if self._restarts == bus.link.server_restarts:
+            return
+        self._restarts = bus.link.server_restarts
+        known = await bus.state("trainer")
+        if known != self._marker:
+            raise InvariantBroken(
+                f"the bus came back at {known or 'nothing'!r}, this trainer had said {self._marker!r}: it lost its last "
+                "moments. The trainer starts again from its last checkpoint."
+            )
 
     async def _step(self, groups: list[GroupKept]) -> StepResult:
         knobs = self._context.knobs

@@ -24,6 +24,7 @@ from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
+ALREADY_TRAINED = "already_trained"  # said of a group that came again; it counts as trained
 SETTLED_KEPT = 4096  # groups; far more than a second's worth
 
 
@@ -81,7 +82,11 @@ class Intake:
         if consumed is not None:
             is_open = await bus.link.run("HEXISTS", bus.keys.open_groups, group_id)
             moves = booked([Trained(step=0, entry=entry, consumed=consumed)]) if is_open else {}
-            await bus.commit(Commit(ack=(entry,), close_groups=(group_id,), ledger=moves))
+            # The sampler may have issued it again from a cursor that fell back.
+            known = GroupsGivenUp(groups=((group_id, ALREADY_TRAINED),))
+            await bus.commit(
+                Commit(ack=(entry,), append=(Out(POLICY, known),), close_groups=(group_id,), ledger=moves)
+            )
             self.reader.forget([entry])
             return
         held = self._held(group_id)
@@ -198,12 +203,11 @@ class Intake:
         for group_id in list(self._settled)[:-SETTLED_KEPT]:
             del self._settled[group_id]
 
-    async def settled_but_open(self) -> tuple[str, ...]:
-        """Groups inside the checkpoint that the bus still lists as open: it lost its last second, they come again."""
-        if not self._settled:
-            return ()
-        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
-        return tuple(group_id for group_id in self._settled if group_id in listed)
+    async def inside_but_open(self) -> tuple[str, ...]:
+        """Groups inside the checkpoint that the bus still lists as open: not acknowledged yet, or it forgot that."""
+        inside = [*self._settled, *(t.consumed.group_id for t in self.uncommitted)]
+        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups) if inside else {}
+        return tuple(group_id for group_id in inside if group_id in listed)
 
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
         """At a start: groups that the loaded checkpoint already holds, delivered again, only wait for their

@@ -16,6 +16,7 @@ import msgspec
 from actors.sampler.actor import Position
 from actors.sampler.order import permutation
 from actors.trainer.checkpoint import latest
+from actors.trainer.intake import ALREADY_TRAINED
 from actors.trainer.record import read_record
 from bus import Bus, ledger
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
@@ -92,7 +93,9 @@ def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None) -> F
 
 def _nothing_missing(facts: Facts, trained: set[str]) -> None:
     dropped = {v.group_id for v in facts.verdicts if not v.kept}
-    dropped |= {g for m in facts.policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
+    dropped |= {
+        g for m in facts.policy if isinstance(m, GroupsGivenUp) for g, why in m.groups if why != ALREADY_TRAINED
+    }
     n_issued = Position.parse(facts.sampler).cursor.group
     everywhere = trained | dropped | facts.open_groups
     missing = [g for g in (f"g{n:07d}" for n in range(1, n_issued + 1)) if g not in everywhere]
