@@ -43,6 +43,7 @@ class Child:
     failures: list[float] = field(default_factory=list)
     done: bool = False
     essential: bool = True
+    outdated: bool = False  # a process of an earlier launcher may run with other settings
 
     @property
     def name(self) -> str:
@@ -68,7 +69,9 @@ class Supervisor:
         """Take an actor into care; `watch` starts it."""
         child = Child(spec, essential=essential)
         self.children[spec.name] = child
-        self._spec_file(child).write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
+        file, content = self._spec_file(child), msgspec.json.format(msgspec.json.encode(spec), indent=2)
+        child.outdated = file.exists() and file.read_bytes() != content
+        file.write_bytes(content)
         self._spec_file(child).chmod(0o600)  # the bus address may hold a password
         return child
 
@@ -84,6 +87,11 @@ class Supervisor:
 
     async def _start(self, child: Child) -> None:
         adopted = self._adopt(child)
+        if adopted and child.outdated:
+            self.notes.append(("replaced", f"{child.name} (pid {adopted}) ran with other settings"))
+            await self._end(adopted, child.spec.drain_timeout_s + 5.0)
+            adopted = 0
+        child.outdated = False
         if adopted:
             child.pid, child.process = adopted, None
             self.notes.append(("adopted", f"{child.name} (pid {adopted}) still runs"))
@@ -110,12 +118,25 @@ class Supervisor:
 
     def _adopt(self, child: Child) -> int:
         """Pid of a process of an earlier launcher that still runs this actor, 0 if none."""
-        try:
-            pid = int(self._pid_file(child).read_text())
-            command = psutil.Process(pid).cmdline()
-        except (OSError, ValueError, psutil.Error):
-            return 0
-        return pid if str(self._spec_file(child).resolve()) in command else 0
+        return _living(self._pid_file(child))
+
+    async def _end(self, pid: int, timeout_s: float) -> None:
+        """Drain a process that is not our child, or kill it when it does not obey."""
+        _signal(pid, signal.SIGTERM)
+        until = self._clock.monotonic() + timeout_s
+        while _alive(pid):
+            if self._clock.monotonic() > until:
+                _signal(pid, signal.SIGKILL)
+                return
+            await self._clock.sleep(0.05)
+
+    async def retire_others(self) -> None:
+        """End actors of an earlier launcher of this run that the present settings no longer have."""
+        for file in (self._run_dir / "actors").glob("*.pid"):
+            if file.stem not in self.children and (pid := _living(file)):
+                self.notes.append(("retired", f"{file.stem} (pid {pid}) is not in the settings any more"))
+                await self._end(pid, 30.0)
+                file.unlink(missing_ok=True)
 
     async def watch(self, child: Child) -> None:
         """Start an actor and keep it until it is done; RunFailed when it cannot be kept."""
@@ -185,6 +206,16 @@ class Supervisor:
         for child in late:
             _signal(child.pid, signal.SIGKILL)
         return [c.name for c in late]
+
+
+def _living(pid_file: Path) -> int:
+    """Pid in an actor's file, if that process still runs this actor and no other took its number; else 0."""
+    try:
+        pid = int(pid_file.read_text())
+        command = psutil.Process(pid).cmdline()
+    except (OSError, ValueError, psutil.Error):
+        return 0
+    return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
 
 
 def _alive(pid: int) -> bool:

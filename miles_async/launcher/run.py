@@ -13,14 +13,16 @@ import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 from actors.reward.scorer import RM_TYPES
 from actors.runtime.loop import run_loop
-from bus import Bus, SystemClock
+from bus import Bus, Out, SystemClock
+from bus.messages.control import Event
 from bus.messages.policy import Finished
 from bus.server.checks import check_server, connect
 from bus.server.embedded import EmbeddedRedis
-from bus.topology import POLICY
+from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console
 from miles_async.console.recorder import Recorder
 from miles_async.console.watchdog import watch
@@ -94,6 +96,7 @@ async def _supervise(
     )
     for name, role, room in room_specs(settings, place):
         supervisor.add(actor_spec(settings, place, bus.config, name, role, room))
+    await supervisor.retire_others()
     (run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -108,6 +111,7 @@ async def _supervise(
         tasks.create_task(
             run_console(bus, mode=settings.launch.console, total_steps=place.num_rollout, run_dir=run_dir, stop=stop)
         )
+        tasks.create_task(_tell(bus, supervisor, stop))
         if embedded is not None:
             tasks.create_task(_keep_redis(embedded, stop))
         watches = {name: asyncio.create_task(supervisor.watch(c)) for name, c in supervisor.children.items()}
@@ -157,6 +161,24 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
 def _peers(name: str, watches: Collection[str]) -> list[str]:
     """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
     return [w for w in watches if w != name and name.startswith("generation-") and w.startswith("generation-")]
+
+
+async def _tell(bus: Bus, supervisor: Supervisor, stop: asyncio.Event) -> None:
+    """Put what the supervisor notes (restarts, adoptions) on the events stream; woken by time or the end."""
+    told = 0
+    while True:
+        over = stop.is_set()
+        for kind, text in supervisor.notes[told:]:
+            level: Literal["info", "warning"] = "warning" if kind == "restart" else "info"
+            event = Event(actor="launcher", kind=kind, text=text, wall=bus.clock.wall(), level=level)
+            await bus.append([Out(EVENTS, event)], repeatable=True)
+            told += 1
+        if over:
+            return
+        try:
+            await asyncio.wait_for(stop.wait(), 0.5)
+        except TimeoutError:
+            continue
 
 
 async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:

@@ -85,7 +85,7 @@ async def until(condition: Callable[[], Awaitable[Any]], *, deadline_s: float = 
     """Poll until the condition holds; the last value, or a failure naming it."""
     async with asyncio.timeout(deadline_s):
         while not (value := await condition()):
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - the test plays a person who looks again
+            await asyncio.sleep(0.01)
     return value
 
 

@@ -48,6 +48,23 @@ def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> Non
 
 
 @pytest.mark.slow
+def test_a_launcher_with_other_settings_replaces_what_still_runs(run_of: Launch) -> None:
+    run = run_of(merged(LONGER, {"rollout": {"num_rollout": 100_000}}))
+    run.start()
+    run.until_step(2)
+    before = actors(run)
+    kill_launcher(run)
+    wanted = run.step() + 20
+    run.start(flags=("--num-rollout", str(wanted), "--num-generation-workers", "1"))
+    run.finish()
+    after = (run.dir / "logs" / "trainer.log").read_text()
+    assert "restored" in after, "the trainer went on with its old settings"
+    assert before["generation-1"]
+    assert not run.processes()
+    judge(run, steps=wanted)
+
+
+@pytest.mark.slow
 def test_an_adopted_actor_that_dies_is_started_again(run_of: Launch) -> None:
     run = run_of(LONGER)
     run.start()
