@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
     from bus.errors import BusRefused
-    from miles_async.launcher.prepare import bus_of, read_identity
+    from miles_async.launcher.identity import bus_of, read_identity
 
     ref = chosen_run(args)
 

@@ -15,9 +15,9 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
-from bus import Bus, BusConfig
-from bus.errors import BusRefused
+from bus import Bus
 from bus.knobs.live import publish_initial
+from miles_async.launcher.identity import Identity
 from miles_async.launcher.plan import Place, generation_spec, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
@@ -163,19 +163,6 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     return notes
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is, for whoever joins it: elastic workers and rerun commands."""
-
-    run: str
-    fingerprint: str
-    worker: dict[str, Any]
-    bus: dict[str, Any]
-    run_seed: int
-    heartbeat_s: float
-    drain_timeout_s: float
-    run_dir: str
-
-
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     """Write what this run is, or refuse a bus that holds another run of the same name."""
     identity = Identity(
@@ -199,20 +186,3 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
                 remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
             )
     await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
-
-
-async def read_identity(bus: Bus) -> Identity:
-    """What run this is; BusRefused when there is none of that name."""
-    raw = await bus.link.run("GET", bus.keys.identity)
-    if raw is None:
-        raise BusRefused(
-            f"no run {bus.config.run!r} on {bus.config.url}. Start it with `miles-async train`, or name another --run."
-        )
-    return msgspec.json.decode(raw, type=Identity)
-
-
-
-
-def bus_of(identity: Identity, url: str) -> BusConfig:
-    """Bus settings of a joined run, at the address the joiner uses."""
-    return msgspec.structs.replace(msgspec.convert(identity.bus, BusConfig), url=url)
