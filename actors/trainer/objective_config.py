@@ -21,6 +21,7 @@ Estimator = Literal[
     "on_policy_distillation",
 ]
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
+Reduction = Literal["per_sample", "per_token", "constant"]
 Level = Literal["token", "sequence", "geometric"]
 Bounding = Literal["truncate", "clip", "mask"]
 
@@ -36,10 +37,6 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     advantage_estimator: str = "grpo"
     """Key of `advantages.ADVANTAGES`; also chooses the group baseline (`rewards.BASELINES`)."""
-    custom_advantage: str | None = None
-    """Key of `advantages.ADVANTAGES` that replaces the estimator's formula; its group baseline stays."""
-    reward_post_process: str | None = None
-    """Key of `rewards.POST_PROCESSORS` that replaces the group baseline."""
     rewards_normalization: bool = True
     """Subtract the group baseline from rewards where the estimator has one."""
     grpo_std_normalization: bool = True
@@ -106,14 +103,11 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_staleness: int | None = None
     """Policy versions; older tokens never train. None: no bound is enforced here."""
 
-    reduction: str = "per_sample"
-    """Key of `reductions.REDUCERS`. per_sample: mean of per-rollout means; per_token: mean over tokens; constant: token sum / loss_constant."""
+    reduction: Reduction = "per_sample"
+    """per_sample: mean of per-rollout means; per_token: mean over tokens; constant: token sum / loss_constant."""
     loss_constant: float = 1.0
     """Divisor per rollout of reduction=constant (Dr. GRPO: the longest response)."""
     value_clip: float = 0.2
-    """Width of the clip around the critic's values before the step (ppo)."""
-    observe_entropy: bool = True
-    """Report the entropy where the backend supplies it, also with entropy_coef = 0."""
     diagnostics: bool = True
     """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
 
@@ -126,10 +120,6 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.policy_loss is not None:
             return self.policy_loss
         return self.advantage_estimator if self.advantage_estimator in ("gspo", "cispo") else "ppo"
-
-    @property
-    def advantage_name(self) -> str:
-        return self.custom_advantage or self.advantage_estimator
 
     @property
     def whiten(self) -> bool:
@@ -155,11 +145,6 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_student_logp(self) -> bool:
         return self.use_opd or self.advantage_estimator == "on_policy_distillation"
-
-    @property
-    def needs_values(self) -> bool:
-        """Whether a critic is trained beside the policy."""
-        return self.advantage_estimator == "ppo"
 
     @property
     def needs_ref_logp(self) -> bool:

@@ -132,7 +132,7 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
         entropy = reduce_sum(_given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}"), t.accepted, mb.weights)
         total = total - cfg.entropy_coef * entropy
         sums["entropy_loss"] = entropy.detach()
-    elif mb.entropy is not None and cfg.observe_entropy:
+    elif mb.entropy is not None:
         t.rows["entropy_loss"] = mb.entropy.detach()
     if cfg.use_kl_loss:
         ref = _given(mb.ref_logp, "ref_logp", "use_kl_loss")
@@ -170,10 +170,6 @@ def _diagnostics(mb: LossInputs, t: TokenTerms, norm: Norm, sums: dict[str, Tens
     parts = torch.stack((ratio, ratio * ratio))
     per_rollout = torch.zeros(2, norm.rollout_tokens.numel(), dtype=dtype, device=ratio.device)
     sums["ess_w"], sums["ess_w2"] = per_rollout.index_add_(1, mb.slots, parts).unbind()
-    if mb.ref_logp is not None:
-        apart = (mb.new_logp.detach() - mb.ref_logp).abs()
-        apart = keep(t.usable & torch.isfinite(apart), apart)
-        sums["ref_logp_max_diff"] = apart.amax() if apart.numel() else apart.sum()
     if mb.rollout_logp is None:
         return
     gap = t.old_logp - mb.rollout_logp

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.trainer.objective.inputs import Norm
 
-MAXIMA = frozenset({"forward_logp_max_diff", "ref_logp_max_diff"})
+MAXIMA = frozenset({"forward_logp_max_diff"})
 COUNTS = frozenset({"nonfinite_tokens", "kl_nonfinite_tokens"})
 PER_ROLLOUT = ("ess_w", "ess_w2")
 

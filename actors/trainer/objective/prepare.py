@@ -17,7 +17,7 @@ from actors.trainer.objective import metrics as metric
 from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.prepared import AllReduce, PreparedBatch
-from actors.trainer.objective.rewards import normalize_group_rewards, post_process
+from actors.trainer.objective.rewards import normalize_group_rewards
 from actors.trainer.objective.samples import (
     FLOAT_FIELDS,
     UNKNOWN_VERSION,
@@ -43,7 +43,7 @@ def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
         "ref_logp": cfg.needs_ref_logp,
         "teacher_logp": cfg.needs_student_logp,
         "opd_reverse_kl": cfg.use_opd,
-        "values": cfg.needs_values,
+        "values": cfg.advantage_estimator == "ppo",
     }
 
 
@@ -99,8 +99,6 @@ def prepare_batch(
         std=cfg.grpo_std_normalization,
         enabled=cfg.rewards_normalization,
     )
-    if cfg.reward_post_process is not None:
-        baseline = post_process(cfg.reward_post_process, cfg, samples, baseline)
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
     own_lengths = lengths[list(positions)]
     index = sample_index(own_lengths)
@@ -227,7 +225,7 @@ def _advantages(
         teacher_logp=fields.get("teacher_logp"),
         values=fields.get("values"),
     )
-    advantages, returns = ADVANTAGES[cfg.advantage_name](cfg, inputs)
+    advantages, returns = ADVANTAGES[cfg.advantage_estimator](cfg, inputs)
     if cfg.use_opd:
         advantages, _ = opd_penalty(
             advantages,

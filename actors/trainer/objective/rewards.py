@@ -10,12 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from actors.trainer.objective.samples import TrainSample
-    from actors.trainer.objective_config import ObjectiveConfig
+from dataclasses import dataclass, field
 
 STD_EPS = 1e-6
 
@@ -72,19 +67,6 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "maxrl": over_mean,
 }
 """estimator -> group transform. Estimators that are not here take raw rewards."""
-
-
-POST_PROCESSORS: dict[str, Callable[[ObjectiveConfig, Sequence[TrainSample]], Sequence[float | None]]] = {}
-"""name -> (config, all samples of the batch) -> one processed reward per sample. Only custom functions are here."""
-
-
-def post_process(name: str, cfg: ObjectiveConfig, samples: Sequence[TrainSample], raw: GroupRewards) -> GroupRewards:
-    """`raw` with the values of a registered function. None, NaN or infinite: that sample has no reward."""
-    given = POST_PROCESSORS[name](cfg, samples)
-    missing = [i for i, value in enumerate(given) if value is None or not math.isfinite(value)]
-    absent = set(missing)
-    values = [0.0 if value is None or i in absent else float(value) for i, value in enumerate(given)]
-    return replace(raw, values=values, missing=missing)
 
 
 def normalize_group_rewards(
