@@ -16,6 +16,7 @@ from actors.generation.engine import EngineUnavailable, GenerateRequest, Request
 from actors.generation.link import WeightsUnusable
 from actors.generation.sample import Running, start
 from actors.generation.spec import GenerationSpec, open_link
+from actors.runtime.child import Child
 from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -32,11 +33,11 @@ RESENDS = 8  # in a row without a new token; then the sample is parked
 class Worker:
     """The room."""
 
-    def __init__(self, context: Context, spec: GenerationSpec) -> None:
+    def __init__(self, context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
         self._context = context
         self._spec = spec
         self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
-        self._link = open_link(context, spec)
+        self._link = open_link(context, spec, spare)
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
         self._slot = asyncio.Event()
@@ -343,6 +344,6 @@ def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
     return Commit(append=(Out(stream, lost),), delete_prefixes=(lost.sample_id,))
 
 
-async def run(context: Context, spec: GenerationSpec) -> None:
+async def run(context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
     """A worker's process."""
-    await Worker(context, spec).run()
+    await Worker(context, spec, spare).run()

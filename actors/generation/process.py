@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,8 @@ from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.runtime.child import Child
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
+
+EMBEDDED = (sys.executable, "-m", "actors.generation.embedded")
 
 
 class EngineServer(Protocol):
@@ -30,10 +33,17 @@ class EngineServer(Protocol):
 
 
 class EngineProcess:
-    """One embedded engine."""
+    """One embedded engine. A `spare` is a child that already loads its libraries: the first boot uses it."""
 
     def __init__(
-        self, *, model_path: str, folder: Path, threads: int, max_running: int, boot_deadline_s: float
+        self,
+        *,
+        model_path: str,
+        folder: Path,
+        threads: int,
+        max_running: int,
+        boot_deadline_s: float,
+        spare: Child | None = None,
     ) -> None:
         self._model_path = model_path
         self._folder = folder
@@ -41,6 +51,7 @@ class EngineProcess:
         self._max_running = max_running
         self._boot_deadline_s = boot_deadline_s
         self._child = Child()
+        self._spare = spare
         self.boots = 0
         self.note = ""
 
@@ -61,12 +72,16 @@ class EngineProcess:
         port_file.unlink(missing_ok=True)
         log = self._folder / f"engine.{self.boots}.log"
         argv = [
-            *(sys.executable, "-m", "actors.generation.embedded"),
             *("--model-path", self._model_path, "--host", "127.0.0.1", "--port", "0"),
             *("--port-file", str(port_file), "--threads", str(self._threads)),
             *("--max-running-requests", str(self._max_running)),
         ]
-        await self._child.start(argv, log)
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.alive:
+            self._child = spare
+            spare.order(json.dumps({"log": str(log), "argv": argv}).encode() + b"\n")
+        else:
+            await self._child.start([*EMBEDDED, *argv], log)
         try:
             async with deadline(self._boot_deadline_s, f"boot of the embedded engine (log: {log})"):
                 while not (port_file.exists() and port_file.read_text().strip()):
@@ -80,7 +95,7 @@ class EngineProcess:
 
     def _ended(self, log: Path) -> EngineUnavailable:
         """What the child's end at boot means: status 2 is its refusal, which another try would not change."""
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         code = self._child.exit_code
         last = lines[-1] if lines else "(empty)"
         if code == 2:

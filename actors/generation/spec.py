@@ -12,7 +12,7 @@ from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
 from actors.generation.sglang_args import default_command, server_args
 from actors.generation.sglang_server import SGLangServer
-from actors.runtime.child import ArgValue, flag_name
+from actors.runtime.child import ArgValue, Child, flag_name
 from actors.runtime.context import Context
 
 
@@ -44,8 +44,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     exact_stream: bool = False
 
 
-def open_link(context: Context, spec: GenerationSpec) -> EngineLink:
-    """The bond of this worker with its engine; nothing is started yet."""
+def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:
+    """The bond of this worker with its engine; nothing is started yet. `spare`: see EngineProcess."""
     deadlines = {
         "request_deadline_s": spec.request_deadline_s,
         "token_deadline_s": spec.token_deadline_s,
@@ -63,7 +63,7 @@ def open_link(context: Context, spec: GenerationSpec) -> EngineLink:
     return EngineLink(
         context,
         connect,
-        process=_server(context, spec),
+        process=_server(context, spec, spare),
         url=spec.engine_url,
         model_path=spec.model_path,
         control_deadline_s=spec.control_deadline_s,
@@ -71,7 +71,7 @@ def open_link(context: Context, spec: GenerationSpec) -> EngineLink:
     )
 
 
-def _server(context: Context, spec: GenerationSpec) -> EngineServer | None:
+def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> EngineServer | None:
     folder = Path(context.spec.run_dir or ".") / "engines" / context.name
     if spec.engine == "embedded":
         return EngineProcess(
@@ -80,6 +80,7 @@ def _server(context: Context, spec: GenerationSpec) -> EngineServer | None:
             threads=spec.threads,
             max_running=spec.max_running,
             boot_deadline_s=spec.boot_deadline_s,
+            spare=spare,
         )
     if spec.engine != "sglang":
         return None

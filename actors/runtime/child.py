@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 ArgValue = bool | int | float | str | tuple[str, ...]
 """Value of a program's flag: True is the bare flag, False leaves it out, a tuple follows its flag word by word."""
@@ -48,15 +49,28 @@ class Child:
     async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         """Run `words`; OSError when there is no such program."""
         with log.open("wb") as out:
-            self._process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=dict(env) if env is not None else None,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+            await self._run(words, asyncio.subprocess.DEVNULL, out, env)
+
+    async def start_spare(self, words: Sequence[str]) -> None:
+        """Run `words`, which wait for `order`; what they say until then goes to stderr."""
+        await self._run(words, asyncio.subprocess.PIPE, sys.stderr, None)
+
+    def order(self, line: bytes) -> None:
+        """The one line that a spare waits for."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.close()
+
+    async def _run(self, words: Sequence[str], stdin: int, out: IO[Any], env: Mapping[str, str] | None) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=stdin,
+            stdout=out,
+            stderr=out,
+            env=dict(env) if env is not None else None,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
 
     async def wait(self) -> int | None:
         """Its exit status, once it ended."""

@@ -21,6 +21,7 @@ import msgspec
 
 from actors.runtime.context import ActorSpec, Context
 from actors.runtime.loop import run_loop
+from actors.runtime.priority import ACTOR_NICE, lower_to
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
 from bus.knobs.live import LiveKnobs
@@ -35,14 +36,14 @@ class Refused(MilesAsyncError):
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
     """`python -m actors.<room> SPEC.json`: read the spec, run the room, exit with the code above."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    log_to_stderr()
     try:
         spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
         room = msgspec.convert(spec.room, room_type)
     except (IndexError, OSError, msgspec.MsgspecError) as error:
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    code = run_loop(_run(spec, room, body))
+    code = run_loop(run_actor(spec, room, body))
     # For a launcher that adopted this process and cannot wait for it.
     try:
         Path(sys.argv[1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")
@@ -51,7 +52,13 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     sys.exit(code)
 
 
-async def _run(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+def log_to_stderr() -> None:
+    """One line per event with time and actor."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
+async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+    """This process is the actor from here on; returns the exit code."""
     log = logging.getLogger(spec.name)
     try:
         async with Bus(spec.bus) as bus:
@@ -90,6 +97,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     async def work() -> None:
         try:
             context.state = "running"
+            lower_to(ACTOR_NICE)
             await body(context, room)
         finally:
             over.set()
@@ -152,4 +160,4 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-__all__ = ("EXIT_BUS_GONE", "EXIT_CRASHED", "EXIT_DONE", "EXIT_REFUSED", "Refused", "main")
+__all__ = ("EXIT_BUS_GONE", "EXIT_CRASHED", "EXIT_DONE", "EXIT_REFUSED", "Refused", "log_to_stderr", "main", "run_actor")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import StepBatch, StepResult, TrainBackend
@@ -84,6 +85,7 @@ class Trainer:
         try:
             with self._context.waiting("model and optimizer to load"):
                 await self._in_thread(self._backend.setup, self._spec.backend)
+                await self._in_thread(lower_to, COMPUTE_NICE)
             await self._intake.reader.open()
             async with asyncio.TaskGroup() as tasks:
                 await self._restore(tasks)

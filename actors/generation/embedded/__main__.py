@@ -1,5 +1,6 @@
 """Process of the embedded engine: flags, port, signals. Exit status 0 after SIGTERM or SIGINT, 2 for a refused start, 1
-when the model's thread died.
+when the model's thread died. With the single flag --spare it loads its libraries first and then reads one JSON line
+from stdin, {"log": path, "argv": flags}: its starter may not know the flags yet.
 
 Shutdown: (1) refuse new requests, (2) end running ones with what they have (finish_reason abort), (3) send those
 answers, (4) close.
@@ -8,6 +9,7 @@ answers, (4) close.
 import argparse
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ import sys
 from pathlib import Path
 
 from actors.runtime.loop import runner
+from actors.runtime.priority import COMPUTE_NICE, lower_to
 
 SHUTDOWN_S = 5.0
 DEFAULT_TOTAL_TOKENS = 1 << 18
@@ -51,7 +54,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse()
+    gc.disable()  # until all is loaded: collecting in the middle of torch's import costs a tenth of the boot
+    args = parse(_order() if sys.argv[1:] == ["--spare"] else None)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, hence the late imports
     from actors.generation.embedded.config import ModelRefused
 
@@ -66,6 +70,21 @@ def main() -> int:
             return loop.run(_serve(args, listener))
     except ModelRefused as error:
         return _refuse(str(error))
+
+
+def _order() -> list[str]:
+    """A spare's flags; it ends when its starter went away or has no use for it."""
+    import actors.generation.embedded.scheduler
+    import actors.generation.embedded.server  # noqa: F401  # with torch: the long part of a boot
+
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(0)
+    order = json.loads(line)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    return [str(word) for word in order["argv"]]
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -134,6 +153,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         post=post,
         on_death=died,
     )
+    lower_to(COMPUTE_NICE)  # before the model's thread starts: threads inherit it
     server.scheduler.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -148,6 +168,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         flush=True,
     )
     gc.collect()
+    gc.enable()
     gc.freeze()  # the model and the libraries live as long as the process: keep them out of every collection
 
     await stop.wait()
