@@ -94,6 +94,7 @@ class Link:
         self._scripts = {script.sha: script for script in scripts}
         self._run_id = ""
         self._wire = Wire(url)
+        self._bulk, self._bulk_turn = Wire(url), asyncio.Lock()
         self._calls = 0
         self._queue: list[tuple[Command | Job, Waiting]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -201,21 +202,9 @@ class Link:
         return replies
 
     async def _send(self, commands: list[Command]) -> list[Any]:
-        if len(commands) == 1:
-            try:
-                return [await call(self.client, *commands[0])]
-            except (BusyLoadingError, ConnectionError, TimeoutError):
-                raise
-            except RedisError as error:
-                return [error]
-        pipe = self.client.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)
-        replies = await pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, BusyLoadingError | ConnectionError):
-                raise reply
-        return replies
+        """On a connection of their own: small commands do not queue behind large bodies."""
+        async with self._bulk_turn:
+            return await self._bulk.exchange(commands)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
@@ -266,6 +255,7 @@ class Link:
         if self._writer is not None:
             await asyncio.gather(self._writer, return_exceptions=True)
         await self._wire.close()
+        await self._bulk.close()
         await self.client.aclose()
 
 
