@@ -39,6 +39,8 @@ Policy = (
     | policy.Restored
     | policy.Checkpointed
     | policy.Finished
+    | policy.WeightsOnDisk
+    | policy.Sending
 )
 Active = policy.Activate | policy.PolicyActive
 News = control.Vitals | control.Event
@@ -51,10 +53,10 @@ SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
 GROUPS = Stream("groups", groups.GroupKept, "filter", ("trainer",))
 # Verdicts travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
 VERDICTS = Stream("verdicts", groups.GroupVerdict, "filter", tailed_by=("sampler", "console"), cap=10_000)
-POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "console"))
+POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "generation", "console"))
 ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator"), cap=1_000)
 KNOBS = Stream("knobs", control.KnobPatch, "console", tailed_by=("all",))
-EVENTS = Stream("events", News, "all", tailed_by=("publisher", "console"), cap=20_000)
+EVENTS = Stream("events", News, "all", tailed_by=("publisher", "trainer", "console"), cap=20_000)
 DEAD = Stream("dead", control.DeadLetter, "all", tailed_by=("console",))
 EVAL_PROMPTS = Stream("eval.prompts", samples.SampleTask, "evaluator", ("generation",))
 EVAL_ROLLOUTS = Stream("eval.rollouts", Rollout, "generation", ("reward",))

@@ -3,8 +3,8 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning, and nccl, which needs two GPUs (the trainer on --gpu,
-the engine on the next). Each writes DIR/STEP.json as soon as it has a
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning, and nccl and e2e, which need two GPUs (the trainer on
+--gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a
 number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
 it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import gpu_e2e
 import gpu_judge as judge
 import gpu_parts as parts
 import gpu_publish
@@ -291,8 +292,9 @@ STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "deterministic": (deterministic, 170.0),
     "tuning": (tuning, 170.0),
     "nccl": (gpu_publish.nccl, 200.0),
+    "e2e": (gpu_e2e.e2e, 300.0),
 }
-ONE_GPU = [step for step in STEPS if step != "nccl"]
+ONE_GPU = [step for step in STEPS if step not in ("nccl", "e2e")]
 
 
 def complete(out: Path, step: str) -> bool:
@@ -329,7 +331,7 @@ async def run(b: Bench, steps: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "steps", nargs="*", default=ONE_GPU, metavar="STEP", help=f"of {', '.join(STEPS)} (default: all but nccl)"
+        "steps", nargs="*", default=ONE_GPU, metavar="STEP", help=f"of {', '.join(STEPS)} (default: all that need one GPU)"
     )
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument(
@@ -349,6 +351,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=2048, help="largest bucket of ipc and nccl")
+    parser.add_argument("--steps", type=int, default=10, help="training steps of each run of e2e")
     parser.add_argument("--settle-s", type=float, default=0.8, help="time before something happens in mid-sample")
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--again", action="store_true", help="measure what is there already")

@@ -18,7 +18,10 @@ from typing import Any
 import gpu_parts as parts
 
 from actors.generation.sglang_client import SGLangClient
-from bus.messages.policy import WeightManifest
+from bus import Out
+from bus.messages.policy import Sending, WeightManifest
+from bus.messages.versions import PolicyVersion
+from bus.topology import POLICY
 
 Prepare = Callable[[int], Awaitable[WeightManifest]]
 
@@ -41,6 +44,8 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
             what = await prepare(number)
             prepared = time.monotonic() - began
             await house.order(number, what)
+            if what.transport != "disk":
+                await _send(house, number)
             told += 1
             event = (await house.wait_for("activated", told, 120))[-1]
             times.append(
@@ -60,6 +65,15 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
         "samples": len(rollouts),
         "samples_across_versions": sum(len(r.response.spans) > 1 for r in rollouts),
     }
+
+
+async def _send(house: parts.House, number: int) -> None:
+    """The trainer's word, once the worker is ready: what Courier says."""
+    async with asyncio.timeout(120):
+        while all(e.data["version"] != number for e in await house.events("ready to receive")):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    version = PolicyVersion(id=number, step=number)
+    await house.bus.append([Out(POLICY, Sending(version=version, workers=("generation-0",)))])
 
 
 def _median(rows: list[dict[str, float]]) -> float:

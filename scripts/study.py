@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.label}-s{self.seed}".replace(" ", "").replace("+", "p")
+        return re.sub("[^a-z0-9]+", "-", f"{self.label}-s{self.seed}")
 
 
 def staleness_jobs(seeds: list[int], config: list[str]) -> list[Job]:
@@ -220,7 +221,7 @@ def main() -> int:
         "runs": rows,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if args.picture:
+    if args.picture and any(row.get("curve") for row in rows):
         draw(rows, args.picture, 3 if args.study == "staleness" else len(ESTIMATORS))
     print(table(rows))
     return int(any(r["exit"] for r in rows))

@@ -1,26 +1,44 @@
 """Weights into a paused engine, by the transport their manifest names.
 
 Always true: the engine states a version only once it holds all of it (the label travels with the last bucket), and a transport
-that fails in between leaves an engine that states the old version, is still paused, and is not to be used.
+that fails in between leaves an engine that states the old version, is still paused, and is not to be used until it took a
+whole version from disk.
+
+What the trainer sends (nccl) or lends (ipc) is loaded only after it said `Sending`: before the pause the worker joins the
+group, tells that it is ready, and waits for that word, a newer order, or the plan's deadline (actors/trainer/courier.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from actors.generation.engine import Engine
+from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 from bus.plans import read_plan
 
-TRANSPORTS = ("disk", "ipc", "nccl")
+TRANSPORTS = ("disk", "delta", "ipc", "nccl")
 
 
 class WeightsUnusable(MilesAsyncError):
     """A published version that must not be loaded; the engine goes on with what it has."""
+
+
+class TransportFailed(MilesAsyncError):
+    """These weights did not arrive this way. `damaged`: the engine may hold a part of them."""
+
+    def __init__(self, text: str, *, damaged: bool) -> None:
+        super().__init__(text)
+        self.damaged = damaged
+
+
+class WeightsDiffer(EngineUnavailable):
+    """The engine holds other weights than the files of the same version."""
 
 
 class Loader:
@@ -29,13 +47,25 @@ class Loader:
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._group = ""
+        self._sent = 0  # newest version id that the trainer began to send
+        self._news = asyncio.Event()
+
+    def sending(self, version: int) -> None:
+        """The trainer sends this version now."""
+        self._sent = version
+        self._news.set()
+
+    def interrupt(self) -> None:
+        """Something happened that may end a wait for the trainer."""
+        self._news.set()
 
     def forget(self) -> None:
         """The engine started anew: it is in no group."""
         self._group = ""
 
-    def plan(self, manifest: WeightManifest) -> WeightPlan | None:
-        """What to do, read before the pause; None for disk. WeightsUnusable when it cannot be done here."""
+    def plan(self, manifest: WeightManifest, serving: int) -> WeightPlan | None:
+        """What to do, read before the pause; None for whole files. `serving`: version id that the engine holds, -1 = none.
+        WeightsUnusable when it cannot be done here."""
         if manifest.transport == "disk":
             return None
         if manifest.transport not in TRANSPORTS:
@@ -44,31 +74,78 @@ class Loader:
             plan = read_plan(Path(manifest.path))
         except (OSError, msgspec.DecodeError) as error:
             raise WeightsUnusable(f"the plan in {manifest.path} cannot be read: {error}") from error
-        if plan.transport == "nccl" and self._worker not in plan.ranks:
+        if not plan.suits(self._worker, serving):
             raise WeightsUnusable(
-                f"this worker is not in group {plan.group} ({', '.join(plan.ranks)}); it waits for the next one, or use disk"
+                f"this worker is not in group {plan.group} ({', '.join(plan.workers)}); it waits for the next one, or use disk"
+                if plan.transport != "delta"
+                else f"{manifest.path} holds what changed since version {plan.base}, this engine holds {serving}; it waits for "
+                "a whole version"
             )
         return plan
 
+    async def wait_for(self, version: int, plan: WeightPlan, given_up: Callable[[], bool]) -> bool:
+        """Whether the trainer began to send; False once `given_up`, which is asked at every `interrupt`. TransportFailed
+        after the plan's deadline."""
+        while self._sent != version:
+            self._news.clear()
+            if given_up():
+                return False
+            try:
+                async with asyncio.timeout(plan.deadline_s):
+                    await self._news.wait()
+            except TimeoutError:
+                raise TransportFailed(
+                    f"the trainer did not send version {version} within {plan.deadline_s:g} s", damaged=False
+                ) from None
+        return True
+
     async def load(self, engine: Engine, manifest: WeightManifest, plan: WeightPlan | None, label: str) -> None:
-        """All tensors into the engine, which is paused. EngineUnavailable or RequestRefused: discard the engine's weights."""
+        """All tensors into the engine, which is paused. TransportFailed: it is alive and must load a whole version before it
+        goes on. EngineUnavailable: start it anew. RequestRefused: nothing changed (whole files only)."""
         if plan is None:
             await engine.update_weights_from_disk(manifest.path, label)
             return
-        if plan.transport == "nccl":
-            await self._join(engine, plan)
         last = len(plan.buckets) - 1
-        for i, bucket in enumerate(plan.buckets):
-            version = label if i == last else None
-            if plan.transport == "ipc":
-                await engine.update_weights_from_tensor(bucket.handles, version)
-            else:
-                await engine.update_weights_from_distributed(bucket.tensors, plan.group, version)
+        try:
+            if plan.transport == "delta":
+                await engine.update_weights_from_disk(manifest.path, label)
+                return
+            for i, bucket in enumerate(plan.buckets):
+                version = label if i == last else None
+                if plan.transport == "ipc":
+                    await engine.update_weights_from_tensor(bucket.handles, version)
+                else:
+                    await engine.update_weights_from_distributed(bucket.tensors, plan.group, version)
+        except RequestRefused as error:
+            raise TransportFailed(str(error), damaged=True) from error
+
+    async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> int:
+        """Load the same version from files and compare the engine's own checksums before and after; how many tensors were
+        compared, 0 where no such files are. WeightsDiffer names the first tensor that differs."""
+        if plan is None or not plan.whole:
+            return 0
+        came = await engine.weights_checksum()
+        await engine.update_weights_from_disk(plan.whole, label)
+        filed = await engine.weights_checksum()
+        differing = sorted(name for name in came.keys() | filed.keys() if came.get(name) != filed.get(name))
+        if differing:
+            raise WeightsDiffer(
+                f"version {label} came by {plan.transport} with {len(differing)} of {len(filed)} tensors other than in its "
+                f"files, first {differing[0]}; the engine starts anew"
+            )
+        return len(filed)
+
+    async def join(self, engine: Engine, plan: WeightPlan) -> None:
+        """Be in the plan's group if it has one; the engine waits there for the trainer and the other engines.
+        TransportFailed when they do not meet."""
+        if plan.transport != "nccl" or self._group == plan.group:
+            return
+        try:
+            await self._join(engine, plan)
+        except RequestRefused as error:
+            raise TransportFailed(str(error), damaged=False) from error
 
     async def _join(self, engine: Engine, plan: WeightPlan) -> None:
-        """Be in the plan's group; the engine waits there for the trainer and the other engines."""
-        if self._group == plan.group:
-            return
         if self._group:
             await engine.destroy_weights_update_group(self._group)
             self._group = ""
@@ -83,4 +160,4 @@ class Loader:
         self._group = plan.group
 
 
-__all__ = ("TRANSPORTS", "Loader", "WeightsUnusable")
+__all__ = ("TRANSPORTS", "Loader", "TransportFailed", "WeightsDiffer", "WeightsUnusable")

@@ -1,6 +1,6 @@
 """Generation room: one elastic worker with one engine.
 
-Reads  prefixes, eval.prompts, prompts (readers "generation"), active (log)    Writes  rollouts, eval.rollouts, parked
+Reads  prefixes, eval.prompts, prompts (readers "generation"), active, policy (logs)    Writes  rollouts, eval.rollouts, parked
 Owns   its leases = its pending entries; prefixes of long samples saved on the bus every `partial_save_tokens` tokens
 A sample leaves in one commit: done, lost, or parked with what it has. Killed at any await, its entry is claimed by a peer
 after the lease, which goes on from the last saved prefix. Without a current version it takes no lease.
@@ -22,11 +22,12 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Commit, Entry, Out, Reader, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
-from bus.messages.policy import Activate
+from bus.messages.policy import Activate, Sending
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
-from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS
+from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, PREFIXES, PROMPTS, ROLLOUTS
 
+SENDING = "policy.sending"
 RESENDS = 8  # in a row without a new token; then the sample is parked
 
 
@@ -47,7 +48,7 @@ class Worker:
         """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
         4 engine and connections close."""
         await self._reader.open()
-        tail = Tail(self._context.bus, [ACTIVE], start="$")
+        tail = Tail(self._context.bus, [ACTIVE, POLICY], start="$")
         await tail.open()
         stop = asyncio.Event()
         try:
@@ -62,6 +63,7 @@ class Worker:
                 finally:
                     stop.set()
                     self._changed.set()
+                    self._link.interrupt()
         finally:
             await self._link.close()
             await self._reader.close()
@@ -70,19 +72,25 @@ class Worker:
     # -- engine -------------------------------------------------------------------------------------------------
 
     async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
-        """The newest order that names this worker; woken by the blocking read. Older ones tell what labels stand for."""
+        """The newest order that names this worker, and the trainer's word that it sends; woken by the blocking read. Older
+        orders tell what labels stand for."""
         for entry in reversed(await self._context.bus.last(ACTIVE, 64)):
             message = await self._context.bus.message(entry)
             if isinstance(message, Activate):
                 self._link.know(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
+                if entry.stream is POLICY and entry.fields.get("type") != SENDING:
+                    continue  # steps are large, and not for us
                 message = await self._context.bus.message(entry)
+                if isinstance(message, Sending) and self._context.name in message.workers:
+                    self._link.sending(message.version.id)
                 if isinstance(message, Activate):
                     self._link.know(message)
                     if not message.workers or self._context.name in message.workers:
                         self._order = message
                         self._changed.set()
+                        self._link.interrupt()
 
     async def _keep_engine(self, stop: asyncio.Event) -> None:
         """Boots the engine, activates what is ordered, boots it again when it failed; woken by `_changed`."""
@@ -97,7 +105,7 @@ class Worker:
             if order is not None and link.engine is not None:
                 try:
                     with self._context.waiting(f"activation of version {order.version.id}"):
-                        await link.activate(order)
+                        await link.activate(order, lambda: self._order is not None or stop.is_set())
                 except WeightsUnusable as error:
                     await self._context.event("weights refused", str(error), level="error")
                 except (EngineUnavailable, RequestRefused) as error:

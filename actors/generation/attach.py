@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.engine import BootRefused
+from actors.runtime.fp8 import read_scheme
 
 # What makes two models one shape. A weight update between different ones would fail half-way, or worse, not fail.
 SHAPE_KEYS = (
@@ -61,9 +62,24 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
                 f"the engine at {url} serves another model ({served_path}): its {key} is {its!r}, {model_path} has {mine!r}. "
                 "Give the address of an engine of this model to --rollout-external-engine-addrs."
             )
+    mine, its = _quantization(ours), _quantization(theirs)
+    if mine != its:
+        raise BootRefused(
+            f"the engine at {url} serves {its} weights ({served_path}), {model_path} is published as {mine}. Give the address "
+            "of an engine that was started with that directory."
+        )
     context = info.get("context_length")
     note = f"context of {context} tokens" if isinstance(context, int) else ""
     return Attached(found.exact, found.tp_size, note)
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    """In words: plain, FP8 in blocks, or what the directory itself says."""
+    try:
+        scheme = read_scheme(config)
+    except ValueError:
+        return str(config["quantization_config"])[:120]
+    return "plain" if scheme is None else f"FP8 ({scheme.block[0]} x {scheme.block[1]} blocks)"
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

@@ -108,6 +108,16 @@ class Engine(Protocol):
         """Empty the prefix cache; False if the engine declined because requests are at work or queued."""
         ...
 
+    async def release_memory(self, tags: Sequence[str] = ()) -> None:
+        """Give memory back for another user: tags weights, kv_cache, cuda_graph; none means all. Only between
+        `pause("abort")` and `resume`: RequestRefused, with nothing given back, while requests are at work. What weights
+        hold afterwards is the engine's choice (SGLang keeps them with --enable-weights-cpu-backup only)."""
+        ...
+
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        """Take it again. Weights must be back before they are updated, all of it before a token is made."""
+        ...
+
     async def update_weights_from_disk(self, path: str, version: str) -> None:
         """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do
         not fit; call it between `pause` and `resume`."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from actors.generation.activation import Loader, WeightsUnusable
+from actors.generation.activation import Loader, TransportFailed, WeightsUnusable
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode
 from actors.generation.process import EngineServer
@@ -23,6 +24,7 @@ from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.versions import PolicyVersion
+from bus.messages.weights import WeightPlan
 
 
 class EngineLink:
@@ -38,6 +40,7 @@ class EngineLink:
         model_path: str = "",
         control_deadline_s: float = 60.0,
         verify_checksum: bool = True,
+        check_equal: bool = False,
     ) -> None:
         self._context = context
         self._connect = connect
@@ -46,8 +49,10 @@ class EngineLink:
         self._model_path = model_path
         self._control_deadline_s = control_deadline_s
         self._verify = verify_checksum
+        self._check_equal = check_equal
         self._failures = 0
         self._loader = Loader(context.name)
+        self._damaged_at: float | None = None  # since when the engine, paused, may hold parts of two versions
         self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
@@ -85,6 +90,7 @@ class EngineLink:
                 own = self._process is not None
                 self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
                 self.serving = None
+                self._damaged_at = None
                 self._loader.forget()
                 self.broken.clear()
                 context.note = self._process.note if self._process is not None else self.kind.note
@@ -102,23 +108,46 @@ class EngineLink:
                 except TimeoutError:
                     continue
 
-    async def activate(self, order: Activate) -> None:
-        """Pause, load, resume. The engine holds the old weights or the new ones, never a mixture: the server checks all
-        names and shapes before it changes anything, and a failure in between restarts it.
+    async def activate(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the trainer if it sends the weights, then pause, load, resume. The engine holds the old weights or the new
+        ones, never a mixture: it checks all names and shapes before it changes anything; one that may hold parts of two
+        stays paused until it took whole files, and a failure whose outcome is unknown restarts it.
 
-        Where a chunk could mix two versions (an engine that streams several tokens at a time), paused requests are
-        aborted too: they end with the tokens handed out, all of the old version, and go on as new requests.
+        `given_up`: whether the wait has become pointless. A way that failed is told as an event `transport failed`; the
+        publisher then orders the version from disk. Raises EngineUnavailable, RequestRefused; WeightsUnusable for files.
         """
+        way, version = order.manifest.transport, order.version.id
+        try:
+            await self._activate(order, given_up)
+        except (TransportFailed, WeightsUnusable, EngineUnavailable) as error:
+            if way == "disk":
+                raise
+            if isinstance(error, TransportFailed) and error.damaged:
+                self._damaged_at = self._context.clock.monotonic()
+            if self.serving is None:
+                self._context.version = -1
+            await self._context.event(
+                "transport failed", f"{way}: {error}"[:300], level="warning", version=version, transport=way
+            )
+            if isinstance(error, EngineUnavailable):
+                raise
+
+    async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
+        """Where a chunk could mix two versions (an engine that streams several tokens at a time), paused requests are
+        aborted too: they end with the tokens handed out, all of the old version, and go on as new requests."""
         engine = self.engine
         assert engine is not None
         started = self._context.clock.monotonic()
         label = str(order.version.id)
-        plan = self._loader.plan(order.manifest)
-        if self._verify and plan is None:
+        plan = self._loader.plan(order.manifest, -1 if self.serving is None else self.serving.id)
+        if self._verify and (plan is None or plan.transport == "delta"):
             await asyncio.to_thread(check_manifest, order.manifest)
         self.know(order)
+        if plan is not None and plan.transport != "delta" and not await self._meet_trainer(engine, order, plan, given_up):
+            return
         self.serving = None
         self.open.clear()
+        compared = 0
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
@@ -129,6 +158,8 @@ class EngineLink:
                 if isinstance(engine, RoutedEngine):
                     await engine.flush()  # peers may have sent requests under the next version's salt already
                 await self._loader.load(engine, order.manifest, plan, label)
+                if self._check_equal:
+                    compared = await self._loader.compare(engine, plan, label)
                 self.salt = label
                 await engine.resume()
                 resumed = self._context.clock.monotonic()
@@ -142,6 +173,7 @@ class EngineLink:
         self.pause_s = resumed - paused
         self.serving = order.version
         self._failures = 0
+        self._damaged_at = None
         self._context.version = order.version.id
         await self._context.event(
             "activated",
@@ -150,7 +182,29 @@ class EngineLink:
             step=order.version.step,
             pause_s=self.pause_s,
             total_s=now - started,
+            transport=order.manifest.transport,
+            gpus=self.kind.tp_size,
+            host=socket.gethostname(),
+            compared=compared,
         )
+
+    async def _meet_trainer(
+        self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
+    ) -> bool:
+        """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
+        await self._loader.join(engine, plan)
+        version = order.version.id
+        await self._context.event("ready to receive", f"version {version} by {plan.transport}", version=version)
+        fault_point(self._context.name, "ready")
+        return await self._loader.wait_for(version, plan, lambda: self.broken.is_set() or given_up())
+
+    def sending(self, version: int) -> None:
+        """The trainer sends this version now."""
+        self._loader.sending(version)
+
+    def interrupt(self) -> None:
+        """Let a wait for the trainer ask again whether it is pointless."""
+        self._loader.interrupt()
 
     def know(self, order: Activate) -> None:
         """Remember what an order's label stands for; behind a router, peers serve versions before we do."""
@@ -162,6 +216,16 @@ class EngineLink:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""
         if self._process is not None and self.engine is not None and not self._process.alive:
             await self.fail(EngineUnavailable("the engine's process has ended"))
+        elif (
+            self._damaged_at is not None
+            and self._context.clock.monotonic() - self._damaged_at > self._control_deadline_s
+        ):
+            await self.fail(
+                EngineUnavailable(
+                    f"no whole version came within {self._control_deadline_s:g} s after a transport failed; the engine may hold "
+                    "parts of two"
+                )
+            )
         elif isinstance(self.engine, RoutedEngine) and (news := await self.engine.renew()):
             await self._context.event("router", news, level="info" if self.engine.routed else "warning")
 
@@ -169,7 +233,9 @@ class EngineLink:
         """Declare the engine stalled; whoever watches `broken` boots it again."""
         if not self.broken.is_set():
             self.broken.set()
+            self.interrupt()
             self.serving = None
+            self._damaged_at = None
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
             if isinstance(self.engine, RoutedEngine):
@@ -184,7 +250,7 @@ class EngineLink:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Compare the weight file with its manifest's checksum; EngineUnavailable when it is damaged or gone."""
+    """Compare the weight file with its manifest's checksum; WeightsUnusable when it is damaged or gone."""
     if not manifest.checksum:
         return
     file = Path(manifest.path) / "model.safetensors"

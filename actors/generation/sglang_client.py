@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _ERROR_CHARS = 300
 FLAT = "flattened_bucket"
+IDLE_S = 5.0  # an engine's time to end what was aborted
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -183,6 +184,21 @@ class SGLangClient:
         if status not in (200, 400):
             self._raise_status(status, text, "/flush_cache")
         return status == 200
+
+    async def release_memory(self, tags: Sequence[str] = ()) -> None:
+        # SGLang's scheduler ends when it is asked while a request runs or waits, paused or not; a flush asks the same
+        # question and is merely declined. Paused requests of other modes than abort would wait in its queue.
+        status, text = await self._call("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
+        if status not in (200, 400):
+            self._raise_status(status, text, "/flush_cache")
+        if status == 400:
+            raise RequestRefused(
+                f"{self.base_url} has requests at work and keeps its memory; pause it in abort mode before the release."
+            )
+        await self._post("/release_memory_occupation", {"tags": list(tags) or None})
+
+    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
 
     async def update_weights_from_disk(self, path: str, version: str) -> None:
         # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be

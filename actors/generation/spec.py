@@ -31,6 +31,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     control_deadline_s: float = 60.0
     boot_deadline_s: float = 180.0
     verify_checksum: bool = True
+    check_equal: bool = False
+    """Compare what came without files with the files of the same version, by the engine's own checksums."""
     mask_offpolicy: bool = False
     context_length: int = 0
     gpus: tuple[int, ...] = ()
@@ -68,6 +70,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         model_path=spec.model_path,
         control_deadline_s=spec.control_deadline_s,
         verify_checksum=spec.verify_checksum,
+        check_equal=spec.check_equal,
     )
 
 

@@ -3,6 +3,10 @@
 Reads  policy (log), reports of workers in events    Writes  active    Owns  nothing: rebuilt from policy, active and reports
 The trainer never waits for it, and a slow or dead engine never holds back the others: each worker activates on its own
 engine and reports; a version counts as active when the first report of it arrives.
+
+A version that the trainer sends itself (nccl, ipc), or whose files hold changes only (delta), is not for everyone: workers
+whose engine is new, that have another version, or whom that way failed get whole files. Where none are there yet, the
+event `files wanted` asks the trainer for them.
 """
 
 from __future__ import annotations
@@ -12,14 +16,18 @@ from pathlib import Path
 
 import msgspec
 
-from actors.publisher.plan import next_wave
+from actors.publisher.plan import choose_ways, next_wave
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Out, Tail
 from bus.messages.control import Event, Vitals
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored
+from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest, WeightsOnDisk
 from bus.messages.versions import PolicyVersion
+from bus.messages.weights import WeightPlan
+from bus.plans import read_plan
 from bus.topology import ACTIVE, EVENTS, POLICY
+
+ASK_AGAIN_S = 5.0
 
 
 class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +51,10 @@ class Publisher:
     def _forget(self) -> None:
         self._announced: dict[int, PolicyAnnounced] = {}
         self._newest: PolicyAnnounced | None = None
+        self._plan: WeightPlan | None = None  # of the newest; None = whole files
+        self._files: WeightsOnDisk | None = None  # the newest version in files, beside its plan
+        self._files_only: set[str] = set()  # workers that have activated nothing since their engine came or a way failed
+        self._asked: tuple[int, float] = (0, 0.0)  # version whose files were asked for, wall time
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
         self._heard: dict[str, float] = {}  # worker -> wall time of its last word
         self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
@@ -81,7 +93,10 @@ class Publisher:
         match message:
             case PolicyAnnounced():
                 self._announced[message.version.id] = message
-                self._newest = message
+                self._newest, self._files = message, None
+                self._plan = self._read_plan(message.manifest)
+            case WeightsOnDisk():
+                self._take_files(message)
             case Restored():
                 self._active = None
                 self._newest = None  # the restored trainer announces its version again
@@ -92,10 +107,35 @@ class Publisher:
                 self._hear(message, message.actor)
             case Event(kind="activated"):
                 self._report(message)
+            case Event(kind="transport failed" | "engine stalled"):
+                self._files_only.add(message.actor)
+                self._ordered.pop(message.actor, None)
             case Event(kind="joined"):
+                self._files_only.add(message.actor)
                 self._serving[message.actor] = -1
                 self._heard[message.actor] = message.wall
                 self._ordered.pop(message.actor, None)
+
+    def _read_plan(self, manifest: WeightManifest) -> WeightPlan | None:
+        """None for whole files. A plan that is gone or damaged is good for nobody: its workers get files."""
+        if manifest.transport == "disk":
+            return None
+        try:
+            return read_plan(Path(manifest.path))
+        except (OSError, msgspec.DecodeError):
+            return WeightPlan(transport=manifest.transport, buckets=(), workers=("nobody",))
+
+    def _take_files(self, message: WeightsOnDisk) -> None:
+        newest = self._newest
+        if newest is None or newest.version.id != message.version.id:
+            return
+        if not message.instead:
+            self._files = message
+            return
+        self._newest = msgspec.structs.replace(newest, manifest=message.manifest)
+        self._plan = self._files = None
+        # Whoever waits for the first way is ordered anew.
+        self._ordered = {n: order for n, order in self._ordered.items() if order[0] != message.version.id}
 
     def _hear(self, vitals: Vitals, name: str) -> None:
         if vitals.role != "generation":
@@ -105,10 +145,13 @@ class Publisher:
             self._ordered.pop(name, None)
             return
         self._serving[name] = vitals.version
+        if vitals.version < 0:
+            self._files_only.add(name)
         self._heard[name] = max(self._heard.get(name, 0.0), vitals.wall)
 
     def _report(self, event: Event) -> None:
         self._serving[event.actor] = int(event.data.get("version", -1))
+        self._files_only.discard(event.actor)
         self._heard[event.actor] = event.wall
         self._ordered.pop(event.actor, None)
 
@@ -124,23 +167,42 @@ class Publisher:
         for name, (_, ordered_at) in list(self._ordered.items()):
             if now - ordered_at > spec.activation_deadline_s:
                 del self._ordered[name]
+                self._files_only.add(name)
                 await context.event("activation late", f"{name} did not report within the deadline", level="warning")
         if not self._usable(newest):
             return
         target = newest.version.id
         in_progress = [n for n, (version, _) in self._ordered.items() if version == target and n in self._serving]
-        wave = next_wave(
-            serving=self._serving, target=target, fraction=spec.wave_fraction, in_progress=in_progress
+        together = self._plan is not None and bool(self._plan.workers)  # the trainer waits for all of them
+        fraction = 1.0 if together else spec.wave_fraction
+        wave = next_wave(serving=self._serving, target=target, fraction=fraction, in_progress=in_progress)
+        ways = choose_ways(
+            wave,
+            serving=self._serving,
+            plan=self._plan,
+            files_only=self._files_only,
+            have_files=self._files is not None,
         )
-        if wave:
-            fault_point(context.name, "before_order")
-            mode = str(context.knobs.pause_generation_mode)
-            order = Activate(version=newest.version, manifest=newest.manifest, mode=mode, workers=tuple(wave))
-            await context.bus.append([Out(ACTIVE, order)], repeatable=True)
-            fault_point(context.name, "after_order")
-            self._ordered |= dict.fromkeys(wave, (target, now))
+        await self._order(newest.version, newest.manifest, ways.announced, now)
+        if self._files is not None:
+            await self._order(newest.version, self._files.manifest, ways.files, now)
+        if ways.lacking and (self._asked[0] != target or now - self._asked[1] > ASK_AGAIN_S):
+            self._asked = (target, now)
+            names = ", ".join(ways.lacking)
+            await context.event("files wanted", f"version {target} in files, for {names}", version=target)
         await self._say()
         self._sweep()
+
+    async def _order(self, version: PolicyVersion, manifest: WeightManifest, workers: list[str], now: float) -> None:
+        if not workers:
+            return
+        context = self._context
+        fault_point(context.name, "before_order")
+        mode = str(context.knobs.pause_generation_mode)
+        order = Activate(version=version, manifest=manifest, mode=mode, workers=tuple(workers))
+        await context.bus.append([Out(ACTIVE, order)], repeatable=True)
+        fault_point(context.name, "after_order")
+        self._ordered |= dict.fromkeys(workers, (version.id, now))
 
     def _usable(self, announced: PolicyAnnounced) -> bool:
         """Whether weight files that the trainer wrote here are still there: those of an ended run are not."""

@@ -1,8 +1,36 @@
-"""Who activates next (pure)."""
+"""Who activates next, and which way (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from bus.messages.weights import WeightPlan
+
+
+class Ways(NamedTuple):
+    """Workers to order by the way that was announced; by files beside it; and those that files must still be written for."""
+
+    announced: list[str]
+    files: list[str]
+    lacking: list[str]
+
+
+def choose_ways(
+    wave: Sequence[str],
+    *,
+    serving: Mapping[str, int],
+    plan: WeightPlan | None,
+    files_only: Collection[str],
+    have_files: bool,
+) -> Ways:
+    """The way of each worker of a wave. `plan` None: whole files were announced, good for all. `files_only`: workers whose
+    engine is new or whom another way failed; they get files until they activated a version."""
+    if plan is None:
+        return Ways(list(wave), [], [])
+    announced = [name for name in wave if name not in files_only and plan.suits(name, serving[name])]
+    rest = [name for name in wave if name not in announced]
+    return Ways(announced, rest, []) if have_files else Ways(announced, [], rest)
 
 
 def next_wave(*, serving: Mapping[str, int], target: int, fraction: float, in_progress: Sequence[str]) -> list[str]:
@@ -18,4 +46,4 @@ def next_wave(*, serving: Mapping[str, int], target: int, fraction: float, in_pr
     return behind[: max(0, allowed - len(in_progress))]
 
 
-__all__ = ("next_wave",)
+__all__ = ("Ways", "choose_ways", "next_wave")

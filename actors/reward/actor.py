@@ -2,13 +2,14 @@
 
 Reads  rollouts, eval.rollouts (readers "reward")    Writes  scored, eval.scored    Owns  nothing that outlives it
 Score and acknowledgement share one commit: killed at any await it loses no sample and scores none twice downstream. A
-scorer that raises, hangs or crashes costs its sample further attempts, then a dead letter, and never the run: what
-follows the dead letter is a RolloutLost, so that the group still closes.
+scorer (or teacher) that raises, hangs or crashes costs its sample further attempts, then a dead letter, and never the run:
+what follows the dead letter is a RolloutLost, so that the group still closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 
 from actors.reward.sample import Reward, Sample, settle
 from actors.reward.scorer import Scorers
+from actors.reward.teacher import Teacher
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
@@ -41,15 +43,17 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 32  # samples at once when the scorer sets no bound
     max_retries: int = 3  # further attempts before the dead letter; max_deliveries of the bus bounds it too
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
+    teacher_urls: tuple[str, ...] = ()  # servers asked for log-probs of every training sample; empty = none
 
 
 class RewardRoom:
     """The room: a consumer whose handler scores one sample."""
 
-    def __init__(self, context: Context, spec: RewardSpec, scorers: Scorers) -> None:
+    def __init__(self, context: Context, spec: RewardSpec, scorers: Scorers, teacher: Teacher | None = None) -> None:
         self._context = context
         self._spec = spec
         self._scorers = scorers
+        self._teacher = teacher
         self._tokenizer = _load_tokenizer(spec.tokenizer_dir)
         self._running: set[asyncio.Timeout] = set()
         self._until: float | None = None  # loop time at which samples at work are given up; None = not draining
@@ -83,7 +87,7 @@ class RewardRoom:
             async with asyncio.timeout_at(self._until) as scope:
                 self._running.add(scope)
                 try:
-                    reward, scorer = await self._score(entry, message)
+                    reward, scorer, taught = await self._score(entry, message)
                 finally:
                     self._running.discard(scope)
         except TimeoutError:
@@ -96,13 +100,15 @@ class RewardRoom:
             rewards=reward.parts,
             scorer=scorer,
             score_s=self._context.clock.monotonic() - began,
+            teacher_logprobs=taught,
         )
         self._context.count(f"scored/{scorer}")
         # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
         return Commit(ack=(entry,), append=(_onward(entry, scored),))
 
-    async def _score(self, entry: Entry, rollout: RolloutDone) -> tuple[Reward, str]:
-        """One attempt under the knob's deadline. Failures that may pass are Transient while attempts are left."""
+    async def _score(self, entry: Entry, rollout: RolloutDone) -> tuple[Reward, str, Packed | msgspec.UnsetType]:
+        """One attempt: reward, scorer, and the teacher's log-probs of a training sample, each under the knob's deadline.
+        Failures that may pass are Transient while attempts are left."""
         timeout_s = float(self._context.knobs.reward_timeout_s)
         scorer = self._scorers.named(rollout.task.rm_type)
         key = self._spec.reward_key
@@ -110,7 +116,10 @@ class RewardRoom:
             key = self._spec.eval_reward_key
         try:
             value = await scorer.score(self._sample(rollout), timeout_s)
-            return settle(value, key or scorer.default_key, scorer.name), scorer.name
+            reward = settle(value, key or scorer.default_key, scorer.name)
+            if self._teacher is None or rollout.task.eval_name:
+                return reward, scorer.name, msgspec.UNSET
+            return reward, scorer.name, await self._teacher.logprobs(rollout, timeout_s)
         except InvariantBroken:
             raise
         except Transient as error:
@@ -190,8 +199,10 @@ async def run(context: Context, spec: RewardSpec) -> None:
         n_workers=spec.n_workers,
         boot_deadline_s=spec.boot_deadline_s,
     )
-    async with scorers:
-        await RewardRoom(context, spec, scorers).run()
+    async with AsyncExitStack() as open_:
+        await open_.enter_async_context(scorers)
+        teacher = await open_.enter_async_context(Teacher(spec.teacher_urls)) if spec.teacher_urls else None
+        await RewardRoom(context, spec, scorers, teacher).run()
 
 
 __all__ = ("RewardRoom", "RewardSpec", "on_dead", "run")

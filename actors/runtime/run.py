@@ -3,7 +3,8 @@
 Shutdown, in order: 1 SIGTERM or SIGINT sets `draining` (a second one within the drain ends at once) · 2 the room finishes
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
-Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 70 crashed · 75 the bus went away (restart).
+Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
+restarted) · 70 crashed · 75 the bus went away (restart).
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
-EXIT_DONE, EXIT_REFUSED, EXIT_CRASHED, EXIT_BUS_GONE = 0, 2, 70, 75
+EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS, EXIT_CRASHED, EXIT_BUS_GONE = 0, 2, 65, 70, 75
 
 
 class Refused(MilesAsyncError):
     """This actor cannot start with what it was given; a restart would not help."""
+
+
+class RunEnds(MilesAsyncError):
+    """What this actor met at work would meet it again after a restart: the run ends with this text, its entries pending."""
 
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
@@ -75,6 +80,8 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
             log.error("%s: %s", type(error).__name__, error)
         if isinstance(error, Refused):
             return EXIT_REFUSED
+        if isinstance(error, RunEnds):
+            return EXIT_RUN_ENDS
         return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
 
 
@@ -160,4 +167,15 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-__all__ = ("EXIT_BUS_GONE", "EXIT_CRASHED", "EXIT_DONE", "EXIT_REFUSED", "Refused", "log_to_stderr", "main", "run_actor")
+__all__ = (
+    "EXIT_BUS_GONE",
+    "EXIT_CRASHED",
+    "EXIT_DONE",
+    "EXIT_REFUSED",
+    "EXIT_RUN_ENDS",
+    "Refused",
+    "RunEnds",
+    "log_to_stderr",
+    "main",
+    "run_actor",
+)

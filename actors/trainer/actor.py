@@ -8,7 +8,6 @@ trains it again exactly if its gradient was lost. Version ids are never reused; 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +15,24 @@ from typing import Any, TypeVar
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
-from actors.runtime.run import Refused
+from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
-from actors.trainer.backend import StepBatch, StepResult, TrainBackend
+from actors.trainer.backend import BatchRefused, StepBatch, StepResult, TrainBackend
 from actors.trainer.checkpoint import BusState, consumed_before, iter_dir, latest, others, read_bus_state
 from actors.trainer.convert import batch_metrics, to_samples
+from actors.trainer.courier import Courier
 from actors.trainer.cut import cut
+from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
 from actors.trainer.null_backend import NullBackend
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.saver import SaveFailed, Saver
+from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
 from bus.messages.groups import GroupKept
-from bus.messages.policy import Finished, PolicyAnnounced, Restored, StepDone, WeightManifest
+from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
@@ -65,6 +67,7 @@ class Trainer:
         self._spec = spec
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._followers = Followers(spec.ranks, context.spec.run_dir)
         self._intake = Intake(context)
         self._saver = Saver(
             context, self._intake, save=Path(spec.save), keep_last=spec.keep_last, fingerprint=spec.fingerprint
@@ -72,28 +75,41 @@ class Trainer:
         self._version = PolicyVersion(id=0, step=0)
         self._marker = ""  # value of the state field `trainer`
         self._restarts = 0  # of the server, as far as they were looked at
-        self._publishing: asyncio.Task[None] | None = None
+        self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
         self._skipped_before: tuple[str, ...] = ()
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        except RuntimeError as error:  # what torch raises when a peer is gone
+            died = await self._followers.explain() if self._spec.ranks > 1 else None
+            if died is not None:
+                raise died from error
+            raise
 
     async def run(self) -> None:
-        """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 threads."""
+        """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 other ranks ·
+        5 threads. After a failure the other ranks are killed, since they may wait for a step that never comes."""
         try:
-            with self._context.waiting("model and optimizer to load"):
-                await self._in_thread(self._backend.setup, self._spec.backend)
-                await self._in_thread(lower_to, COMPUTE_NICE)
-            await self._intake.reader.open()
             async with asyncio.TaskGroup() as tasks:
+                await self._followers.start()
+                tasks.create_task(self._followers.watch(), name="ranks")
+                with self._context.waiting("model and optimizer to load"):
+                    await self._in_thread(self._backend.setup, self._spec.backend)
+                    await self._in_thread(lower_to, COMPUTE_NICE)
+                await self._intake.reader.open()
+                tasks.create_task(self._courier.follow(), name="courier")
                 await self._restore(tasks)
                 await self._train(tasks)
                 await self._end(tasks)
+                self._courier.stop()
+                await self._followers.part(self._in_thread(self._backend.close))
         finally:
+            self._courier.close()
+            await self._followers.abandon()
             await self._intake.reader.close()
-            await self._in_thread(self._backend.close)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- start --------------------------------------------------------------------------------------------------
@@ -126,7 +142,8 @@ class Trainer:
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
         await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, groups=inside))
-        await self._publish(self._version)
+        await self._courier.publish(tasks, self._version)
+        await self._courier.wait()
         context.version = number
         if state is not None:
             await context.event("restored", f"Loaded checkpoint from {checkpoint} at step {step}", step=step)
@@ -172,10 +189,10 @@ class Trainer:
                 continue
             trained = context.clock.monotonic()
             await self._done(groups, result, began=began, waited=waited, trained=trained)
+            if self._version.step == 1:
+                await self._check_first_step(result.metrics)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
-                await self._wait_published()
-                copied = await self._in_thread(self._backend.copy_weights)
-                self._publishing = tasks.create_task(self._publish(self._version, copied), name="publish")
+                await self._courier.publish(tasks, self._version)
             if self._save_due():
                 await self._save(tasks)
 
@@ -240,13 +257,28 @@ class Trainer:
         )
         self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
-        result: StepResult = await self._in_thread(self._backend.train_step, batch)
+        try:
+            result: StepResult = await self._in_thread(self._backend.train_step, batch)
+        except BatchRefused as error:
+            text = f"step {step + 1} cannot be trained: {error} Its {len(groups)} groups stay pending."
+            await self._context.event("batch refused", text, level="error")
+            raise RunEnds(text) from error
         for reason, sample_ids in result.flags.items():
             shown = ", ".join(sample_ids[:5])
             await self._context.event(
                 f"batch/{reason}", f"step {step + 1}: {len(sample_ids)} samples ({shown})", level="warning"
             )
         return result
+
+    async def _check_first_step(self, metrics: dict[str, float]) -> None:
+        """Say what the first step's self-check found; with ci_test the run ends with it, nothing acknowledged."""
+        context, found = self._context, failures(metrics)
+        for line in found:
+            await context.event("self-check", f"step 1: {line}", level="error")
+        if not found and (made := checks_made(metrics)):
+            await context.event("self-check", f"step 1 passed its {made} checks")
+        if found and self._spec.ci_test:
+            raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
 
     async def _skipped(self, groups: list[GroupKept]) -> None:
         """A step whose gradient was not finite changed nothing. Its groups stay and are tried once more; a second time
@@ -308,26 +340,6 @@ class Trainer:
 
     # -- weights and checkpoints --------------------------------------------------------------------------------
 
-    async def _publish(self, version: PolicyVersion, copied: Any = None) -> None:
-        """Write a version's weights where engines find them, then announce it."""
-        context = self._context
-        began = context.clock.monotonic()
-        if copied is None:
-            copied = await self._in_thread(self._backend.copy_weights)
-        target = Path(self._spec.weights_dir) / f"v{version.id:08d}"
-        await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
-        manifest: WeightManifest = await asyncio.to_thread(copied.write, target)
-        prepared = context.clock.monotonic() - began
-        fault_point(context.name, "before_announce")
-        said = PolicyAnnounced(version=version, manifest=manifest, prepare_s=prepared)
-        await context.bus.append([Out(POLICY, said)], repeatable=True)
-        fault_point(context.name, "after_announce")
-
-    async def _wait_published(self) -> None:
-        if self._publishing is not None:
-            with self._context.waiting("the former version to be published"):
-                await self._publishing
-
     def _save_due(self) -> bool:
         spec, step = self._spec, self._version.step
         if not spec.save:
@@ -345,7 +357,7 @@ class Trainer:
 
     async def _end(self, tasks: asyncio.TaskGroup) -> None:
         spec, step = self._spec, self._version.step
-        await self._wait_published()
+        await self._courier.wait(last=True)
         await self._saver.wait()
         if spec.save and self._saver.saved_step < step:
             await self._save(tasks)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from actors.trainer.objective_config import ObjectiveConfig
+from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
 
 if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads neither torch nor numpy
     import numpy as np
+    from torch import Tensor
 
     from actors.trainer.objective.samples import TrainSample
 
@@ -23,6 +25,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     hf_checkpoint: str
     ref_load: str = ""  # directory of the frozen reference; empty = hf_checkpoint
+    published_as: str = ""  # directory whose config.json, quantisation included, weights are published under; empty = hf_checkpoint
     dtype: str = "float32"
     device: str = "auto"
     threads: int = 1
@@ -45,6 +48,15 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     clip_grad: float = 1.0
     activation_checkpointing: bool = False
     ref_update_interval: int = 0
+    logprob_tolerance: float = 0.03  # mean |trainer - engine| log-prob that the first step may show
+    critic_load: str = ""  # directory the critic starts from; empty = hf_checkpoint
+    critic_lr: float | None = None  # peak rate of the critic; None = lr
+    num_critic_only_steps: int = 0  # first rollouts that train the critic and leave the policy
+    opd_teacher_load: str = ""  # directory of the teacher; empty = samples bring its log-probs
+
+
+class BatchRefused(MilesAsyncError):
+    """A batch that cannot be trained under these settings; nothing changed. The text says which setting to change."""
 
 
 @dataclass(slots=True)
@@ -90,7 +102,10 @@ class Snapshot(Protocol):
 
 
 class WeightCopy(Protocol):
-    """A copy of the weights alone, under their Hugging Face names."""
+    """The weights alone, under their Hugging Face names, and the small files beside them."""
+
+    tensors: dict[str, Tensor]
+    beside: dict[str, bytes]
 
     def write(self, directory: Path) -> WeightManifest:
         """Write model.safetensors (and config.json) into a new directory; the manifest carries its blake2b-128."""
@@ -105,10 +120,13 @@ class TrainBackend(Protocol):
         ...
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch."""
+        """All optimizer steps of one rollout batch. Raises BatchRefused before anything changes."""
         ...
 
-    def copy_weights(self) -> WeightCopy: ...
+    def copy_weights(self, *, live: bool = False) -> WeightCopy:
+        """A copy in host memory. `live`: on the device instead, and it may be the weights themselves: to be used before the
+        next step, in the same thread."""
+        ...
 
     def snapshot(self) -> Snapshot: ...
 
@@ -127,6 +145,7 @@ class TrainBackend(Protocol):
 
 __all__ = (
     "BackendConfig",
+    "BatchRefused",
     "BatchSample",
     "Snapshot",
     "StepBatch",

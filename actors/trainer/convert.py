@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from actors.trainer.backend import BatchSample
@@ -17,7 +18,7 @@ def to_sample(scored: Scored, *, step: int) -> BatchSample:
     """One scored rollout. Spans carry `step - staleness`, so that tokens of a lost future age on the right side."""
     rollout = scored.rollout
     response, task = rollout.response, rollout.task
-    tokens = np.frombuffer(response.tokens, dtype=np.int32)
+    tokens, taught = np.frombuffer(response.tokens, dtype=np.int32), scored.teacher_logprobs
     return BatchSample(
         prompt_tokens=np.frombuffer(task.prompt_tokens, dtype=np.int32),
         response_tokens=tokens,
@@ -30,6 +31,7 @@ def to_sample(scored: Scored, *, step: int) -> BatchSample:
             prompt_length=len(task.prompt_tokens) // 4,
             loss_mask=np.frombuffer(response.loss_mask, dtype=np.uint8),
             rollout_logp=np.frombuffer(response.logprobs, dtype=np.float32),
+            teacher_logp=None if taught is msgspec.UNSET else np.frombuffer(taught, dtype=np.float32),
             spans=[(step - staleness(step, s.step), s.n) for s in response.spans],
         ),
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.trainer.backend import BackendConfig, Snapshot, StepBatch, StepResult, WeightCopy
 from bus.errors import CheckpointRefused
 from bus.messages.policy import WeightManifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SameWeights:
@@ -14,6 +18,8 @@ class SameWeights:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self.tensors: dict[str, Tensor] = {}
+        self.beside: dict[str, bytes] = {}
 
     def write(self, directory: Path) -> WeightManifest:
         """A manifest that names the directory the engines booted from."""
@@ -31,7 +37,7 @@ class NullBackend:
         lengths = [len(sample.response_tokens) for sample in batch.samples]
         return StepResult(metrics={}, packing=(), trained_tokens=lengths)
 
-    def copy_weights(self) -> WeightCopy:
+    def copy_weights(self, *, live: bool = False) -> WeightCopy:
         return SameWeights(self._directory)
 
     def snapshot(self) -> Snapshot:

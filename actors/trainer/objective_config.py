@@ -111,6 +111,15 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     diagnostics: bool = True
     """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
 
+    custom_loss_function_path: str = ""
+    """Dotted paths of the user's functions, empty = none; what they take and return: `hook_config.SIGNATURES`."""
+    custom_advantage_function_path: str = ""
+    custom_tis_function_path: str = ""
+    """In place of correction=tis."""
+    custom_pg_loss_reducer_function_path: str = ""
+    custom_reward_post_process_path: str = ""
+    """In place of the group baseline."""
+
     @property
     def clip_high(self) -> float:
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
@@ -149,6 +158,15 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_ref_logp(self) -> bool:
         return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def use_tis(self) -> bool:
+        """What hooks written for Miles look at."""
+        return self.correction == "tis" and not self.report_only
+
+    @property
+    def calculate_per_token_loss(self) -> bool:
+        return self.reduction == "per_token"
 
     @property
     def needs_rollout_logp(self) -> bool:

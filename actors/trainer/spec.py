@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from actors.trainer.backend import BackendConfig
+from actors.trainer.transports.spec import CourierSpec
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +23,10 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: int = 0
     backend_name: str = "torch"
     async_save: bool = True
+    ranks: int = 1  # processes on this host over which the policy is sharded
+    ci_test: bool = False  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
+    courier: CourierSpec = CourierSpec()
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
 
 

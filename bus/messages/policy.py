@@ -29,6 +29,29 @@ class PolicyAnnounced(Message, frozen=True, kw_only=True, tag="policy.announced"
         return Header(id=f"v{self.version.id}", version=self.version.id, note=f"step={self.version.step}")
 
 
+class WeightsOnDisk(Message, frozen=True, kw_only=True, tag="policy.on_disk"):
+    """A version that was announced another way lies in files too. trainer -> publisher, for workers that the first way
+    does not reach. `instead`: the first way is withdrawn."""
+
+    version: PolicyVersion
+    manifest: WeightManifest
+    instead: bool = False
+
+    def header(self) -> Header:
+        return Header(id=f"v{self.version.id}", version=self.version.id, note="instead" if self.instead else "beside")
+
+
+class Sending(Message, frozen=True, kw_only=True, tag="policy.sending"):
+    """The trainer sends a version now, to workers that said they are ready. trainer -> generation. Until they reported, or a
+    deadline passed, the bytes they read do not change."""
+
+    version: PolicyVersion
+    workers: tuple[str, ...]
+
+    def header(self) -> Header:
+        return Header(id=f"v{self.version.id}", version=self.version.id, note=f"workers={len(self.workers)}")
+
+
 class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     """One training step and its batch manifest: enough to train the same batch again.
 
@@ -133,6 +156,8 @@ __all__ = (
     "PolicyActive",
     "PolicyAnnounced",
     "Restored",
+    "Sending",
     "StepDone",
     "WeightManifest",
+    "WeightsOnDisk",
 )

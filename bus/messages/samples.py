@@ -109,6 +109,8 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     rewards: dict[str, float] = {}  # all parts when the reward is a dict
     scorer: str = ""
     score_s: float = 0.0
+    # float32 [n_tokens], the teacher's for the response; UNSET (not on the wire) = no teacher was asked
+    teacher_logprobs: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         head = self.rollout.header()

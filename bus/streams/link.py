@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -31,8 +32,10 @@ from bus.clock import Clock
 from bus.errors import BusFull, BusRefused, BusUnreachable, InvariantBroken
 from bus.streams.wire import Command, Wire, make_client
 
+log = logging.getLogger("bus")
 T = TypeVar("T")
 Waiting = asyncio.Future[Any]
+_REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED")  # the last: a blocking read whose server became a replica
 BATCH = 128  # commands in one pipelined write
 JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
 
@@ -65,16 +68,23 @@ async def call(client: Redis, *command: Any) -> Any:
     return await client.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
+def refuses_writes(reply: object) -> bool:
+    """Whether this reply says that the server takes no writes at present; the command has done nothing."""
+    if not isinstance(reply, RedisError):
+        return False
+    return isinstance(reply, OutOfMemoryError | ReadOnlyError) or str(reply).startswith(_REFUSALS)
+
+
 def translate(error: RedisError, url: str) -> Exception:
     """A server's refusal as an error of ours."""
     text = str(error)
     if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
         return BusRefused(f"Redis at {url} refuses us: {text}. Put user and password into --bus-url.")
-    if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
+    if refuses_writes(error) and (isinstance(error, OutOfMemoryError) or text.startswith("OOM")):
         return BusFull(
             f"Redis at {url} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
         )
-    if isinstance(error, ReadOnlyError) or text.startswith(("READONLY", "MISCONF")):
+    if refuses_writes(error):
         return BusFull(
             f"Redis at {url} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
             "acknowledged is lost."
@@ -191,8 +201,23 @@ class Link:
             waiting.append(waiting_jobs[sha, lane_name])
         return commands, waiting
 
+    async def _accepted(self, wire: Wire, commands: list[Command]) -> list[Any]:
+        """The replies. What a server refuses that takes no writes for now is sent again until the deadline."""
+        replies = await wire.exchange(commands)
+        until, pause_s = self.clock.monotonic() + 0.9 * self.deadline_s, 0.05
+        while refused := [n for n, reply in enumerate(replies) if refuses_writes(reply)]:
+            if pause_s == 0.05:
+                log.warning("%s; trying again for %.0f s", translate(replies[refused[0]], self.url), self.deadline_s)
+            if self.clock.monotonic() >= until:
+                break
+            await self.clock.sleep(pause_s)
+            pause_s = min(1.0, pause_s * 2)
+            for n, reply in zip(refused, await wire.exchange([commands[n] for n in refused]), strict=True):
+                replies[n] = reply
+        return replies
+
     async def _exchange(self, commands: list[Command]) -> list[Any]:
-        replies = await self._wire.exchange(commands)
+        replies = await self._accepted(self._wire, commands)
         # A server that does not know a script (a restarted one) has done nothing; it gets the source.
         unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
@@ -204,7 +229,7 @@ class Link:
     async def _send(self, commands: list[Command]) -> list[Any]:
         """On a connection of their own: small commands do not queue behind large bodies."""
         async with self._bulk_turn:
-            return await self._bulk.exchange(commands)
+            return await self._accepted(self._bulk, commands)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
@@ -230,7 +255,13 @@ class Link:
                 await self.clock.sleep(pause_s * (0.5 + random.random()))  # jitter only: decides nothing
                 pause_s = min(1.0, pause_s * 2)
             except ResponseError as error:
-                raise translate(error, self.url) from error
+                if not refuses_writes(error) or self.clock.monotonic() >= until:
+                    raise translate(error, self.url) from error
+                if pause_s < 0.05:
+                    log.warning("%s; trying again for %.0f s", translate(error, self.url), allowed_s)
+                    pause_s = 0.05
+                await self.clock.sleep(pause_s)
+                pause_s = min(1.0, pause_s * 2)
 
     async def _note_restart(self) -> None:
         """Count a server that came back as another process: what it lost with its last second must be rebuilt."""

@@ -71,11 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`). Nothing more may be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        status = _status_of(error)
+    except Exception as raised:
+        cause: Exception = raised
+        while isinstance(cause, ExceptionGroup):  # of a task group: the first one ended the others
+            cause = cause.exceptions[0]
+        status = _status_of(cause)
         if status is None:
             raise
-        return _fail(label, error, status)
+        return _fail(label, cause, status)
 
 
 def _find(name: str) -> Command:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         from miles_async.console.explain import explain
         from miles_async.console.scene import read_scene
 
-        scene = await read_scene(bus)
+        scene = await read_scene(bus, ref.run_dir)
         findings = diagnose(scene)
         wrong = [finding for finding in findings if finding.level != "info"]
         if args.as_json:

@@ -27,6 +27,13 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             "this run recorded no batches", field="run", value=args.run, remedy="Train with --save-debug-rollout-data."
         )
+    if settings.perf.actor_num_gpus_per_node > 1:
+        raise SettingsError(
+            "replay trains in one process, whose sums round otherwise than those of several ranks",
+            field="actor_num_gpus_per_node",
+            value=settings.perf.actor_num_gpus_per_node,
+            remedy="Record a run with one rank.",
+        )
     if not 1 <= args.first <= args.last:
         raise SettingsError("steps out of order", field="from", value=args.first, remedy="Give 1 <= --from <= --to.")
 

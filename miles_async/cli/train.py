@@ -46,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{USAGE}\n{flags_help()}")
         return 0
     loaded = load(args.config, args.values)
+    if loaded.settings.grpo.hook_paths:
+        from miles_async.launcher.hooks import check_hooks
+
+        check_hooks(loaded.settings)
     if args.dry_run:
         print(dry_run_text(loaded), end="")
         return 0

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from actors.trainer.selfcheck import checks_made, failures
 from bus.topology import BY_NAME
 from miles_async.console.explain import IDLE_WAITS, because, incomplete_text, waiting_since
 from miles_async.console.places import owners
@@ -234,6 +235,15 @@ def dead_letters(scene: Scene) -> Iterator[Finding]:
     yield Finding("warning", "dead letters", "dead", f"{n}, the newest {what}. See miles-async bus dead list", age)
 
 
+def first_step(scene: Scene) -> Iterator[Finding]:
+    """What the run's first training step said about itself, where its record can be read."""
+    found = failures(scene.first_step)
+    for line in found:
+        yield Finding("warning", "self-check", "trainer", f"step 1 failed its self-check: {line}")
+    if not found and (made := checks_made(scene.first_step)):
+        yield Finding("info", "self-check", "trainer", f"step 1 passed the {made} checks of its self-check")
+
+
 RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     missing_rooms,
     silent_actors,
@@ -246,6 +256,7 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     starving_filter,
     incomplete_groups,
     dead_letters,
+    first_step,
 )
 
 __all__ = ("Finding", "Level", "diagnose")

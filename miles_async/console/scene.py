@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.topology import DEAD, POLICY, VERDICTS
 from miles_async.console.heads import Head, newest_heads
+from miles_async.console.metrics_file import read_records
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
 from miles_async.console.snapshot import Snapshot, read_snapshot
@@ -20,7 +22,8 @@ from miles_async.console.snapshot import Snapshot, read_snapshot
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
-    `uncommitted`: groups that were trained since the last checkpoint; they hold no slot but stay open until the next."""
+    `uncommitted`: groups that were trained since the last checkpoint; they hold no slot but stay open until the next.
+    `first_step`: metrics of the run's first training step, empty where unknown."""
 
     snapshot: Snapshot
     places: Places
@@ -33,6 +36,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     lease_s: float
     stream_max_bytes: int
+    first_step: Mapping[str, float | None] = {}
 
     @property
     def over(self) -> bool:
@@ -41,8 +45,9 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         return self.snapshot.policy.finished or (bool(actors) and all(a.vitals.state == "stopped" for a in actors))
 
 
-async def read_scene(bus: Bus) -> Scene:
-    """One look at everything. The ledger check is exact; the rest may be a few milliseconds apart."""
+async def read_scene(bus: Bus, run_dir: Path | None = None) -> Scene:
+    """One look at everything. The ledger check is exact; the rest may be a few milliseconds apart. `run_dir`: the run's
+    folder where it is on this host; its metrics.jsonl still knows steps that the bus has trimmed."""
     snapshot, places, server, ledger, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
         read_snapshot(bus),
         read_places(bus),
@@ -66,7 +71,15 @@ async def read_scene(bus: Bus) -> Scene:
         now=int(time[0]) + int(time[1]) / 1e6,
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
+        first_step=await asyncio.to_thread(_first_step, run_dir) if run_dir is not None else {},
     )
+
+
+def _first_step(run_dir: Path) -> Mapping[str, float | None]:
+    """Metrics of step 1 as it was last done: a run killed before its first checkpoint does it again."""
+    steps = (r for r in reversed(read_records(run_dir)) if r["kind"] == "step" and r.get("step") == 1)
+    metrics = next(steps, {}).get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
 
 
 async def _uncommitted(bus: Bus, most: int = 1000) -> frozenset[str]:

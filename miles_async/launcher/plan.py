@@ -20,6 +20,7 @@ from actors.sampler.actor import SamplerSpec
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.transports.spec import CourierSpec
 from bus import BusConfig
 from miles_async.settings.run import RunSettings
 
@@ -38,6 +39,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     fingerprint: str
     reference_dir: str = ""
+    critic_dir: str = ""  # empty: the critic starts from the policy's model
+    teacher_dir: str = ""
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
 
@@ -59,8 +62,7 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
     """The objective's settings from the GRPO group."""
     g = settings.grpo
     correction = {"rollout_logprobs": "none"}.get(g.off_policy_correction, g.off_policy_correction)
-    one_step = settings.grpo.num_steps_per_rollout == 1
-    proximal = "rollout" if g.use_rollout_logprobs else "current" if one_step else "recompute"
+    proximal = "rollout" if g.use_rollout_logprobs else "interpolate" if g.interpolate_proximal else "recompute"
     return ObjectiveConfig(
         advantage_estimator=g.advantage_estimator,
         rewards_normalization=not g.disable_rewards_normalization,
@@ -68,6 +70,9 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
         normalize_advantages=g.normalize_advantages,
         gamma=g.gamma,
         lambd=g.lambd,
+        value_clip=g.value_clip,
+        use_opd=g.use_opd,
+        opd_kl_coef=g.opd_kl_coef,
         kl_coef=g.kl_coef,
         eps_clip=g.eps_clip,
         eps_clip_high=g.eps_clip_high,
@@ -95,6 +100,11 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
         use_opsm=g.use_opsm,
         opsm_delta=g.opsm_delta,
         reduction="per_token" if g.calculate_per_token_loss else "per_sample",
+        custom_loss_function_path=g.custom_loss_function_path or "",
+        custom_advantage_function_path=g.custom_advantage_function_path or "",
+        custom_tis_function_path=g.custom_tis_function_path or "",
+        custom_pg_loss_reducer_function_path=g.custom_pg_loss_reducer_function_path or "",
+        custom_reward_post_process_path=g.custom_reward_post_process_path or "",
     )
 
 
@@ -104,6 +114,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     return BackendConfig(
         hf_checkpoint=place.reference_dir or place.model_dir,  # --load without a checkpoint falls back to --ref-load
         ref_load=place.reference_dir,
+        published_as=place.model_dir,
         dtype=settings.model.model_dtype,
         threads=p.trainer_threads,
         seed=settings.launch.seed,
@@ -124,7 +135,18 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         adam_eps=o.adam_eps,
         clip_grad=o.clip_grad,
         ref_update_interval=settings.grpo.ref_update_interval or 0,
+        critic_load=place.critic_dir,
+        critic_lr=o.critic_lr,
+        num_critic_only_steps=settings.grpo.num_critic_only_steps,
+        opd_teacher_load=place.teacher_dir,
+        logprob_tolerance=logprob_tolerance(settings),
     )
+
+
+def logprob_tolerance(settings: RunSettings) -> float:
+    """Mean |trainer - engine| log-prob with equal weights: the embedded engine runs the trainer's model in float32."""
+    exact = settings.sglang.engine == "embedded" and settings.model.model_dtype == "float32"
+    return 1e-4 if exact else 0.03
 
 
 def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str, label_key: str | None) -> DataSpec:
@@ -164,6 +186,7 @@ def generation_spec(
         server_args=s.server_args,
         seed=settings.rollout.rollout_seed,
         exact_stream=s.pause_generation_mode == "in_place",
+        check_equal=s.check_weight_update_equal,
     )
 
 
@@ -181,6 +204,18 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
             (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url), gpus=gpus))
         )
     return rooms
+
+
+def courier_spec(settings: RunSettings) -> CourierSpec:
+    """How versions travel to the engines. Weights that never change stay where they are."""
+    s = settings.sglang
+    changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
+    return CourierSpec(
+        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        buffer_bytes=s.update_weight_buffer_size,
+        deadline_s=s.update_weight_deadline_s,
+        check_equal=s.check_weight_update_equal,
+    )
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -202,9 +237,12 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 keep_last=c.keep_last,
                 save_trigger_sentinel=c.save_trigger_sentinel or "",
                 update_weights_interval=interval,
+                courier=courier_spec(settings),
                 lookahead=lookahead,
                 async_save=c.async_save,
                 backend_name="none" if settings.launch.debug_rollout_only else "torch",
+                ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
+                ci_test=settings.launch.ci_test,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
             ),
@@ -241,6 +279,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         reward_key=r.reward_key or "",
         max_retries=r.reward_max_retries,
         tokenizer_dir=place.model_dir,
+        teacher_urls=settings.grpo.opd_teacher_urls if settings.grpo.distills else (),
     )
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
     rooms += engine_specs(settings, place)

@@ -12,6 +12,7 @@ import msgspec
 
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.fp8 import read_scheme
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
@@ -21,6 +22,7 @@ from miles_async.launcher.identity import Identity
 from miles_async.launcher.plan import Place, generation_spec, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
+from miles_async.settings.second_models import critic_dir, teacher_dir
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
@@ -34,6 +36,21 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     if not (directory / "model.safetensors").exists():
         make_model(directory, seed=settings.launch.seed)
     return directory.resolve()
+
+
+def check_quantization(settings: RunSettings) -> None:
+    """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
+    except ValueError as error:
+        raise SettingsError(
+            str(error),
+            field="hf_checkpoint",
+            value=settings.model.hf_checkpoint,
+            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
+        ) from None
 
 
 def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
@@ -77,6 +94,8 @@ def place_of(settings: RunSettings) -> Place:
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
         reference_dir=reference_dir(settings),
+        critic_dir=critic_dir(settings),
+        teacher_dir=teacher_dir(settings, directory),
         weights_dir=str(shared_memory(run_dir)),
         blob_dir=str((run_dir / "blobs").resolve()),
         stop_token_ids=stop_tokens(settings, directory),

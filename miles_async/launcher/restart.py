@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.runtime.run import EXIT_DONE, EXIT_REFUSED
+from actors.runtime.run import EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS
 
 QUICK_S = 60.0  # failures closer together than this count as one crash loop
 
@@ -23,13 +23,15 @@ class Verdict:
 def judge_exit(name: str, code: int | None, failures: Sequence[float], now: float, budget: int) -> Verdict:
     """`code` None = unknown (an adopted process); `failures`: times of former failures, seconds on the clock of `now`.
 
-    A refusal is final: the same start would be refused again. Failures within QUICK_S of each other use up the budget;
-    an actor that ran well in between starts afresh.
+    A refusal is final, and so is a run that an actor ended: the same start would come to the same. Failures within
+    QUICK_S of each other use up the budget; an actor that ran well in between starts afresh.
     """
     if code == EXIT_DONE:
         return Verdict("done")
     if code == EXIT_REFUSED:
         return Verdict("give_up", reason=f"{name} refused to start")
+    if code == EXIT_RUN_ENDS:
+        return Verdict("give_up", reason=f"{name} cannot go on")
     recent = [t for t in failures if now - t < QUICK_S]
     if len(recent) >= budget:
         return Verdict("give_up", reason=f"{name} failed {len(recent) + 1} times within {QUICK_S:.0f} s")

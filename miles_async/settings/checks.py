@@ -13,6 +13,7 @@ from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
+from miles_async.settings.second_models import check_second_models
 from miles_async.settings.serving import check_programs
 
 Probe = Callable[[RunSettings], None]
@@ -82,6 +83,7 @@ def check_model(settings: RunSettings, builtin_models: Collection[str]) -> int |
         context = config.get("max_position_embeddings")
         context = context if isinstance(context, int) else None
     _check_reference(settings)
+    check_second_models(settings)
     if context is not None:
         _check_lengths(settings, context)
     return context
@@ -109,7 +111,27 @@ def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKP
         raise SettingsError(f"config.json cannot be read: {error}", field=field, value=text) from None
     if not isinstance(config, dict):
         raise SettingsError("config.json is not a JSON object", field=field, value=text)
+    check_shards(path, field)
     return config
+
+
+def check_shards(directory: Path, field: str) -> None:
+    """Refuse a directory whose index names files that are not there: engines would serve what happens to lie in memory."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SettingsError(f"{index.name} cannot be read: {error!r}", field=field, value=str(directory)) from None
+    lost = sorted(str(name) for name in named if not (directory / str(name)).is_file())
+    if lost:
+        raise SettingsError(
+            f"{len(lost)} of {len(named)} checkpoint shards are missing, first {lost[0]}",
+            field=field,
+            value=str(directory),
+            remedy="Download the directory again.",
+        )
 
 
 def _check_reference(settings: RunSettings) -> None:

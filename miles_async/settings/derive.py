@@ -10,6 +10,7 @@ from miles_async.settings.errors import SettingsError
 
 Values = dict[str, Any]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+DISTILLATION = "on_policy_distillation"
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
 
 
@@ -85,13 +86,19 @@ def _lookahead(v: Values) -> int:
     return int(v["rollout_batch_size"]) if v["max_weight_staleness"] > 0 else 1
 
 
+def _filter(v: Values) -> str:
+    """Groups of equal rewards teach nothing, unless there is but one sample or a teacher speaks of every token."""
+    single = v["n_samples_per_prompt"] == 1
+    return KEEP_ALL if single or v["use_opd"] or v["advantage_estimator"] == DISTILLATION else NONZERO_STD
+
+
 # field -> how it follows. Read by `fill` in this order.
 DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
     ("over_sampling_batch_size", lambda v: v["rollout_batch_size"]),
-    ("dynamic_sampling_filter_path", lambda v: KEEP_ALL if v["n_samples_per_prompt"] == 1 else NONZERO_STD),
+    ("dynamic_sampling_filter_path", _filter),
     ("staleness_lookahead", _lookahead),
     ("eval_input_key", lambda v: v["input_key"]),
     ("eval_label_key", lambda v: v["label_key"]),
@@ -104,7 +111,10 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("rs_lower_bound", lambda v: v["tis_lower_bound"]),
     ("rs_upper_bound", lambda v: v["tis_upper_bound"]),
     ("disable_grpo_std_normalization", lambda v: v["n_samples_per_prompt"] == 1),
+    ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
+    ("critic_lr", lambda v: v["lr"]),
+    ("opd_type", lambda v: "sglang" if v["opd_teacher_urls"] else "megatron"),
     ("num_generation_workers", _workers),
     ("rollout_num_gpus", _gpus),
     ("rollout_gpu_ids", lambda v: tuple(range(v["rollout_num_gpus"]))),

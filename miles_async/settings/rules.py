@@ -7,7 +7,7 @@ are `notes`, shown by `--dry-run` and at the start of a run.
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import serving
+from miles_async.settings import second_models, serving, training
 from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
 from miles_async.settings.errors import SettingsError, listing
 from miles_async.settings.run import RunSettings
@@ -71,8 +71,23 @@ def one_correction_at_most(s: RunSettings) -> None:
         "no_correction": g.no_correction,
     }
     chosen = [name for name, is_on in on.items() if is_on]
+    if chosen == ["use_mis", "use_decoupled_loss"]:  # the weights of the one, the clip of the other
+        return
     if len(chosen) > 1:
         raise _refuse(chosen[1], True, f"cannot go together with {chosen[0]}", f"Keep one of {', '.join(chosen)}.")
+
+
+def interpolation_has_its_inputs(s: RunSettings) -> None:
+    g = s.grpo
+    if g.interpolate_proximal and g.use_rollout_logprobs:
+        raise _refuse("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
+    if g.interpolate_proximal and g.use_mis and g.tis_batch_normalize:
+        raise _refuse(
+            "interpolate_proximal",
+            True,
+            "leaves no log-probs before the step, which tis_batch_normalize needs",
+            "Add --no-tis-batch-normalize.",
+        )
 
 
 def correction_bounds_are_ordered(s: RunSettings) -> None:
@@ -185,9 +200,10 @@ def rewards_have_a_source(s: RunSettings) -> None:
 
 def dotted_paths_are_well_formed(s: RunSettings) -> None:
     r = s.rollout
-    own = r.custom_rm_path
-    if own is not None and not DOTTED.fullmatch(own):
-        raise _refuse("custom_rm_path", own, "not a dotted path", "Write package.module.function.")
+    own = {} if r.custom_rm_path is None else {"custom_rm_path": r.custom_rm_path}
+    for name, path in (own | s.grpo.hook_paths).items():
+        if not DOTTED.fullmatch(path):
+            raise _refuse(name, path, "not a dotted path", "Write package.module.function.")
     for name, path in (
         ("dynamic_sampling_filter_path", r.dynamic_sampling_filter_path),
         ("buffer_filter_path", r.buffer_filter_path),
@@ -280,8 +296,6 @@ def check_run_name(name: str) -> None:
 
 def checkpoint_options_agree(s: RunSettings) -> None:
     c = s.ckpt
-    if c.no_save and c.async_save:
-        raise _refuse("async_save", True, "no_save is on", "Keep one of the two.")
     if c.no_save and c.save_trigger_sentinel is not None:
         raise _refuse("save_trigger_sentinel", c.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
     for name, pattern in (
@@ -312,15 +326,18 @@ RULES: tuple[Rule, ...] = (
     one_correction_at_most,
     stale_data_is_corrected,
     correction_bounds_are_ordered,
+    interpolation_has_its_inputs,
     rejection_belongs_to_mis,
     one_kl_at_most,
     whitening_where_it_is_part_of_the_estimator,
+    *second_models.RULES,
     filter_can_keep_something,
     wait_leaves_room_for_its_lookahead,
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
     dotted_paths_are_well_formed,
+    *training.RULES,
     evaluation_has_data,
     learning_rate_decays_downwards,
     engine_addresses_match_the_engine,

@@ -34,7 +34,7 @@ SERVER_OWNED: dict[str, str] = {
     "skip-tokenizer-init": "the launcher: only token ids are exchanged",
     "random-seed": "--seed",
     "weight-version": "the policy version that is served",
-    "enable-memory-saver": "--colocate",
+    "enable-memory-saver": "the launcher: trainer and engines have GPUs of their own",
     "api-key": "the launcher: engines listen on this host only",
     "admin-api-key": "the launcher: engines listen on this host only",
     "tokenizer-worker-num": "the launcher: one keeps version boundaries exact",
@@ -143,7 +143,33 @@ def router_settings_agree(s: RunSettings) -> None:
         )
 
 
-RULES = (engines_match_the_gpus, passed_flags_are_not_ours, router_settings_agree)
+def delta_is_for_files(s: RunSettings) -> None:
+    way = s.sglang.update_weight_transport
+    if s.sglang.update_weight_delta and way != "disk":
+        raise SettingsError(
+            f"update_weight_transport is {way!r}, which sends all tensors",
+            field="update_weight_delta",
+            value=True,
+            remedy="Leave it out, or set --update-weight-transport disk.",
+        )
+
+
+def engines_are_different(s: RunSettings) -> None:
+    """Two workers on one engine would activate versions under each other's requests."""
+    known: dict[str, str] = {}
+    for address in s.sglang.rollout_external_engine_addrs:
+        bare = address.rpartition("://")[2].rstrip("/").replace("localhost:", "127.0.0.1:")
+        if bare in known:
+            raise SettingsError(
+                f"{known[bare]} and {address} are one engine",
+                field="rollout_external_engine_addrs",
+                value=s.sglang.rollout_external_engine_addrs,
+                remedy="Give each engine a port of its own, and each address once.",
+            )
+        known[bare] = address
+
+
+RULES = (engines_are_different, delta_is_for_files, engines_match_the_gpus, passed_flags_are_not_ours, router_settings_agree)
 
 
 def notes(s: RunSettings) -> Iterator[str]:

@@ -17,12 +17,14 @@ from actors.reward.actor import RewardSpec, on_dead, run
 from actors.runtime.context import ActorSpec
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
-from bus.messages.base import pack_ints
+from bus.messages.base import pack_ints, unpack_floats, unpack_ints
 from bus.messages.control import Event
 from bus.messages.samples import Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, EVENTS, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
+from tests.engine.conftest import engine_process
+from tests.engine.models import Oracle, make_model
 
 HOOK = """
 import os, pathlib, time
@@ -138,6 +140,34 @@ async def test_evaluation_has_its_own_streams_and_key(redis_url: str, run_name: 
         assert out["g1/0"].reward == -1.0 and out["g1/0"].rewards == {"score": -1.0, "acc": 0.0}
         [score] = [m for m in evals if isinstance(m, Scored)]
         assert score.reward == 0.0 and lost in evals
+
+
+async def test_a_teacher_is_asked_about_training_samples(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """Its log-probs travel with the score; evaluation has none; a teacher that is away costs attempts, then the sample."""
+    make_model("qwen3", tmp_path / "teacher", seed=1)
+    with engine_process(tmp_path / "teacher") as (url, _):
+        spec = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,))
+        async with open_bus(redis_url, run_name) as bus:
+            async with running(bus, "reward", run, spec):
+                taught = done(1, 0, "78")
+                await put(bus, ROLLOUTS, taught)
+                await put(bus, EVAL_ROLLOUTS, done(0, 0, "7", sample_id="e0/0", eval_name="held_out"))
+                out = await scored_and_lost(bus, 1)
+                await until(lambda: _has(bus, 1))
+            [seen] = await messages(bus, EVAL_SCORED)
+    assert isinstance(seen, Scored) and seen.teacher_logprobs is msgspec.UNSET
+    found = out["g1/0"].teacher_logprobs
+    tokens = unpack_ints(taught.response.tokens)
+    want = Oracle(tmp_path / "teacher").logprobs(unpack_ints(taught.task.prompt_tokens), tokens)
+    assert unpack_floats(found) == pytest.approx(want, abs=1e-4)
+    async with open_bus(redis_url, f"{run_name}-away") as bus:
+        away = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,), max_retries=0)
+        async with running(bus, "reward", run, away):
+            await put(bus, ROLLOUTS, done(1, 0, "7"))
+            lost = (await scored_and_lost(bus, 1))["g1/0"]
+    assert isinstance(lost, RolloutLost) and "teacher" in lost.error
 
 
 async def _has(bus: Bus, count: int) -> bool:

@@ -311,6 +311,18 @@ def test_an_engine_of_another_shape_is_refused_and_a_like_one_is_taken(tmp_path:
     assert "not compared" in check_served("http://e:1", info, "/far/away", ours).note
 
 
+def test_an_engine_of_another_quantisation_is_refused(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    plain = config(tmp_path / "plain")
+    narrow = config(tmp_path / "narrow", quantization_config=fp8)
+    other = config(tmp_path / "other", quantization_config={"quant_method": "awq"})
+    check_served("u", {}, narrow, narrow)
+    with pytest.raises(BootRefused, match=r"serves plain weights .* is published as FP8 \(128 x 128 blocks\)"):
+        check_served("u", {}, plain, narrow)
+    with pytest.raises(BootRefused, match=r"serves \{'quant_method': 'awq'\} weights .* is published as plain"):
+        check_served("u", {}, other, plain)
+
+
 def test_only_one_token_a_chunk_without_a_detokenizer_is_exact() -> None:
     for interval, skip, exact in ((1, True, True), (1, False, False), (16, True, False)):
         info = {"stream_interval": interval, "skip_tokenizer_init": skip}

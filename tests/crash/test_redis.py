@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import redis
 
 from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, Tables, merged, until
@@ -110,3 +111,44 @@ def test_its_last_second_is_lost(run_of: Launch) -> None:
     run.start()
     run.finish()
     judge(run, whole_policy=False)
+
+
+REFUSALS = {
+    "out of memory": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    "read-only": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refuses_writes_for_a_while(refusal: str, run_of: Launch) -> None:
+    """The operator is told what and why, actors come back by themselves, and nothing is lost."""
+    begin, end = REFUSALS[refusal]
+    run = run_of({"rollout": {"num_rollout": 60}})
+    run.start()
+    run.until_step(3)
+    with redis.Redis(unix_socket_path=str(run.dir / "redis.sock")) as server:
+        server.execute_command(*begin)
+        until("an actor to say so", lambda: any(refusal in log.read_text() for log in (run.dir / "logs").glob("*.log")))
+        server.execute_command(*end)
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refuses_writes_for_good(refusal: str, run_of: Launch) -> None:
+    """The run ends with the cause instead of hanging, and the same command goes on when the server writes again."""
+    begin, end = REFUSALS[refusal]
+    run = run_of({"rollout": {"num_rollout": 60}})
+    run.start()
+    run.until_step(3)
+    with redis.Redis(unix_socket_path=str(run.dir / "redis.sock")) as server:
+        server.execute_command(*begin)
+        assert run.join() == 1
+        assert refusal in run.output().strip().splitlines()[-1]
+        if run.redis_pid():
+            server.execute_command(*end)
+    run.start()
+    run.finish()
+    judge(run)

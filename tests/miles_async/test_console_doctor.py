@@ -285,3 +285,29 @@ async def test_a_dead_group_of_the_bus_leaves_the_doctor_standing(redis_url, run
         await bus.commit(Commit(close_groups=("g4",)))
         found = await faults(bus)
     assert "g4/0" in found["ledger"]
+
+
+async def test_the_first_steps_self_check_is_shown(redis_url, run_name):
+    value, limit = "train/selfcheck/", "train/selfcheck_limit/"
+    passed = {value + "ppo_kl": 0.0, limit + "ppo_kl": 1e-9}
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        assert await faults(bus, first_step=passed) == {}
+        scene = msgspec.structs.replace(await read_scene(bus), first_step=passed)
+        [said] = [f.text for f in diagnose(scene) if f.rule == "self-check"]
+        failed = await faults(bus, first_step=passed | {value + "ppo_kl": 0.25})
+    assert "passed the 1 checks" in said
+    assert failed["self-check"].startswith("step 1 failed its self-check: ppo_kl = 0.25") and "dropout" in failed["self-check"]
+
+
+async def test_the_first_step_is_read_from_the_runs_folder(redis_url, run_name, tmp_path):
+    lines = [
+        {"kind": "step", "step": 1, "metrics": {"train/loss": 1.0}},
+        {"kind": "step", "step": 1, "metrics": {"train/loss": 2.0}},
+        {"kind": "step", "step": 2, "metrics": {"train/loss": 3.0}},
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        assert (await read_scene(bus, tmp_path)).first_step == {"train/loss": 2.0}
+        assert (await read_scene(bus, tmp_path / "nowhere")).first_step == {}

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from miles_async.launcher.prepare import check_quantization
 from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
 
@@ -41,6 +42,29 @@ def refusal(settings: RunSettings, **options: Any) -> str:
     text = str(caught.value)
     assert "\n" not in text
     return text
+
+
+def test_missing_shards_are_counted_and_named(data, model):
+    index = model / "model.safetensors.index.json"
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    index.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}}))
+    for name in names[:1]:
+        (model / name).write_bytes(b"")
+    text = refusal(make(data, hf_checkpoint=str(model)))
+    assert f"2 of 3 checkpoint shards are missing, first {names[1]}" in text and "Download" in text
+    index.write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in refusal(make(data, hf_checkpoint=str(model)))
+
+
+def test_a_quantisation_that_cannot_be_published_is_refused(data, model):
+    config = {"max_position_embeddings": 256, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (model / "config.json").write_text(json.dumps(config))
+    text = refusal(make(data, hf_checkpoint=str(model)), probes=[check_quantization])
+    assert "quant_method 'awq'" in text and "block-scaled FP8" in text and str(model) in text
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(config))
+    preflight(make(data, hf_checkpoint=str(model)), probes=[check_quantization])
+    preflight(make(data), probes=[check_quantization])
 
 
 def test_good_input_passes_and_tells_what_it_found(data, model):

@@ -91,7 +91,6 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"engine_token_deadline_s": 4000.0}, ("engine_token_deadline_s = 4000.0", "sglang_request_deadline_s")),
         ({"bus_url": "http://x"}, ("bus_url = 'http://x'", "redis://")),
         ({"name": "a/b"}, ("name = 'a/b'", "letters")),
-        ({"no_save": True, "async_save": True}, ("async_save", "no_save")),
         ({"save_debug_rollout_data": "x.msgpack"}, ("save_debug_rollout_data", "{rollout_id}")),
     ],
 )
@@ -124,6 +123,18 @@ def test_each_correction_allows_stale_data_and_is_named(flag):
     s = make(max_weight_staleness=2, **{flag: True})
     assert s.grpo.off_policy_correction == flag.removeprefix("use_").removesuffix("_loss")
     assert s.max_open_groups == 96
+
+
+def test_decoupled_and_mis_go_together():
+    s = make(max_weight_staleness=2, use_mis=True, use_decoupled_loss=True)
+    assert s.grpo.off_policy_correction == "mis"
+
+
+@pytest.mark.parametrize("other", [{"use_rollout_logprobs": True}, {"use_mis": True}])
+def test_interpolation_is_refused_without_its_inputs(other):
+    with pytest.raises(SettingsError, match="interpolate_proximal"):
+        make(max_weight_staleness=2, interpolate_proximal=True, **other)
+    make(max_weight_staleness=2, interpolate_proximal=True, use_mis=True, tis_batch_normalize=False)
 
 
 def test_waiting_takes_its_lookahead_off_the_admission_bound():

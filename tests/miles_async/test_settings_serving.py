@@ -115,6 +115,11 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
             "--no-use-router --sglang-router-ip a --sglang-router-port 1",
             ("use_router = false", "sglang_router_ip = 'a'"),
         ),
+        (
+            "",
+            "--engine external --rollout-external-engine-addrs localhost:30000 http://127.0.0.1:30000/",
+            ("localhost:30000 and http://127.0.0.1:30000/ are one engine", "a port of its own"),
+        ),
         ("", "--router-policy random", ("router_args", "use_router is off")),
         ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("router_args", "its own flags")),
     ],

@@ -26,7 +26,6 @@ from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.opd import topk_reverse_kl
 from actors.trainer.objective.rewards import normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
-from actors.trainer.objective.selfcheck import first_step_failures
 
 
 def normalised(rewards, estimator, **kw):
@@ -215,16 +214,3 @@ def test_schedules():
     assert learning_rate(500, lr=2.0, min_lr=0.5) == 2.0
     with pytest.raises(ValueError, match="unknown"):
         learning_rate(0, lr=1.0, style="square")
-
-
-def test_first_step_check_names_the_likely_cause():
-    good = {"ppo_kl": 0.0, "pg_clipfrac": 0.0, "train_rollout_logprob_abs_diff": 1e-3, "nonfinite_tokens": 0.0}
-    assert first_step_failures(good, grad_norm=0.1, reference_diff=0.0) == []
-    bad = first_step_failures(good | {"ppo_kl": 0.1, "pg_loss": math.nan}, grad_norm=math.inf, reference_diff=0.8)
-    assert [line.split(" =")[0] for line in bad] == [
-        "ppo_kl",
-        "reference log-prob difference",
-        "gradient norm",
-        "pg_loss",
-    ]
-    assert "chat template" in bad[1]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.utils import logging as hf_logging
 
@@ -56,6 +57,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.manual_seed(k)
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
     return {name: root / name for name in made}
+
+
+@pytest.fixture(scope="session")
+def critic_dir(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory as reward models have it: qwen3's backbone and a head [1, 32] of its own."""
+    directory = tmp_path_factory.mktemp("critic")
+    torch.manual_seed(5)
+    tensors = load_file(models["qwen3"] / "model.safetensors") | {"score.weight": torch.randn(1, 32) * 0.5}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())
+    return directory
 
 
 @pytest.fixture

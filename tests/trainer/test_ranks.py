@@ -13,8 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from actors.trainer.backend import BackendConfig, StepBatch
-from actors.trainer.objective import MissingInputError
+from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.wire import decode, encode, pack_step, unpack_step
@@ -51,8 +50,9 @@ def pair() -> Iterator[TorchBackend]:
 
 def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
     """Gradients of the first step, read off Adam's first moment."""
-    state = backend.snapshot().optimizer
-    return {n.split("/", 1)[1]: t / 0.1 for n, t in state.items() if n.startswith("exp_avg/")}
+    state = backend.snapshot()
+    moments = state.optimizer | {f"{n}/critic": t for n, t in state.critic_optimizer.items()}
+    return {n.split("/", 1)[1]: t / 0.1 for n, t in moments.items() if n.startswith("exp_avg/")}
 
 
 def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBackend:
@@ -70,8 +70,10 @@ def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBack
         {"entropy_coef": 0.01},
         {"reduction": "per_token", "use_kl_loss": True, "kl_loss_coef": 0.1},
         {"correction": "mis", "tis_batch_normalize": True, "proximal": "recompute", "normalize_advantages": True},
+        {"advantage_estimator": "ppo", "lambd": 0.9},
+        {"advantage_estimator": "on_policy_distillation"},
     ],
-    ids=["per_sample", "per_token_kl", "mis_whitened"],
+    ids=["per_sample", "per_token_kl", "mis_whitened", "ppo", "distillation"],
 )
 def test_two_ranks_have_the_loss_and_gradient_of_one(
     model: str,
@@ -80,9 +82,12 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
     make_config: Config,
     make_backend: Backend,
     make_batch: Batch,
+    models: dict[str, Path],
+    critic_dir: Path,
 ) -> None:
     batch = make_batch(5, temperatures=(1.0, 0.8))
-    settings = {"objective": objective, "clip_grad": 0.0}
+    second = {"critic_load": str(critic_dir), "opd_teacher_load": str(models["qwen3_wide"])}
+    settings = {"objective": objective, "clip_grad": 0.0, **second}
     pair.setup(make_config(model, **settings))
     one = alone(make_backend, model, **settings)
     a, b = pair.train_step(batch), one.train_step(batch)
@@ -97,17 +102,27 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
         assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": "adam"}, {"optimizer": "muon"}, {"objective": {"advantage_estimator": "ppo"}}],
+    ids=["adam", "muon", "critic"],
+)
 def test_checkpoints_move_between_one_and_two_ranks(
-    optimizer: str, pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch, tmp_path: Path
+    settings: dict[str, object],
+    pair: TorchBackend,
+    make_config: Config,
+    make_backend: Backend,
+    make_batch: Batch,
+    tmp_path: Path,
 ) -> None:
-    one = alone(make_backend, optimizer=optimizer)
+    one = alone(make_backend, **settings)
     one.train_step(make_batch(0))
     one.snapshot().write(tmp_path / "one")
-    pair.setup(make_config(optimizer=optimizer, seed=4))
+    pair.setup(make_config(seed=4, **settings))
     pair.load(tmp_path / "one")
     assert pair.weights_hash() == one.weights_hash()
     assert hash_tensors(pair.snapshot().optimizer) == hash_tensors(one.snapshot().optimizer)
+    assert hash_tensors(pair.snapshot().critic_optimizer) == hash_tensors(one.snapshot().critic_optimizer)
 
     for k in (1, 2):
         pair.train_step(make_batch(k, step=k))
@@ -119,9 +134,9 @@ def test_checkpoints_move_between_one_and_two_ranks(
     assert pair.weights_hash() == after
     one.load(tmp_path / "two")
     one.train_step(make_batch(3, step=3))
-    got, want = pair.snapshot().weights, one.snapshot().weights
-    for name, p in want.items():
-        torch.testing.assert_close(got[name], p, rtol=1e-4, atol=1e-5)
+    got, want = pair.snapshot(), one.snapshot()
+    for name, p in (want.weights | want.critic).items():
+        torch.testing.assert_close((got.weights | got.critic)[name], p, rtol=1e-4, atol=1e-5)
 
 
 def test_what_rank_0_refuses_leaves_the_pair_at_work(
@@ -133,7 +148,7 @@ def test_what_rank_0_refuses_leaves_the_pair_at_work(
     batch = make_batch(0)
     for s in batch.samples:
         s.train.rollout_logp = None
-    with pytest.raises(MissingInputError):
+    with pytest.raises(BatchRefused):
         pair.train_step(batch)
     assert pair.train_step(make_batch(0)).metrics["train/updates"] == 1
     manifest = pair.copy_weights().write(tmp_path / "v1")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.trainer.backend import StepBatch
-from actors.trainer.objective import MissingInputError, ObjectiveConfigError
-from actors.trainer.packing import BatchingError
+from actors.runtime.run import Refused
+from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
 
@@ -56,7 +55,7 @@ def test_a_field_that_the_objective_needs_and_nobody_has_is_an_error(make_backen
     for s in batch.samples:
         s.train.rollout_logp = None
     before = backend.weights_hash()
-    with pytest.raises(MissingInputError, match="rollout_logp"):
+    with pytest.raises(BatchRefused, match="rollout_logp"):
         backend.train_step(batch)
     assert backend.weights_hash() == before
 
@@ -104,7 +103,7 @@ def test_several_steps_per_rollout_train_every_trajectory_once(make_backend: Bac
 
 
 def test_a_policy_loss_that_could_never_clip_is_refused(make_backend: Backend) -> None:
-    with pytest.raises(ObjectiveConfigError, match="never clips"):
+    with pytest.raises(Refused, match="never clips"):
         make_backend(objective={"proximal": "current"}, num_steps_per_rollout=2)
 
 
@@ -143,7 +142,7 @@ def test_live_knobs_override_the_settings_of_one_step(make_backend: Backend, mak
     before = backend.weights_hash()
     assert backend.train_step(make_batch(1, step=5, lr=0.0)).metrics["train/lr"] == 0.0
     assert backend.weights_hash() == before
-    with pytest.raises(ObjectiveConfigError):
+    with pytest.raises(BatchRefused):
         backend.train_step(make_batch(1, step=5, eps_clip=3.0))
     assert backend.weights_hash() == before
 
@@ -181,7 +180,7 @@ def test_a_batch_with_nothing_to_train_moves_nothing(make_backend: Backend, make
     before = backend.weights_hash()
     result = backend.train_step(batch)
     assert backend.weights_hash() == before and "all_masked" in result.flags and not result.skipped
-    with pytest.raises(BatchingError, match="no samples"):
+    with pytest.raises(BatchRefused, match="no samples"):
         backend.train_step(StepBatch([], 0, 0))
 
 

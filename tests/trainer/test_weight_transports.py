@@ -14,13 +14,19 @@ import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from actors.generation.activation import Loader, WeightsUnusable
-from actors.generation.engine import EngineUnavailable, RequestRefused
+from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
+from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
+from actors.publisher.plan import Ways, choose_ways
+from actors.trainer.fleet import Fleet, Seat
+from actors.trainer.torch_backend.state import WeightFiles
 from actors.trainer.transports.buckets import plan_buckets
+from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import GroupBroken, NcclSender, first_ranks
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import Bucket, TensorMeta, WeightPlan
 from bus.plans import read_plan, write_plan
@@ -54,8 +60,60 @@ def test_flat_buffers_hold_the_bytes_of_all_tensors_at_one_address() -> None:
     buffers.fill({name: t + 1 for name, t in tensors.items()})
     assert [flat.data_ptr() for flat in buffers.flat] == where
     assert torch.equal(buffers.flat[1].view(torch.bfloat16), tensors["c"] + 1)
+    held = buffers.on_host()
+    buffers.fill({name: t + 2 for name, t in tensors.items()})
+    assert all(torch.equal(held[name], t + 1) for name, t in tensors.items())
     with pytest.raises(ValueError, match="1 tensors came or went since the first version, first c"):
         buffers.fill({name: t for name, t in tensors.items() if name != "c"})
+
+
+def test_a_delta_holds_what_changed_and_names_its_base(tmp_path: Path) -> None:
+    writer, first = DeltaWriter(), {"a": torch.ones(4), "b": torch.zeros(2), "c": torch.zeros(9)}
+    assert writer.write(WeightFiles(first), tmp_path / "1", 1).transport == "disk"
+    second = {**first, "a": torch.ones(4) * 2}
+    manifest = writer.write(WeightFiles(second), tmp_path / "2", 2)
+    made = read_plan(tmp_path / "2")
+    assert (manifest.transport, manifest.n_tensors, made.base) == ("delta", 1, 1)
+    assert torch.equal(load_file(tmp_path / "2" / "model.safetensors")["a"], second["a"])
+    assert [made.suits("w", held) for held in (-1, 1, 2)] == [False, True, False]
+    writer.write(WeightFiles(dict(second)), tmp_path / "3", 3)
+    assert list(load_file(tmp_path / "3" / "model.safetensors")) == ["b"], "an empty file would be none"
+    everything = {name: t + 1 for name, t in second.items()}
+    assert writer.write(WeightFiles(everything), tmp_path / "4", 4).transport == "disk"
+
+
+def test_engines_are_counted_on_between_an_activation_and_the_next_trouble() -> None:
+    def event(kind: str, wall: float, **data: Any) -> Event:
+        return Event(actor="w", kind=kind, text="", wall=wall, data=data)
+
+    fleet = Fleet(timeout_s=10.0)
+    fleet.fold(event("joined", 0.0))
+    assert fleet.able(0.0) == {}
+    for stint, trouble in enumerate(("joined", "engine stalled", "transport failed"), start=1):
+        fleet.fold(event("activated", 0.5, gpus=2, host="h"))
+        fleet.fold(event("activated", 1.0, gpus=2, host="h"))
+        assert fleet.able(11.0) == {"w": Seat(2, "h", stint)}, "a new stint asks for a new group"
+        assert fleet.able(11.1) == {}, "silent for too long"
+        fleet.fold(event(trouble, 2.0))
+        assert fleet.able(2.0) == {}
+    fleet.fold(event("activated", 3.0))
+    for state, there in (("running", True), ("draining", False)):
+        fleet.fold(Vitals(actor="w", role="generation", pid=1, host="h", state=state, wall=4.0))  # type: ignore[arg-type]
+        assert bool(fleet.able(4.0)) is there
+
+
+def test_who_the_announced_way_does_not_reach_gets_files() -> None:
+    group = WeightPlan(transport="nccl", buckets=(), workers=("a", "b"))
+    serving = {"a": 1, "b": -1, "c": 1}
+
+    def choose(plan: WeightPlan | None, *, have_files: bool) -> Ways:
+        return choose_ways("abc", serving=serving, plan=plan, files_only={"b"}, have_files=have_files)
+
+    assert choose(None, have_files=False) == Ways(["a", "b", "c"], [], [])
+    assert choose(group, have_files=True) == Ways(["a"], ["b", "c"], [])
+    assert choose(group, have_files=False) == Ways(["a"], [], ["b", "c"])
+    changes = WeightPlan(transport="delta", buckets=(), base=1)
+    assert choose(changes, have_files=False) == Ways(["a", "c"], [], ["b"])
 
 
 def test_every_gpu_of_every_engine_has_a_rank() -> None:
@@ -71,6 +129,7 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.refuse: dict[str, int] = {}
+        self.changing = False  # checksums differ from one question to the next
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -78,7 +137,8 @@ class Recorder:
         status = self.refuse.get(request.path, 200)
         answer: dict[str, Any] = {"success": status == 200, "message": "partially updated"}
         if request.path == "/weights_checker":
-            answer["ranks"] = [{"checksums": {"w": "1f"}}, {"checksums": {"w": "2f"}}]
+            first = f"1f{len(self.asked)}" if self.changing else "1f"
+            answer["ranks"] = [{"checksums": {"w": first}}, {"checksums": {"w": "2f"}}]
         return web.json_response(answer, status=status)
 
 
@@ -111,7 +171,10 @@ def plan(directory: Path, **fields: Any) -> WeightManifest:
 
 
 async def load(loader: Loader, client: SGLangClient, manifest: WeightManifest, label: str) -> None:
-    await loader.load(client, manifest, loader.plan(manifest), label)
+    plan = loader.plan(manifest, -1)
+    assert plan is not None
+    await loader.join(client, plan)
+    await loader.load(client, manifest, plan, label)
 
 
 async def test_ipc_hands_over_each_bucket_and_names_the_version_with_the_last(
@@ -135,7 +198,10 @@ async def test_nccl_joins_once_per_group_and_again_for_the_next(
 ) -> None:
     client, recorder = engine
     loader = Loader("w")
-    fields = {"transport": "nccl", "group": "g1", "address": "10.0.0.1", "port": 99, "world_size": 3, "ranks": {"w": 2}}
+    fields = {
+        "transport": "nccl", "group": "g1", "address": "10.0.0.1", "port": 99, "world_size": 3, "ranks": {"w": 2},
+        "workers": ("w",),
+    }  # fmt: skip
     one = plan(tmp_path / "1", **fields)
     await load(loader, client, one, "7")
     await load(loader, client, one, "8")
@@ -161,11 +227,13 @@ async def test_what_cannot_be_loaded_is_named_before_anything_is_asked(
 ) -> None:
     loader = Loader("w")
     with pytest.raises(WeightsUnusable, match="transport 'pigeon' is unknown"):
-        loader.plan(WeightManifest(transport="pigeon"))
+        loader.plan(WeightManifest(transport="pigeon"), -1)
     with pytest.raises(WeightsUnusable, match="cannot be read"):
-        loader.plan(WeightManifest(transport="ipc", path=str(tmp_path / "nowhere")))
+        loader.plan(WeightManifest(transport="ipc", path=str(tmp_path / "nowhere")), -1)
     with pytest.raises(WeightsUnusable, match=r"not in group g \(x\)"):
-        loader.plan(plan(tmp_path / "g", transport="nccl", group="g", ranks={"x": 1}))
+        loader.plan(plan(tmp_path / "g", transport="nccl", group="g", ranks={"x": 1}, workers=("x",)), -1)
+    with pytest.raises(WeightsUnusable, match="changed since version 6, this engine holds 5"):
+        loader.plan(plan(tmp_path / "d", transport="delta", base=6), 5)
     assert engine[1].asked == []
 
 
@@ -174,8 +242,9 @@ async def test_a_bucket_that_fails_ends_the_update_before_the_version_is_named(
 ) -> None:
     client, recorder = engine
     recorder.refuse["/update_weights_from_tensor"] = 400
-    with pytest.raises(RequestRefused, match="partially updated"):
+    with pytest.raises(TransportFailed, match="partially updated") as failed:
         await load(Loader("w"), client, plan(tmp_path), "7")
+    assert failed.value.damaged
     recorder.refuse["/update_weights_from_tensor"] = 500
     with pytest.raises(EngineUnavailable):
         await load(Loader("w"), client, plan(tmp_path), "7")
@@ -186,12 +255,38 @@ async def test_checksums_come_rank_by_rank(engine: tuple[SGLangClient, Recorder]
     assert await engine[0].weights_checksum() == {"0/w": "1f", "1/w": "2f"}
 
 
+async def test_the_trainer_is_waited_for_until_it_sends_or_the_wait_is_pointless_or_too_long(tmp_path: Path) -> None:
+    loader = Loader("w")
+    made = loader.plan(plan(tmp_path, deadline_s=0.05), -1)
+    assert made is not None
+    with pytest.raises(TransportFailed, match=r"did not send version 7 within 0\.05 s") as failed:
+        await loader.wait_for(7, made, lambda: False)
+    assert not failed.value.damaged
+    loader.sending(7)
+    assert await loader.wait_for(7, made, lambda: True)
+    assert not await loader.wait_for(8, made, lambda: True)
+
+
+async def test_weights_that_differ_from_their_files_are_told(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    client, recorder = engine
+    loader = Loader("w")
+    made = loader.plan(plan(tmp_path, whole="/files/7"), -1)
+    assert await loader.compare(client, made, "7") == 2
+    assert [path for path, _ in recorder.asked] == ["/weights_checker", "/update_weights_from_disk", "/weights_checker"]
+    recorder.changing = True
+    with pytest.raises(WeightsDiffer, match="version 7 came by ipc with 1 of 2 tensors other than in its files, first 0/w"):
+        await loader.compare(client, made, "7")
+    assert await loader.compare(client, loader.plan(plan(tmp_path / "2"), -1), "8") == 0
+
+
 # -- a broadcast between processes ---------------------------------------------------------------------------------
 
 PEER = """
 import sys, datetime, torch, torch.distributed as dist
 from pathlib import Path
-from actors.trainer.transports.nccl import join_group
+from actors.runtime.broadcast import join_group
 from bus.plans import read_plan
 plan = read_plan(Path(sys.argv[1]))
 group = join_group(plan.address, plan.port, 1, plan.world_size, plan.group, backend="gloo", deadline=datetime.timedelta(seconds=20))

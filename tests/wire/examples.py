@@ -20,8 +20,10 @@ from bus.messages.policy import (
     PolicyActive,
     PolicyAnnounced,
     Restored,
+    Sending,
     StepDone,
     WeightManifest,
+    WeightsOnDisk,
 )
 from bus.messages.samples import (
     Parked,
@@ -115,6 +117,8 @@ EXAMPLES: tuple[Message, ...] = (
     Restored(step=4, version=VERSION, checkpoint="iter_0000004", groups=("g0000041",)),
     Checkpointed(step=5, path="iter_0000005", save_s=2.5),
     Finished(step=5, version=VERSION),
+    WeightsOnDisk(version=VERSION, manifest=MANIFEST, instead=True),
+    Sending(version=VERSION, workers=("w1", "w2")),
     Activate(version=VERSION, manifest=MANIFEST, mode="in_place", workers=("w1", "w2")),
     PolicyActive(version=VERSION, serving={"w1": 7, "w2": -1}),
     KnobPatch(epoch=4, values={"lr": 1e-06, "max_waves": 3}, author="me", reason="why", wall=1700000000.5),

@@ -7,18 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.messages.base import SCHEMA, Message
+from bus.messages.base import SCHEMA, Message, pack_floats
 from bus.messages.codec import Decoder, encode
 from bus.messages.groups import OpenGroup
 from bus.topology import STREAMS
 from tests.bus.strategies import message_types
-from tests.wire.examples import EXAMPLES, GOLDEN, read_golden, tag_of
+from tests.wire.examples import EXAMPLES, GOLDEN, SCORED, read_golden, tag_of
 
 BYTES = read_golden()
 OPEN_GROUP = bytes.fromhex(
     "87a867726f75705f6964a86730303030303432a970726f6d70745f6964a3703137a96e5f73616d706c657302a7617474656d707401a4737465"
     "7005ac736f757263655f696e64657811a565706f636802"
 )
+TEACHER_LOGPROBS = bytes.fromhex("b0746561636865725f6c6f6770726f6273c408000000bf000080bf")
+"""The field that rollout.scored got later, as it is written when it is set to [-0.5, -1.0]."""
 
 
 def decode(tag: str, body: bytes) -> Any:
@@ -49,7 +51,7 @@ def test_every_message_has_an_example_with_golden_bytes() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=tag_of)
 def test_an_example_leaves_no_field_at_its_default(example: Message) -> None:
     for field in msgspec.structs.fields(example):
-        if field.name != "schema":
+        if field.name != "schema" and field.default is not msgspec.UNSET:
             assert getattr(example, field.name) != field.default, f"{tag_of(example)}.{field.name}"
 
 
@@ -62,6 +64,14 @@ def test_old_bytes_with_only_required_fields_decode(tag: str) -> None:
         if not field.required:
             raw.pop(field.encode_name, None)
     assert type(decode(tag, msgspec.msgpack.encode(raw))) is type(example)
+
+
+def test_a_field_added_later_follows_the_old_bytes() -> None:
+    """Its default is UNSET, so that a message without it is written as it always was."""
+    taught = msgspec.structs.replace(SCORED, teacher_logprobs=pack_floats([-0.5, -1.0]))
+    old, new = BYTES["rollout.scored"], encode(taught)
+    assert new == bytes([old[0] + 1]) + old[1:] + TEACHER_LOGPROBS
+    assert decode("rollout.scored", new) == taught
 
 
 def test_an_open_group_in_the_registry_decodes() -> None:

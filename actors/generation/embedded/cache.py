@@ -18,7 +18,7 @@ class KvCache:
         self._config = config
         self._max_rows = max_rows
         self._max_total_tokens = max_total_tokens
-        self._allocate(1, min(16, max_total_tokens))
+        self.shrink()
 
     def fits(self, rows: int, length: int) -> bool:
         return rows * length <= self._max_total_tokens
@@ -48,6 +48,10 @@ class KvCache:
     def clear(self) -> None:
         """Forget everything, so that values made by other weights can never be read."""
         self.data.zero_()
+
+    def shrink(self) -> None:
+        """Back to the smallest size, everything forgotten."""
+        self._allocate(1, min(16, self._max_total_tokens))
 
     def _allocate(self, rows: int, length: int) -> None:
         c = self._config

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from actors.runtime.fp8 import Fp8Scheme, read_scheme
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -42,6 +44,8 @@ class ModelConfig:
     eos: frozenset[int]
     inv_freq: tuple[float, ...]
     """Rotary frequencies, [head_dim / 2]."""
+    fp8: Fp8Scheme | None = None
+    """How FP8 weights of this model are stored; they are computed with in float32 all the same. None: plain weights."""
 
     def rotations(self) -> torch.Tensor:
         """complex64 [context, head_dim / 2]: cos + i sin of each position's angles (computed in float32, as the trainer
@@ -58,9 +62,13 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise ModelRefused(
             f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang."
         )
-    for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("quantization_config", None)):
+    for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False)):
         if raw.get(field, wanted) != wanted:
             raise ModelRefused(f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.")
+    try:
+        fp8 = read_scheme(raw)
+    except ValueError as error:
+        raise ModelRefused(f"{model_dir}: {error}; use SGLang.") from None
     try:
         heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
         head_dim = raw.get("head_dim") or hidden // heads
@@ -84,6 +92,7 @@ def read_config(model_dir: Path) -> ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
             eos=_eos_ids(raw, model_dir),
             inv_freq=_inv_freq(raw, head_dim, model_dir),
+            fp8=fp8,
         )
     except KeyError as missing:
         raise ModelRefused(

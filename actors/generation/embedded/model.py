@@ -22,6 +22,9 @@ BLOCK_ROWS = 64
 """Decode attention runs in blocks of rows, each as long as its longest row, so that one long row does not pad all
 others."""
 
+SCORE_ROWS = 256
+"""Rows of logits that `score` makes at once."""
+
 WINDOW_STEP = 8
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -61,6 +64,8 @@ class Decoder:
         self.config = c = config
         self.slots: dict[str, Slot] = {}
         """Checkpoint name -> its place."""
+        self.fp8_parts: dict[str, dict[str, Tensor]] = {}
+        """Weight that came as FP8 -> its tensor and its scales, by their checkpoint names."""
         self._embed = self._new("model.embed_tokens.weight", c.vocab, c.hidden)
         self._layers = [self._new_layer(f"model.layers.{i}.") for i in range(c.layers)]
         self._norm = self._new("model.norm.weight", c.hidden)
@@ -95,6 +100,24 @@ class Decoder:
         last = x.view(u, width, c.hidden)[torch.arange(u), lengths - 1]
         logits = self._logits(last)
         return logits if same else logits[source]
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities, untempered, of tokens 1..P-1 after those before them. tokens int64 [P] -> float32 [P - 1].
+        Touches no cache; logits are made in chunks."""
+        c, width = self.config, tokens.numel()
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(1, width, -1, c.head_dim).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
+            return out.transpose(1, 2).reshape(width, c.heads * c.head_dim)
+
+        x = self._run(F.embedding(tokens, self._embed), self._rotations[:width].unsqueeze(1), attend)
+        found = []
+        for a in range(0, width - 1, SCORE_ROWS):
+            rows = slice(a, min(a + SCORE_ROWS, width - 1))
+            logp = torch.log_softmax(self._logits(x[rows]), -1)
+            found.append(logp.gather(1, tokens[rows.start + 1 : rows.stop + 1, None]).squeeze(1))
+        return torch.cat(found) if found else x.new_zeros(0)
 
     def decode(self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache) -> Tensor:
         """One token for each of rows 0..B-1.

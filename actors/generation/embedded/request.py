@@ -33,11 +33,13 @@ class Request:
         "finish",
         "greedy",
         "inbox",
+        "input_pairs",
         "limit",
         "pairs",
         "prompt",
         "retractions",
         "rid",
+        "score_from",
         "seed",
         "sent",
         "stop_ids",
@@ -61,6 +63,7 @@ class Request:
         stop_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
         stream: bool = False,
+        score_from: int = 0,
     ) -> None:
         self.rid = rid
         self.prompt = prompt
@@ -76,6 +79,10 @@ class Request:
         self.tokens: list[int] = []
         self.pairs: list[tuple[float, int, None]] = []
         """(log-probability, token id, no text), one per token, as SGLang lays them out."""
+        self.score_from = score_from
+        """First prompt token whose log-probability is asked; only where limit is 0."""
+        self.input_pairs: list[tuple[float | None, int, None]] = []
+        """The same for prompt tokens from score_from on, the first without a number. Set once, before the only Progress."""
         self.sent = 0
         """Tokens in the last Progress."""
         self.retractions = 0

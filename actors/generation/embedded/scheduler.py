@@ -10,18 +10,19 @@ the next command.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
 from actors.generation.embedded.batch import Batch
+from actors.generation.embedded.config import ModelRefused
+from actors.generation.embedded.memory import WEIGHTS, Occupation
 from actors.generation.embedded.model import Decoder
 from actors.generation.embedded.request import ABORTED, ABORTED_WAITING, FinishReason, Progress, Request
-from actors.generation.embedded.weights import load_weights
+from actors.generation.embedded.wire import BadRequest
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class Load(NamedTuple):
     running: int
     waiting: int
     paused: bool
+    released: tuple[str, ...]
+    """Tags of memory that is given back; no token is made while there is one."""
     version: str
     tokens_per_s: float
     """Over the last second or so of decoding."""
@@ -61,6 +64,7 @@ class Scheduler:
         """`post` gets progress to hand out, `on_death` the exception that ended the thread; both are called on it."""
         self._batch = Batch(decoder, max_running, max_total_tokens)
         self._decoder = decoder
+        self._memory = Occupation(decoder, self._batch)
         self._version = version
         self._stream_interval = stream_interval
         self._post = post
@@ -115,7 +119,12 @@ class Scheduler:
 
     def load(self) -> Load:
         return Load(
-            len(self._batch.requests), len(self._waiting), self._paused is not None, self._version, self._meter.rate
+            len(self._batch.requests),
+            len(self._waiting),
+            self._paused is not None,
+            tuple(sorted(self._memory.released)),
+            self._version,
+            self._meter.rate,
         )
 
     def pause(self, mode: PauseMode) -> None:
@@ -143,16 +152,46 @@ class Scheduler:
         self._report_all()
         self._version = version
 
-    def update_weights(self, model_dir: Path, version: str | None) -> None:
+    @property
+    def version(self) -> str:
+        """The served version's label."""
+        return self._version
+
+    def look(self, question: Callable[[Decoder], T]) -> T:
+        """An answer about the model; nothing changes."""
+        self._need_weights()
+        return question(self._decoder)
+
+    def update_weights(self, load: Callable[[Decoder], T], version: str | None) -> T:
         """All or nothing (see weights.py). Unless paused in place, no row goes on with keys and values of the old
         weights."""
-        load_weights(self._decoder, model_dir)
+        self._need_weights()
+        loaded = load(self._decoder)
         self._report_all()
         if version is not None:
             self._version = version
         if self._paused != "in_place":
             self._retract_all()
             self._batch.clear()
+        return loaded
+
+    def _need_weights(self) -> None:
+        """ModelRefused while their memory is given back: reading it would end the process."""
+        if WEIGHTS in self._memory.released:
+            raise ModelRefused("weights are released, there is no place for new ones; resume them first.")
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """See Occupation.release. BadRequest while a request runs or waits, paused or not: SGLang 0.5.12 would end there."""
+        running, waiting = len(self._batch.requests), len(self._waiting)
+        if running or waiting:
+            raise BadRequest(
+                f"memory is not released beside requests at work ({running} run, {waiting} wait); pause in abort mode first."
+            )
+        self._memory.release(tags)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """See Occupation.resume."""
+        self._memory.resume(tags)
 
     # the thread
 
@@ -175,8 +214,12 @@ class Scheduler:
             self._hand_out()
             self._on_death(error)
 
+    @property
+    def _stands(self) -> bool:
+        return self._paused is not None or bool(self._memory.released)
+
     def _serve_commands(self) -> None:
-        idle = self._paused is not None or not (self._batch.requests or self._waiting)
+        idle = self._stands or not (self._batch.requests or self._waiting)
         if idle:
             self._meter.stop()
             self._commands.get()()
@@ -188,8 +231,9 @@ class Scheduler:
             command()
 
     def _step(self) -> None:
-        if self._paused is not None or self._closing:
+        if self._stands or self._closing:
             return
+        self._score_prompts()
         if self._waiting and self._may_admit():
             self._finish(self._batch.prefill(self._take_waiting()))
         if not self._batch.requests:
@@ -201,6 +245,15 @@ class Scheduler:
         for request in self._batch.requests:
             if request.stream and len(request.tokens) - request.sent >= interval:
                 self._report(request)
+
+    def _score_prompts(self) -> None:
+        """Requests for no new token want log-probabilities of their prompt: one at a time, without a row of the batch."""
+        for request in [r for r in self._waiting if r.limit == 0]:
+            self._waiting.remove(request)
+            first, prompt = request.score_from, request.prompt
+            logps = self._decoder.score(torch.tensor(prompt))[first:].tolist()
+            request.input_pairs = [(p, t, None) for p, t in zip((None, *logps), prompt[first:], strict=True)]
+            self._end(request, {"type": "length", "length": 0})
 
     def _may_admit(self) -> bool:
         running = len(self._batch.requests)

@@ -11,22 +11,27 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig, ModelRefused
+from actors.generation.embedded.model import Decoder
+from actors.generation.embedded.receive import Receiver, changes_since
 from actors.generation.embedded.request import Progress, Request
 from actors.generation.embedded.scheduler import Load, Posted, Scheduler
+from actors.generation.embedded.weights import load_weights
 from actors.generation.embedded.wire import (
     AbortBody,
     BadRequest,
     DiskBody,
     GenerateBody,
+    MemoryBody,
     PauseBody,
     VersionBody,
     answer,
+    decode_body,
+    json_answer,
     to_request,
 )
 
@@ -34,7 +39,6 @@ CONTROL_DEADLINE_S = 60.0
 LOAD_DEADLINE_S = 600.0
 MAX_BODY_BYTES = 64 << 20
 
-B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -59,6 +63,7 @@ class EngineServer:
         self._served = served
         self._live: dict[str, Request] = {}
         self._closing = False
+        self._receiver = Receiver(self._load_into)
 
     def deliver(self, posted: Posted) -> None:
         """Runs on the event loop: wakes the handlers of these requests."""
@@ -85,18 +90,21 @@ class EngineServer:
         router.add_post("/continue_generation", self._continue)
         router.add_post("/update_weight_version", self._update_version)
         router.add_post("/update_weights_from_disk", self._update_from_disk)
+        self._receiver.routes(router)
+        router.add_post("/release_memory_occupation", self._release_memory)
+        router.add_post("/resume_memory_occupation", self._resume_memory)
         return app
 
     # generation
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         started = time.monotonic()
-        body = _decode(await http.read(), GenerateBody)
+        body = decode_body(await http.read(), GenerateBody)
         rid = body.rid or uuid.uuid4().hex
         if rid in self._live:
             raise BadRequest(f"request id {rid} is already being served; choose another rid.")
         if self._closing:
-            return _json({"error": {"message": "the engine is shutting down."}}, 503)
+            return json_answer({"error": {"message": "the engine is shutting down."}}, 503)
         request = to_request(body, rid, self._served.config, self._served.max_total_tokens)
         self._live[rid] = request
         self.scheduler.submit(request)
@@ -130,7 +138,7 @@ class EngineServer:
         return response
 
     async def _abort(self, http: web.Request) -> web.Response:
-        body = _decode(await http.read(), AbortBody)
+        body = decode_body(await http.read(), AbortBody)
         if body.abort_all:
             self.scheduler.abort(None)
         elif body.rid in self._live:
@@ -140,13 +148,13 @@ class EngineServer:
     # control
 
     async def _pause(self, http: web.Request) -> web.Response:
-        mode = _decode(await http.read() or b"{}", PauseBody).mode
+        mode = decode_body(await http.read() or b"{}", PauseBody).mode
         await self._ask(lambda: self.scheduler.pause(mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
+        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, _http: web.Request) -> web.Response:
         await self._ask(self.scheduler.resume)
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, _http: web.Request) -> web.Response:
         if await self._ask(self.scheduler.flush):
@@ -154,26 +162,47 @@ class EngineServer:
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        body = _decode(await http.read(), VersionBody)
+        body = decode_body(await http.read(), VersionBody)
         await self._ask(lambda: self.scheduler.set_version(body.new_version, body.abort_all_requests))
         message = f"Weight version updated to {body.new_version}"
-        return _json({"success": True, "message": message, "new_version": body.new_version})
+        return json_answer({"success": True, "message": message, "new_version": body.new_version})
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
-        body = _decode(await http.read(), DiskBody)
+        body = decode_body(await http.read(), DiskBody)
         if body.abort_all_requests:
             self.scheduler.abort(None)
         try:
-            await self._ask(
-                lambda: self.scheduler.update_weights(Path(body.model_path), body.weight_version), LOAD_DEADLINE_S
+            path = Path(body.model_path)
+            part = await asyncio.to_thread(changes_since, path)
+            if part is not None and part != (held := self.scheduler.version):
+                raise ModelRefused(f"{path} holds what changed since version {part}, this engine holds {held}.")
+            await self._load_into(
+                lambda decoder: load_weights(decoder, path, part=part is not None), body.weight_version
             )
         except ModelRefused as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        self._served.model_path = body.model_path
+            return json_answer({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        if part is None:
+            self._served.model_path = body.model_path
         message = "Succeeded to update model weights."
         if body.weight_version is not None:
             message += f" Weight version updated to {body.weight_version}."
-        return _json({"success": True, "message": message, "num_paused_requests": 0})
+        return json_answer({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def _load_into(self, load: Callable[[Decoder], T], version: str | None, *, changes: bool = True) -> T:
+        """Run `load` on the model between two steps. `changes`: it replaces weights, which rows must not outlive."""
+        if not changes:
+            return await self._ask(lambda: self.scheduler.look(load))
+        return await self._ask(lambda: self.scheduler.update_weights(load, version), LOAD_DEADLINE_S)
+
+    async def _release_memory(self, http: web.Request) -> web.Response:
+        tags = decode_body(await http.read() or b"{}", MemoryBody).tags or ()
+        await self._ask(lambda: self.scheduler.release_memory(tags), LOAD_DEADLINE_S)
+        return json_answer(None)
+
+    async def _resume_memory(self, http: web.Request) -> web.Response:
+        tags = decode_body(await http.read() or b"{}", MemoryBody).tags or ()
+        await self._ask(lambda: self.scheduler.resume_memory(tags), LOAD_DEADLINE_S)
+        return json_answer(None)
 
     # state
 
@@ -183,7 +212,8 @@ class EngineServer:
         if self._closing:
             return web.Response(status=503)
         load = await self._load()
-        if http.path == "/health_generate" and not (load.paused or load.running or load.waiting):
+        at_work = load.paused or load.released or load.running or load.waiting
+        if http.path == "/health_generate" and not at_work:
             probe = Request(rid=f"HEALTH_CHECK_{uuid.uuid4().hex}", prompt=[0], limit=1, temperature=0.0)
             self.scheduler.submit(probe)
             async with asyncio.timeout(CONTROL_DEADLINE_S):
@@ -195,7 +225,7 @@ class EngineServer:
     async def _model_info(self, _http: web.Request) -> web.Response:
         load = await self._load()
         served = self._served
-        return _json(
+        return json_answer(
             {
                 "model_path": served.model_path,
                 "tokenizer_path": served.model_path,
@@ -217,9 +247,10 @@ class EngineServer:
             "num_running_reqs": load.running,
             "num_waiting_reqs": load.waiting,
             "paused": load.paused,
+            "released": load.released,
             "effective_max_running_requests_per_dp": served.max_running,
         }
-        return _json(
+        return json_answer(
             {
                 "status": "ready",
                 "version": "embedded",
@@ -233,6 +264,8 @@ class EngineServer:
                 "dp_size": 1,
                 "pp_size": 1,
                 "disable_radix_cache": True,
+                "enable_memory_saver": True,
+                "enable_weights_cpu_backup": True,
                 "context_length": served.config.context,
                 "max_req_input_len": min(served.config.context, served.max_total_tokens) - 1,
                 "max_total_num_tokens": served.max_total_tokens,
@@ -267,17 +300,6 @@ async def _progress(request: Request) -> AsyncIterator[Progress]:
                 return
 
 
-def _decode(raw: bytes, kind: type[B]) -> B:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:  # includes ValidationError
-        raise BadRequest(f"body refused: {error}") from None
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
-
-
 @web.middleware
 async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -285,8 +307,8 @@ async def _refusals(
     try:
         return await handler(request)
     except BadRequest as error:
-        return _json({"error": {"message": str(error)}}, 400)
+        return json_answer({"error": {"message": str(error)}}, 400)
     except TimeoutError:
-        return _json(
+        return json_answer(
             {"error": {"message": f"the engine did not answer {request.path} in time; it is overloaded or stuck."}}, 503
         )

@@ -1,14 +1,18 @@
 """Bodies of the HTTP interface, shaped as SGLang 0.5.12 shapes them. Decoding checks types; `to_request` checks
 meaning."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig
 from actors.generation.embedded.request import Progress, Request
+from bus.messages.weights import TensorMeta
 
 DEFAULT_NEW_TOKENS = 128
+
+B = TypeVar("B")
 
 
 class BadRequest(ValueError):
@@ -43,7 +47,8 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int | None = None
-    """Ignored: log-probabilities of the prompt are not made."""
+    """First prompt token whose log-probability is asked (the first itself has none). Needs max_new_tokens 0 and
+    return_logprob; ignored beside generation. None or -1: none of the prompt's."""
 
 
 class AbortBody(msgspec.Struct):
@@ -60,6 +65,54 @@ class VersionBody(msgspec.Struct):
     abort_all_requests: bool = True
 
 
+class GroupBody(msgspec.Struct):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: Literal["gloo"]
+    """There is no GPU here."""
+
+
+class LeaveBody(msgspec.Struct):
+    group_name: str
+
+
+class BroadcastBody(msgspec.Struct):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    group_name: str
+    load_format: Literal["flattened_bucket"]
+    weight_version: str | None = None
+    flush_cache: bool = True
+    """Ignored, as in DiskBody."""
+
+    def tensors(self) -> list[TensorMeta]:
+        """Raises BadRequest when the lists do not belong together."""
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise BadRequest(f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes differ.")
+        return list(map(TensorMeta, self.names, self.dtypes, self.shapes))
+
+
+class TensorBody(msgspec.Struct):
+    serialized_named_tensors: list[str]
+    """One FileHandle for this engine's one rank."""
+    load_format: Literal["flattened_bucket"]
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class MemoryBody(msgspec.Struct):
+    tags: list[str] | None = None
+    """None or empty: all."""
+
+
+class CheckerBody(msgspec.Struct):
+    action: Literal["checksum"]
+
+
 class DiskBody(msgspec.Struct):
     model_path: str
     weight_version: str | None = None
@@ -67,6 +120,18 @@ class DiskBody(msgspec.Struct):
     flush_cache: bool = True
     """Ignored: there is no prefix cache, and rows follow the pause mode."""
     abort_all_requests: bool = False
+
+
+def decode_body(raw: bytes, kind: type[B]) -> B:
+    """A body of its kind; BadRequest for anything else."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:  # includes ValidationError
+        raise BadRequest(f"body refused: {error}") from None
+
+
+def json_answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json", status=status)
 
 
 _UNSUPPORTED = SamplingParams()
@@ -85,13 +150,17 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
         raise BadRequest(
             f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer."
         )
-    if len(prompt) >= room or len(prompt) + limit > room:
+    if (limit != 0 and len(prompt) >= room) or len(prompt) + limit > room:
         raise BadRequest(
             f"{len(prompt)} input tokens + {limit} new tokens exceed the context length of {room} tokens; "
             "shorten the prompt or lower max_new_tokens."
         )
-    if limit < 1:
-        raise BadRequest(f"max_new_tokens={limit} must be at least 1.")
+    start = body.logprob_start_len if body.logprob_start_len is not None else -1
+    if limit < 0 or (limit == 0 and not (body.return_logprob and 0 <= start < len(prompt))):
+        raise BadRequest(
+            f"max_new_tokens={limit} must be at least 1, or 0 with return_logprob and logprob_start_len in "
+            f"0..{len(prompt) - 1} to score the prompt."
+        )
     if not (p.temperature >= 0.0 and 0.0 < p.top_p <= 1.0 and (p.top_k == -1 or p.top_k >= 1)):
         raise BadRequest(
             f"temperature={p.temperature} (>= 0), top_p={p.top_p} (0 < p <= 1) or top_k={p.top_k} (-1 or >= 1) is out of range."
@@ -112,6 +181,7 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
         stop_ids=stop_ids,
         seed=p.sampling_seed,
         stream=body.stream,
+        score_from=start if limit == 0 else 0,
     )
 
 
@@ -131,6 +201,8 @@ def answer(request: Request, progress: Progress, start: int, with_logprobs: bool
     if with_logprobs:
         meta["output_token_logprobs"] = request.pairs[start:n]
         meta["output_token_logprobs_length"] = n
+        if request.input_pairs:
+            meta["input_token_logprobs"] = request.input_pairs
     if progress.finish is not None:
         meta["e2e_latency"] = latency_s
     return msgspec.json.encode({"output_ids": request.tokens[start:n], "meta_info": meta})

@@ -48,6 +48,10 @@ class LossInputs:
     """float [T], critic targets"""
     sample_ids: tuple[str, ...] = ()
     """[S], for messages"""
+    lengths: tuple[int, ...] = ()
+    """[S] response tokens"""
+    prompt_lengths: tuple[int, ...] = ()
+    """[S] prompt tokens, 0 where unknown"""
     segment_sum: Callable[[Tensor, Tensor, int], Tensor] = segment_sum
     """Per-sample sums. A context-parallel trainer passes one that also adds over its ranks, with gradient."""
 

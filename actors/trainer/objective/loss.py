@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from actors.trainer.objective import custom
 from actors.trainer.objective import mis as _mis  # noqa: F401  registers the MIS correction
 from actors.trainer.objective.advantages import MissingInputError
 from actors.trainer.objective.corrections import CORRECTIONS, CorrectionInputs, interpolated_proximal, opsm_mask
@@ -103,6 +104,10 @@ def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) ->
     rollout = _given(mb.rollout_logp, "rollout_logp", f"correction={cfg.correction}")
     with torch.no_grad():
         gap, known = safe_log_ratio(t.usable, t.old_logp, rollout, RAW_LIMIT)
+    if cfg.custom_tis_function_path:
+        _correct_by_hook(cfg, mb, t, rollout, known)
+        return
+    with torch.no_grad():
         x = CorrectionInputs(gap, known, mb.index, mb.counts, norm.weight_mean, mb.segment_sum)
         result = CORRECTIONS[cfg.correction](cfg, x)
         t.raw_rows |= result.metrics
@@ -116,6 +121,30 @@ def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) ->
         t.loss = t.loss * result.weights
 
 
+def _correct_by_hook(cfg: ObjectiveConfig, mb: LossInputs, t: TokenTerms, rollout: Tensor, known: Tensor) -> None:
+    """The same by the user's function, which weighs the loss itself."""
+    loss, kept, rows = custom.corrected(cfg, mb, t.loss, t.old_logp, rollout, known)
+    t.raw_rows |= rows
+    if not cfg.report_only:
+        t.loss, t.accepted = loss, kept
+
+
+def _loss_of_hook(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
+    """`policy_loss` by the user's function, with the health metrics that need no policy loss."""
+    old = denominator(cfg, mb)
+    usable = mb.mask & ~torch.isnan(mb.new_logp.detach() - old)
+    total, sums = custom.loss(cfg, mb, usable, old)
+    sums["loss"] = total.detach()
+    sums["nonfinite_tokens"] = (mb.mask & ~usable).sum()
+    if cfg.diagnostics and mb.rollout_logp is not None:
+        with torch.no_grad():
+            gap = (mb.new_logp - mb.rollout_logp).abs()
+            gap = keep(usable & torch.isfinite(gap), gap)
+            sums["train_rollout_logprob_abs_diff"] = reduce_sum(gap, usable, mb.weights)
+            sums["forward_logp_max_diff"] = gap.amax() if gap.numel() else gap.sum()
+    return total * (norm.scale / norm.divisor), sums
+
+
 def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
     """-> (loss [], to call backward on; metrics of detached sums, see `metrics`).
 
@@ -123,10 +152,12 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
     losses of a step simply add up, over micro-batches and (gradients summed) over ranks. Nothing trained: 0 with
     zero gradient. A NaN log-prob at a trained token takes that token out of the loss and is counted in
     `nonfinite_tokens`; `metrics.name_nonfinite` names the sample. Raises MissingInputError when the settings need
-    a tensor the micro-batch lacks.
+    a tensor the micro-batch lacks, HookError when a function of the user's does not keep its signature.
     """
+    if cfg.custom_loss_function_path:
+        return _loss_of_hook(cfg, mb, norm)
     t = token_terms(cfg, mb, norm)
-    total = pg = reduce_sum(t.loss, t.accepted, mb.weights)
+    total = pg = custom.reducer(cfg, mb, t.accepted)(t.loss)
     sums: dict[str, Tensor] = {"pg_loss": pg.detach()}
     if cfg.entropy_coef != 0:
         entropy = reduce_sum(_given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}"), t.accepted, mb.weights)
@@ -143,6 +174,8 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
         if cfg.kl_loss_coef != 0:
             total = total + cfg.kl_loss_coef * kl_sum
         sums["kl_loss"] = kl_sum.detach()
+        far = (mb.new_logp.detach() - ref).abs()
+        t.rows["ref_logprob_abs_diff"] = keep(t.accepted & torch.isfinite(far), far)
         sums["kl_nonfinite_tokens"] = bad.sum()
     sums["loss"] = total.detach()
     with torch.no_grad():

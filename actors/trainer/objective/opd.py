@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actors.trainer.objective.advantages import MissingInputError
 from actors.trainer.objective.segments import keep
 
 
@@ -21,11 +22,14 @@ def opd_penalty(
 ) -> tuple[Tensor, Tensor]:
     """A_t - coef * rk_t -> (new advantages [T], rk [T]); rk = student - teacher unless given, 0 at masked tokens.
 
-    A new tensor: returns never change. Applied before whitening. Neither teacher nor reverse_kl: ValueError.
+    A new tensor: returns never change. Applied before whitening. Neither teacher nor reverse_kl: MissingInputError.
     """
     if reverse_kl is None:
         if teacher is None or student is None:
-            raise ValueError("use_opd needs teacher and student log-probs or a precomputed reverse KL; none was given.")
+            raise MissingInputError(
+                "use_opd needs teacher and student log-probs or a precomputed reverse KL; none was given. Set "
+                "opd_teacher_load."
+            )
         reverse_kl = student - teacher
     rk = keep(mask, reverse_kl.to(advantages.dtype))
     return advantages - coef * rk, rk

@@ -9,10 +9,12 @@ a sample without a reward is in a mask.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from actors.trainer.objective import custom
 from actors.trainer.objective import metrics as metric
 from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
 from actors.trainer.objective.opd import opd_penalty
@@ -99,6 +101,10 @@ def prepare_batch(
         std=cfg.grpo_std_normalization,
         enabled=cfg.rewards_normalization,
     )
+    if cfg.custom_reward_post_process_path:
+        rewards, values = custom.post_processed_rewards(cfg, samples, rewards, frozenset(baseline.missing))
+        missing = [i for i, value in enumerate(values) if value is None]
+        baseline = replace(baseline, values=[value or 0.0 for value in values], missing=missing)
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
     own_lengths = lengths[list(positions)]
     index = sample_index(own_lengths)
@@ -157,6 +163,7 @@ def prepare_batch(
             mask,
             baseline.non_positive_mean_groups,
         ),
+        prompt_lengths=tuple(s.prompt_length or 0 for s in samples),
         offsets=tuple(offsets),
     )
 
@@ -225,7 +232,8 @@ def _advantages(
         teacher_logp=fields.get("teacher_logp"),
         values=fields.get("values"),
     )
-    advantages, returns = ADVANTAGES[cfg.advantage_estimator](cfg, inputs)
+    estimate = custom.advantages if cfg.custom_advantage_function_path else ADVANTAGES[cfg.advantage_estimator]
+    advantages, returns = estimate(cfg, inputs)
     if cfg.use_opd:
         advantages, _ = opd_penalty(
             advantages,

@@ -49,6 +49,8 @@ class PreparedBatch:
     flags: dict[str, list[str]] = field(default_factory=dict)
     """reason -> ids of local samples it happened to; every entry is worth a counted event"""
     metrics: dict[str, float] = field(default_factory=dict)
+    prompt_lengths: tuple[int, ...] = ()
+    """[S], 0 where unknown"""
     offsets: tuple[int, ...] = ()
     """[S]: first token of each sample in the packed tensors, -1 for samples of other ranks"""
 
@@ -133,4 +135,6 @@ class PreparedBatch:
             old_values=pick.get("values"),
             returns=self.returns[at].to(like),
             sample_ids=tuple(self.sample_ids[i] for i in chosen),
+            lengths=tuple(self.lengths[chosen].tolist()),
+            prompt_lengths=tuple(self.prompt_lengths[i] for i in chosen),
         )

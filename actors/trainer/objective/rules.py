@@ -6,8 +6,10 @@ correction or with explicit permission.
 
 from __future__ import annotations
 
+from actors.trainer.hook_config import hooks_of
 from actors.trainer.objective.advantages import ADVANTAGES
 from actors.trainer.objective.corrections import CORRECTIONS
+from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective.kl import KL_ESTIMATORS
 from actors.trainer.objective.losses import POLICY_LOSSES
 from actors.trainer.objective_config import NEEDS_WHITENING, ObjectiveConfig
@@ -33,6 +35,13 @@ def problems(cfg: ObjectiveConfig) -> list[str]:
     ):
         value = getattr(cfg, name)
         rule(value in table, f"{name}={value!r} is unknown. Choose one of {sorted(table)}.")
+    for field, path in hooks_of(cfg).items():
+        rule(path in HOOKS, f"{field}={path!r} is not loaded. Call hooks.install first.")
+    rule(
+        not cfg.custom_tis_function_path or cfg.correction == "tis",
+        f"custom_tis_function_path={cfg.custom_tis_function_path!r} replaces correction=tis, but correction is "
+        f"{cfg.correction}. Set correction=tis.",
+    )
     rule(
         0 <= cfg.eps_clip <= 1 and cfg.clip_high >= 0,
         f"eps_clip={cfg.eps_clip}, eps_clip_high={cfg.clip_high}: need 0 <= eps_clip <= 1 and eps_clip_high >= 0.",

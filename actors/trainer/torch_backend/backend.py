@@ -12,10 +12,13 @@ from pathlib import Path
 
 from transformers.utils import logging as hf_logging
 
-from actors.trainer.backend import BackendConfig, StepBatch, StepResult
+from actors.runtime.run import Refused
+from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.hook_config import HookError
+from actors.trainer.hooks import probe
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.packing import BatchingError
-from actors.trainer.torch_backend.core import Core
+from actors.trainer.torch_backend.core import Core, settle_objective
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import TrainingState, WeightFiles
 from actors.trainer.torch_backend.step import train_batch
@@ -35,7 +38,7 @@ from actors.trainer.torch_backend.wire import (
 )
 
 log = logging.getLogger(__name__)
-REFUSALS = (BatchingError, MissingInputError, ObjectiveConfigError)
+REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
 """Raised from the batch alone, before anything changed, so on every rank or on none."""
 
 
@@ -54,9 +57,14 @@ class TorchBackend:
         return self._core
 
     def setup(self, config: BackendConfig) -> None:
-        """Load everything; may be called again, which starts anew. Waits for all ranks. Raises Refused or
-        ObjectiveConfigError for what cannot be trained."""
+        """Load everything; may be called again, which starts anew. Waits for all ranks. Raises Refused for what cannot be
+        trained: hooks are tried and settings checked before any model loads."""
         hf_logging.disable_progress_bar()
+        try:
+            probe(config.objective)
+            settle_objective(config)
+        except (HookError, ObjectiveConfigError) as error:
+            raise Refused(" ".join(str(error).split())) from error
         if not self._ranks.connected:
             self._ranks = Ranks.from_environment()
             self._ranks.connect()
@@ -64,16 +72,19 @@ class TorchBackend:
         self._core = Core(config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchingError, MissingInputError, ObjectiveConfigError (nothing
-        changed) and StaleTokenError (a bug; nothing changed)."""
+        """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed) and StaleTokenError (a bug;
+        nothing changed)."""
         if not self._ranks.alone:
             self._tell(pack_step(batch))
-        return train_batch(self.core, batch)
+        try:
+            return train_batch(self.core, batch)
+        except REFUSALS as error:
+            raise BatchRefused(" ".join(str(error).split())) from error
 
-    def copy_weights(self) -> WeightFiles:
+    def copy_weights(self, *, live: bool = False) -> WeightFiles:
         """The weights as engines load them: the type the model computes in, tied tensors once."""
-        self._tell(CopyWeights())
-        copied = self.core.copy_weights()
+        self._tell(CopyWeights(live))
+        copied = self.core.copy_weights(live=live)
         assert copied is not None
         return copied
 
@@ -134,8 +145,8 @@ def _obey(core: Core, command: Command) -> None:
     match command:
         case Step():
             train_batch(core, unpack_step(command))
-        case CopyWeights():
-            core.copy_weights()
+        case CopyWeights(live=live):
+            core.copy_weights(live=live)
         case Snap():
             core.snapshot()
         case Restore(scalars=scalars):

@@ -1,4 +1,4 @@
-"""One rank's share of the training: model, reference, optimizer, and the verbs every rank runs in the same order.
+"""One rank's share of the training: models, optimizers, and the verbs every rank runs in the same order.
 
 Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `TorchBackend` or the
 follower. Always true: after `restore` (and only if it did not raise) everything that training depends on is as it was.
@@ -12,12 +12,16 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batching import CostModel
+from actors.trainer.hooks import install
 from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, check, learning_rate
+from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.files import hash_tensors
+from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.ranks import Ranks
@@ -40,6 +44,7 @@ class Core:
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
+        install(config.objective)
         self.objective = settle_objective(config)
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
@@ -47,9 +52,12 @@ class Core:
         self.dtype = resolve_dtype(config.dtype, self.device)
         ranks.make_mesh(self.device)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
+        self.published_as = config.published_as or config.hf_checkpoint
+        self.fp8 = scheme_of(self.published_as)
         self.reference: Policy | None = None
         if self.objective.needs_ref_logp:
             self.reference = self._load(config.ref_load or config.hf_checkpoint, trainable=False)
+        self.teacher = self._load_teacher()
         masters = ranks.alone and self.dtype != torch.float32
         self.weights = Weights(self.policy.named_weights(), masters=masters)
         if masters:
@@ -57,17 +65,38 @@ class Core:
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = _cost(self.policy.hf.config)
+        self.critic: CriticTraining | None = None
+        if self.objective.advantage_estimator == "ppo":
+            self.critic = CriticTraining(config, self._place, masters=masters)
+            if masters:
+                narrow(self.critic.model, self.dtype)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
             path, trainable=trainable, activation_checkpointing=self.config.activation_checkpointing and trainable
         )
-        if not self.ranks.alone:
-            self.ranks.shard(policy, self.dtype)
-        policy.to(self.device)
+        self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return policy
+
+    def _load_teacher(self) -> Policy | None:
+        """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""
+        if not (self.objective.needs_student_logp and self.config.opd_teacher_load):
+            return None
+        teacher = self._load(self.config.opd_teacher_load, trainable=False)
+        here, there = (m.hf.config.vocab_size for m in (self.policy, teacher))
+        if here != there:
+            raise Refused(
+                f"opd_teacher_load={self.config.opd_teacher_load} has {there} tokens in its vocabulary, the policy has "
+                f"{here}: their log-probs cannot be compared. Choose a teacher with the policy's tokenizer."
+            )
+        return teacher
+
+    def _place(self, module: nn.Module) -> None:
+        if not self.ranks.alone:
+            self.ranks.shard(module, self.dtype)
+        module.to(self.device)
 
     # -- what a step runs under ---------------------------------------------------------------------------------
 
@@ -89,12 +118,17 @@ class Core:
             min_lr=min(c.min_lr, peak),
         )
 
+    def policy_learns(self, step: int) -> bool:
+        """Whether rollout batch `step` moves the policy; the first ones may be the critic's alone."""
+        return self.critic is None or step >= self.config.num_critic_only_steps
+
     def sync_gradients(self, now: bool) -> None:
         """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
         if not self.ranks.alone:
-            sharded: Any = self.policy
-            sharded.set_requires_gradient_sync(now)
-            sharded.set_is_last_backward(now)
+            sharded: Any
+            for sharded in (self.policy,) if self.critic is None else (self.policy, self.critic.model):
+                sharded.set_requires_gradient_sync(now)
+                sharded.set_is_last_backward(now)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
@@ -106,19 +140,28 @@ class Core:
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def copy_weights(self) -> WeightFiles | None:
-        """Weights in the computing type; None on other ranks than 0."""
-        source = self.policy.named_weights()
-        tensors = self._whole(source, self.dtype)
-        if self.ranks.rank != 0:
-            return None
-        return WeightFiles(tensors, export_files(self.config.hf_checkpoint, self.policy.hf, self.dtype))
+    def copy_weights(self, *, live: bool = False) -> WeightFiles | None:
+        """Weights as engines load them: in the computing type, or FP8 where that is served; None on other ranks than 0.
+        `live`: on the device, perhaps the weights themselves."""
+        source: Mapping[str, Tensor] = self.policy.named_weights()
+        if self.fp8 is not None and self.ranks.alone:  # where they are: that is fast, and half as much is copied
+            fp8 = quantized({name: p.detach().to(self.dtype) for name, p in source.items()}, self.fp8)
+            tensors = fp8 if live else {name: t.to("cpu", copy=True) for name, t in fp8.items()}
+        else:
+            tensors = self._whole(source, self.dtype, live=live)
+            if self.ranks.rank != 0:
+                return None
+            tensors = tensors if self.fp8 is None else quantized(tensors, self.fp8)
+        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, self.fp8 is not None))
 
     def snapshot(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
         weights = self._whole(self.weights.params, torch.float32)
         optimizer = self._whole(self.optimizer.state(), torch.float32)
         reference = self._whole(self._moving_reference(), torch.float32)
+        critic = self.critic
+        critic_weights = self._whole(critic.weights.params if critic else {}, torch.float32)
+        critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
         if self.ranks.rank != 0:
             return None
         return TrainingState(
@@ -126,9 +169,13 @@ class Core:
             weights=weights,
             optimizer=optimizer,
             reference=reference,
+            critic=critic_weights,
+            critic_optimizer=critic_optimizer,
+            beside=export_files(self.config.hf_checkpoint, self.policy.hf, torch.float32),
             scalars=Scalars(
                 optimizer=self.config.optimizer,
                 optimizer_steps=self.optimizer.steps,
+                critic_steps=critic.optimizer.steps if critic else 0,
                 rng_cpu=torch.get_rng_state().numpy().tobytes().hex(),
                 rng_cuda=torch.cuda.get_rng_state().numpy().tobytes().hex() if self.device.type == "cuda" else "",
                 torch_version=str(torch.__version__),
@@ -136,12 +183,15 @@ class Core:
         )
 
     def weights_hash(self) -> str:
-        """blake2b-128 over the float32 weights; empty on other ranks than 0."""
+        """blake2b-128 over the float32 weights, a critic's among them; empty on other ranks than 0."""
         tensors = self._whole(self.weights.params, torch.float32)
+        if self.critic is not None:
+            values = self._whole(self.critic.weights.params, torch.float32)
+            tensors |= {f"critic/{name}": t for name, t in values.items()}
         return hash_tensors(tensors) if self.ranks.rank == 0 else ""
 
-    def _whole(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        whole = {name: self.ranks.whole(t, dtype) for name, t in tensors.items()}
+    def _whole(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, live: bool = False) -> dict[str, Tensor]:
+        whole = {name: self.ranks.whole(t, dtype, live=live) for name, t in tensors.items()}
         return {name: t for name, t in whole.items() if t is not None}
 
     def _moving_reference(self) -> dict[str, Tensor]:
@@ -160,25 +210,42 @@ class Core:
             optimizer=self.config.optimizer,
             optimizer_names=self.optimizer.expected(1),
             moving_reference=bool(self._moving_reference()),
+            critic_shapes=self.critic.shapes if self.critic else {},
+            critic_optimizer_names=self.critic.optimizer.expected(1) if self.critic else frozenset(),
         )
 
     @torch.no_grad()
     def restore(self, state: TrainingState | None, scalars: Scalars) -> None:
         """Take over rank 0's verified state; on other ranks `state` is None."""
-        part, params = self.ranks.part, self.weights.params
-        for name, p in params.items():
-            p.copy_(part(state.weights[name] if state else None, p))
-        self.weights.publish()
-        self.weights.clear()
-        restored: dict[str, Tensor] = {}
-        for key in sorted(self.optimizer.expected(scalars.optimizer_steps)):
-            restored[key] = part(state.optimizer[key] if state else None, params[key.split("/", 1)[1]])
-        self.optimizer.restore(scalars.optimizer_steps, restored)
+        weights, moments = (state.weights, state.optimizer) if state else ({}, {})
+        self._take(self.weights, self.optimizer, scalars.optimizer_steps, weights, moments)
         for name, ref in self._moving_reference().items():
-            ref.copy_(part(state.reference[name] if state else None, ref))
+            ref.copy_(self.ranks.part(state.reference[name] if state else None, ref))
+        if self.critic is not None:
+            weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
+            self._take(self.critic.weights, self.critic.optimizer, scalars.critic_steps, weights, moments)
         torch.set_rng_state(_rng(scalars.rng_cpu))
         if scalars.rng_cuda and self.device.type == "cuda":
             torch.cuda.set_rng_state(_rng(scalars.rng_cuda))
+
+    def _take(
+        self,
+        weights: Weights,
+        optimizer: Optimizer,
+        steps: int,
+        given: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
+    ) -> None:
+        """Whole tensors of rank 0 into `weights` and `optimizer`; nothing is given on other ranks."""
+        part, params = self.ranks.part, weights.params
+        for name, p in params.items():
+            p.copy_(part(given.get(name), p))
+        weights.publish()
+        weights.clear()
+        restored: dict[str, Tensor] = {}
+        for key in sorted(optimizer.expected(steps)):
+            restored[key] = part(moments.get(key), params[key.split("/", 1)[1]])
+        optimizer.restore(steps, restored)
 
 
 def settle_objective(config: BackendConfig) -> ObjectiveConfig:
@@ -202,9 +269,9 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
 
 
 @torch.no_grad()
-def narrow(policy: Policy, dtype: torch.dtype) -> None:
+def narrow(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in `dtype`; buffers stay, since rotary frequencies need float32."""
-    for p in policy.parameters():
+    for p in module.parameters():
         p.data = p.data.to(dtype)
 
 

@@ -25,6 +25,7 @@ _CODES = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 

@@ -1,7 +1,7 @@
 """`python -m actors.trainer.torch_backend.follower`: a rank of the trainer other than 0.
 
 Needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK on hosts with several GPUs) as rank 0 has them; everything
-else comes from rank 0. It never touches the bus.
+else comes from rank 0. It never touches the bus. Arguments are for process lists only.
 """
 
 from __future__ import annotations

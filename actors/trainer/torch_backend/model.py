@@ -7,18 +7,20 @@ no remote code. A directory that lacks a tensor of the model is refused, never f
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from actors.runtime.run import Refused
-from actors.trainer.torch_backend import attention
+from actors.trainer.torch_backend import attention, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
 
+log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {
     "float32": torch.float32,
@@ -60,6 +62,15 @@ class Policy(nn.Module):
 
 def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = False) -> Policy:
     """The model of a Hugging Face directory in float32 on the CPU. Raises Refused, in one line, when it cannot be trained."""
+    return Policy(_load(path, AutoModelForCausalLM, trainable, activation_checkpointing))
+
+
+def load_backbone(path: str, *, activation_checkpointing: bool = False) -> Any:
+    """The same model without a head over the vocabulary, trainable: hidden states out. Raises Refused."""
+    return _load(path, AutoModel, True, activation_checkpointing)
+
+
+def _load(path: str, kind: Any, trainable: bool, activation_checkpointing: bool) -> Any:
     attention.register()
     try:
         config = AutoConfig.from_pretrained(path)
@@ -68,10 +79,16 @@ def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = 
             f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory."
         ) from error
     check_family(path, config)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if (scheme := fp8.scheme_of(path)) is not None:
+        log.warning("%s is FP8: the master weights begin as its values; --ref-load DIR gives finer ones", path)
+        del config.quantization_config
+        with torch.device("meta"):
+            kind = type(kind.from_config(config))
+        source = {"pretrained_model_name_or_path": None, "state_dict": fp8.dequantized(Path(path), scheme)}
+    options = {"attn_implementation": attention.PACKED, "use_safetensors": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, attn_implementation=attention.PACKED, use_safetensors=True, output_loading_info=True
-        )
+        loaded: Any = kind.from_pretrained(**source, config=config, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise Refused(
             f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model."
@@ -88,7 +105,7 @@ def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = 
         hf.train()
     else:
         hf.eval()
-    return Policy(hf)
+    return hf
 
 
 def check_family(path: str, config: Any) -> None:
@@ -118,14 +135,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def export_files(path: str, hf: Any, dtype: torch.dtype) -> dict[str, bytes]:
-    """What lies beside exported weights: config.json (with their type), generation_config.json where the source has one."""
+def export_files(path: str, hf: Any, dtype: torch.dtype, is_fp8: bool = False) -> dict[str, bytes]:
+    """What lies beside exported weights: config.json (with their type, and the source's quantisation where they have it),
+    generation_config.json where the source has one."""
     source = Path(path) / "config.json"
     config = json.loads(source.read_text()) if source.is_file() else hf.config.to_dict()
     name = str(dtype).removeprefix("torch.")
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = name
+    if not is_fp8:
+        config.pop("quantization_config", None)
     files = {"config.json": json.dumps(config, indent=2).encode()}
     extra = Path(path) / "generation_config.json"
     if extra.is_file():
@@ -138,4 +158,4 @@ def _first_line(error: Exception) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-__all__ = ("Policy", "check_family", "export_files", "load_policy", "resolve_device", "resolve_dtype")
+__all__ = ("Policy", "check_family", "export_files", "load_backbone", "load_policy", "resolve_device", "resolve_dtype")

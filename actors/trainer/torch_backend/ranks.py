@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from actors.trainer.torch_backend.model import Policy
+from actors.runtime.run import Refused
 
 STEP_DEADLINE = timedelta(minutes=10)
 """Longest wait for a peer inside a step; then the process stops and the supervisor restarts all ranks."""
@@ -49,12 +49,19 @@ class Ranks:
         return self._commands is not None
 
     def connect(self) -> None:
-        """Meet the other ranks. Raises torch's DistNetworkError or DistStoreError when one does not come."""
+        """Meet the other ranks. Raises Refused when there are fewer GPUs than ranks, torch's DistNetworkError or
+        DistStoreError when a rank does not come."""
         if self.alone:
             return
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", str(self.rank))))
+            device, seen = int(os.environ.get("LOCAL_RANK", str(self.rank))), torch.cuda.device_count()
+            if device >= seen:
+                raise Refused(
+                    f"rank {self.rank} of {self.size} of the trainer wants GPU {device}, {seen} are visible. Lower "
+                    "--actor-num-gpus-per-node or widen CUDA_VISIBLE_DEVICES."
+                )
+            torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=STEP_DEADLINE)
         self._commands = dist.new_group(backend="gloo", timeout=COMMAND_DEADLINE)
 
@@ -94,22 +101,25 @@ class Ranks:
             dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
 
-    def shard(self, policy: Policy, dtype: torch.dtype) -> None:
-        """Shard every decoder layer, and the rest as one: float32 shards, computing and gathering in `dtype`."""
+    def shard(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Shard every decoder layer (`module.blocks`), and the rest as one: float32 shards, computing and gathering in
+        `dtype`."""
         narrow = None if dtype == torch.float32 else dtype
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None)
-        for block in policy.blocks:
+        blocks: Any = module.blocks
+        for block in blocks:
             fully_shard(block, mesh=self.mesh, mp_policy=precision)
-        fully_shard(policy, mesh=self.mesh, mp_policy=precision)
+        fully_shard(module, mesh=self.mesh, mp_policy=precision)
 
-    def whole(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """A copy of `x` on the CPU in `dtype`, whole; None on other ranks than 0. Every rank must call it."""
+    def whole(self, x: Tensor, dtype: torch.dtype, *, live: bool = False) -> Tensor | None:
+        """A copy of `x` on the CPU in `dtype`, whole; None on other ranks than 0. Every rank must call it. `live`: where it
+        is, and `x` itself where it is whole and of that type."""
         x = x.detach()
         if isinstance(x, DTensor):
             x = x.full_tensor()
             if self.rank != 0:
                 return None
-        return x.to(device="cpu", dtype=dtype, copy=True)
+        return x.to(dtype) if live else x.to(device="cpu", dtype=dtype, copy=True)
 
     def part(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """Inverse of `whole`: rank 0's tensor with device and sharding of `like`. Every rank must call it."""

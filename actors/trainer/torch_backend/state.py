@@ -1,8 +1,10 @@
 """Copies of weights and training state in host memory, and the files they become.
 
     weights      model.safetensors (Hugging Face names, tied ones once), config.json
-    checkpoint   model.safetensors (float32), optimizer.safetensors, reference.safetensors (when it moves), scalars.json,
-                 index.json with the size and checksum of each, written last
+    checkpoint   model.safetensors (float32) and config.json: a model directory for whoever wants one;
+                 optimizer.safetensors, reference.safetensors (when it moves), critic.safetensors and
+                 critic_optimizer.safetensors (with a critic), scalars.json, index.json with the size and checksum of
+                 each, written last
 
 A copy shares no memory with the model: training goes on while it is written. Tensors are whole, so a checkpoint can be
 loaded by any number of ranks.
@@ -36,6 +38,8 @@ from bus.messages.policy import WeightManifest
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"
+CRITIC = "critic.safetensors"
+CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
 SCALARS = "scalars.json"
 
 
@@ -49,6 +53,8 @@ class Scalars(msgspec.Struct, frozen=True, kw_only=True):
     """torch's generator state, hex"""
     rng_cuda: str = ""
     torch_version: str = ""
+    critic_steps: int = 0
+    """steps of the critic's optimizer"""
 
 
 @dataclass(slots=True)
@@ -87,15 +93,27 @@ class TrainingState:
     optimizer: dict[str, Tensor]
     reference: dict[str, Tensor]
     scalars: Scalars
+    critic: dict[str, Tensor] = field(default_factory=dict)
+    critic_optimizer: dict[str, Tensor] = field(default_factory=dict)
+    beside: dict[str, bytes] = field(default_factory=dict)
+    """config.json and the like: what makes the directory one of a Hugging Face model"""
 
     def write(self, directory: Path) -> None:
         """Write every file, flush each, the index last. A file of an earlier attempt is replaced. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / INDEX).unlink(missing_ok=True)
         files: dict[str, FileEntry] = {}
-        for name, tensors in ((MODEL, self.weights), (OPTIMIZER, self.optimizer), (REFERENCE, self.reference)):
+        for name, tensors in (
+            (MODEL, self.weights),
+            (OPTIMIZER, self.optimizer),
+            (REFERENCE, self.reference),
+            (CRITIC, self.critic),
+            (CRITIC_OPTIMIZER, self.critic_optimizer),
+        ):
             if tensors:
                 files[name] = write_tensors(directory / name, tensors, durable=True)
+        for name, data in self.beside.items():
+            files[name] = write_bytes(directory / name, data, durable=True)
         files[SCALARS] = write_bytes(directory / SCALARS, msgspec.json.encode(self.scalars), durable=True)
         index = Index(
             model_type=self.model_type,
@@ -116,8 +134,10 @@ def read_state(
     optimizer: str,
     optimizer_names: Set[str],
     moving_reference: bool,
+    critic_shapes: Mapping[str, tuple[int, ...]],
+    critic_optimizer_names: Set[str],
 ) -> TrainingState:
-    """What `TrainingState.write` wrote, every byte checked, for a model of the given shapes.
+    """What `TrainingState.write` wrote, every byte checked, for a model (and critic; empty: none) of the given shapes.
 
     `optimizer_names`: tensors the optimizer has after at least one step. Raises CheckpointRefused, in one line, for a
     missing, cut or damaged file, another model or another optimizer.
@@ -129,10 +149,11 @@ def read_state(
             f"checkpoint {directory} refused: it holds a {index.model_type} of {index.n_params} parameters, this run trains "
             f"a {model_type} of {n}, or their layers differ. Nothing was changed. Use the hf_checkpoint it was made with."
         )
-    wanted = {MODEL, SCALARS} | ({REFERENCE} if moving_reference else set())
+    wanted = {MODEL, SCALARS} | ({REFERENCE} if moving_reference else set()) | ({CRITIC} if critic_shapes else set())
     if lost := sorted(wanted - index.files.keys()):
+        remedy = "advantage_estimator" if lost[0] == CRITIC else "ref_update_interval"
         raise CheckpointRefused(
-            f"checkpoint {directory} refused: it has no {lost[0]}. Nothing was changed. Set ref_update_interval as it was."
+            f"checkpoint {directory} refused: it has no {lost[0]}. Nothing was changed. Set {remedy} as it was."
         )
     try:
         scalars = msgspec.json.decode((directory / SCALARS).read_bytes(), type=Scalars)
@@ -149,17 +170,24 @@ def read_state(
         optimizer=read_tensors(directory, OPTIMIZER) if OPTIMIZER in index.files else {},
         reference=read_tensors(directory, REFERENCE) if moving_reference else {},
         scalars=scalars,
+        critic=read_tensors(directory, CRITIC) if critic_shapes else {},
+        critic_optimizer=read_tensors(directory, CRITIC_OPTIMIZER)
+        if critic_shapes and CRITIC_OPTIMIZER in index.files
+        else {},
     )
     expected = optimizer_names if scalars.optimizer_steps else frozenset()
-    for what, tensors, names in (
-        ("weights", state.weights, shapes.keys()),
-        ("optimizer state", state.optimizer, expected),
-        ("reference", state.reference, shapes.keys() if moving_reference else frozenset()),
+    critic_expected = critic_optimizer_names if scalars.critic_steps else frozenset()
+    for what, tensors, names, known in (
+        ("weights", state.weights, shapes.keys(), shapes),
+        ("optimizer state", state.optimizer, expected, shapes),
+        ("reference", state.reference, shapes.keys() if moving_reference else frozenset(), shapes),
+        ("critic", state.critic, critic_shapes.keys(), critic_shapes),
+        ("critic's optimizer state", state.critic_optimizer, critic_expected, critic_shapes),
     ):
         for name in sorted(tensors.keys() ^ names):
             raise CheckpointRefused(f"checkpoint {directory} refused: its {what} and this run's differ in {name}.")
         for name, t in tensors.items():
-            shape = shapes[name.split("/", 1)[-1]]
+            shape = known[name.split("/", 1)[-1]]
             if tuple(t.shape) != shape:
                 raise CheckpointRefused(
                     f"checkpoint {directory} refused: {what} {name} has shape {list(t.shape)}, the model has {list(shape)}."

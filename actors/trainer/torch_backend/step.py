@@ -1,13 +1,14 @@
 """All optimizer steps of one rollout batch.
 
-Order: pack, plan, log-prob passes (only where the objective needs them), prepare, then per step: micro-batches forward and
-backward, gradient norm over all ranks, update. Always true: a step whose gradient is not finite changes no weight, and no
-sample of it counts as trained.
+Order: pack, plan, log-prob and value passes (only where the objective needs them), prepare, then per step: micro-batches
+forward and backward (policy, then critic), gradient norms over all ranks, update. Always true: a step whose gradient is not
+finite changes no weight, the critic's included, and no sample of it counts as trained.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,14 +28,26 @@ from actors.trainer.objective import (
     unflatten,
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite
+from actors.trainer.selfcheck import measure
 from actors.trainer.torch_backend.clockwork import Stopwatch
 from actors.trainer.torch_backend.core import Core
+from actors.trainer.torch_backend.critic import value_metrics
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.plan import plan_steps
 
 Work = list[tuple[tuple[int, ...], MicroBatch]]
 """This rank's micro-batches of one step, with the sample positions in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What the live knobs and the schedule give this batch."""
+
+    lr: float
+    critic_lr: float
+    clip: float
+    policy_learns: bool
 
 
 @dataclass(slots=True)
@@ -52,8 +65,12 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     watch = Stopwatch(core.device)
     torch.manual_seed(batch.seed)
     cfg = core.objective_for(batch.knobs)
-    lr = core.rate(batch.step, batch.knobs)
-    clip = float(batch.knobs.get("clip_grad", core.config.clip_grad))
+    rates = _Rates(
+        lr=core.rate(batch.step, batch.knobs),
+        critic_lr=core.critic.rate(batch.step) if core.critic else 0.0,
+        clip=float(batch.knobs.get("clip_grad", core.config.clip_grad)),
+        policy_learns=core.policy_learns(batch.step),
+    )
     with watch.phase("prepare"):
         packed = PackedBatch(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
@@ -67,38 +84,48 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
     tally = _Tally()
     for step, mine in zip(steps, work, strict=True):
-        _one_step(core, cfg, prepared, step, mine, lr, clip, watch, tally)
+        _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
         tally.updates
         and core.config.ref_update_interval > 0
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
-    return _result(batch, packed, prepared, steps, over, tally, lr, watch)
+    result = _result(batch, packed, prepared, steps, over, tally, rates, watch)
+    if batch.step == 0:
+        result.metrics |= measure(tally.metrics[0], core.config, cfg)
+    return result
 
 
 def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> None:
-    """Fill old_logp and ref_logp of every sample where the objective needs them. Uses the micro-batches of the gradient
-    pass, so that equal weights give equal numbers to the last bit (KL to the reference is exactly 0 at step 1)."""
-    if cfg.needs_old_logp:
-        values = _logprob_pass(core, core.policy, packed, work)
+    """Fill old_logp, ref_logp, teacher_logp and values of every sample where the objective needs them. Uses the
+    micro-batches of the gradient pass, so that equal weights give equal numbers to the last bit (KL to the reference is
+    exactly 0 at step 1)."""
+    models: dict[str, Policy | None] = {
+        "old_logp": core.policy if cfg.needs_old_logp else None,
+        "ref_logp": core.reference if cfg.needs_ref_logp else None,
+        "teacher_logp": core.teacher,
+    }
+    passes: dict[str, Callable[[MicroBatch], Tensor]] = {n: _logp_of(m) for n, m in models.items() if m is not None}
+    if core.critic is not None:
+        passes["values"] = core.critic.model
+    for name, model in passes.items():
+        values = _pass(core, model, packed, work)
         for i, s in enumerate(batch.samples):
-            s.train.old_logp = values[packed.first_response[i] : packed.first_response[i] + packed.response[i]]
-    if cfg.needs_ref_logp:
-        assert core.reference is not None
-        values = _logprob_pass(core, core.reference, packed, work)
-        for i, s in enumerate(batch.samples):
-            s.train.ref_logp = values[packed.first_response[i] : packed.first_response[i] + packed.response[i]]
+            setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
+
+
+def _logp_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
+    return lambda micro: policy(micro)[0]
 
 
 @torch.no_grad()
-def _logprob_pass(core: Core, policy: Policy, packed: PackedBatch, work: list[Work]) -> Tensor:
-    """Log-probs of all response tokens of the batch under a model, float32 [N] on the CPU, equal on every rank."""
+def _pass(core: Core, model: Callable[[MicroBatch], Tensor], packed: PackedBatch, work: list[Work]) -> Tensor:
+    """One number of a model per response token of the batch, float32 [N] on the CPU, equal on every rank."""
     values = torch.zeros(packed.response_tokens)
     for mine in work:
         for _, micro in mine:
-            logp, _ = policy(micro)
-            values[torch.from_numpy(micro.response_slots)] = logp.float().cpu()
+            values[torch.from_numpy(micro.response_slots)] = model(micro).float().cpu()
     return core.ranks.total(values)
 
 
@@ -108,8 +135,7 @@ def _one_step(
     prepared: PreparedBatch,
     step: StepPlan,
     mine: Work,
-    lr: float,
-    clip: float,
+    rates: _Rates,
     watch: Stopwatch,
     tally: _Tally,
 ) -> None:
@@ -117,23 +143,32 @@ def _one_step(
     norm = prepared.norm(step.samples, scale=float(core.ranks.size))  # FSDP averages over ranks: undone here
     totals: dict[str, Tensor] = {}
     seen: list[tuple[Tensor, Tensor, Tensor, tuple[str, ...]]] = []
-    core.weights.clear()
+    learners = {"grad_norm": (core.weights, core.optimizer, rates.lr)} if rates.policy_learns else {}
+    if core.critic is not None:
+        learners["critic_grad_norm"] = (core.critic.weights, core.critic.optimizer, rates.critic_lr)
+    for weights, _, _ in learners.values():
+        weights.clear()
     for k, (ids, micro) in enumerate(mine):
         core.sync_gradients(k == len(mine) - 1)
-        with watch.phase("forward"):
+        with watch.phase("forward"), torch.set_grad_enabled(rates.policy_learns):
             logp, entropy = core.policy(micro, cfg.entropy_coef != 0)
             inputs = prepared.micro_batch(ids, logp, entropy=entropy)
             loss, sums = policy_loss(cfg, inputs, norm)
-        with watch.phase("backward"):
-            loss.backward()
+        if rates.policy_learns:
+            with watch.phase("backward"):
+                loss.backward()
         merge(totals, sums)
+        if core.critic is not None:
+            with watch.phase("critic"):
+                merge(totals, core.critic.backward(micro, inputs, norm, cfg.value_clip))
         seen.append((logp.detach(), inputs.mask, inputs.index, inputs.sample_ids))
     with watch.phase("optimizer"):
-        grad_norm = core.weights.clip(clip)
-        finite = math.isfinite(grad_norm)
+        norms = {name: weights.clip(rates.clip) for name, (weights, _, _) in learners.items()}
+        finite = all(map(math.isfinite, norms.values()))
         if finite and norm.trained_tokens > 0:
-            core.optimizer.step(lr)
-            core.weights.publish()
+            for weights, optimizer, lr in learners.values():
+                optimizer.step(lr)
+                weights.publish()
             tally.updates += 1
     if not finite:
         tally.skipped.append(step)
@@ -144,7 +179,7 @@ def _one_step(
             bad = name_nonfinite(logp, mask, index, ids_)
             if bad:
                 tally.flags.setdefault("nonfinite_logp", []).extend(bad)
-    tally.metrics.append(report | {"grad_norm": grad_norm})
+    tally.metrics.append(report | norms)
 
 
 def _over_ranks(core: Core, totals: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,6 +201,17 @@ def _combine(reports: list[dict[str, float]]) -> dict[str, float]:
     return out
 
 
+def _second_model(prepared: PreparedBatch, rates: _Rates) -> dict[str, float]:
+    """What critic or teacher said of the batch before the step."""
+    fields, mask = prepared.fields, prepared.mask
+    out: dict[str, float] = {}
+    if prepared.cfg.advantage_estimator == "ppo":
+        out |= value_metrics(fields["values"], prepared.returns, mask) | {"critic_lr": rates.critic_lr}
+    if prepared.cfg.needs_student_logp and "teacher_logp" in fields and bool(mask.any()):
+        out["opd_reverse_kl"] = float((fields["old_logp"] - fields["teacher_logp"])[mask].mean())
+    return out
+
+
 def _result(
     batch: StepBatch,
     packed: PackedBatch,
@@ -173,7 +219,7 @@ def _result(
     steps: list[StepPlan],
     over: list[int],
     tally: _Tally,
-    lr: float,
+    rates: _Rates,
     watch: Stopwatch,
 ) -> StepResult:
     flags = {reason: list(ids) for reason, ids in (prepared.flags | tally.flags).items()}
@@ -187,7 +233,8 @@ def _result(
     metrics = {
         **prepared.metrics,
         **_combine(tally.metrics),
-        "lr": lr,
+        **_second_model(prepared, rates),
+        "lr": rates.lr,
         "tokens": float(tokens),
         "response_tokens": float(packed.response_tokens),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

@@ -43,7 +43,9 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class CopyWeights(msgspec.Struct, frozen=True, tag="copy_weights"):
-    """Gather the weights on rank 0."""
+    """Gather the weights on rank 0. `live`: on its device."""
+
+    live: bool = False
 
 
 class Snap(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -79,7 +81,7 @@ def decode(data: bytes) -> Command:
 
 
 def pack_step(batch: StepBatch) -> Step:
-    """A step's batch as a command. Own log-probs (old, reference) are left out: each rank computes them."""
+    """A step's batch as a command. Own log-probs and values are left out: each rank computes them."""
     return Step([_pack(s) for s in batch.samples], batch.step, batch.seed, dict(batch.knobs))
 
 
@@ -94,7 +96,7 @@ def _bytes(x: Sequence[float] | np.ndarray, dtype: type) -> bytes:
 
 def _pack(s: BatchSample) -> WireSample:
     t = s.train
-    given = {name: getattr(t, name) for name in FLOAT_FIELDS if name not in ("old_logp", "ref_logp")}
+    given = {name: getattr(t, name) for name in FLOAT_FIELDS if name not in ("old_logp", "ref_logp", "values")}
     group, rollout = t.group, t.rollout
     return WireSample(
         prompt=_bytes(s.prompt_tokens, np.int32),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.trainer.transports.buckets import BUCKET_BYTES, plan_buckets
@@ -13,10 +14,15 @@ if TYPE_CHECKING:
 
 
 class FlatBuffers:
-    """Buffers for one model, on the device of its tensors. The layout is that of the first `fill`."""
+    """Buffers for one model, on the device of its tensors. The layout is that of the first `fill`.
 
-    def __init__(self, limit_bytes: int = BUCKET_BYTES) -> None:
+    `shared`: directory for files that hold the buffers, so that other processes of a host without GPUs can map them.
+    """
+
+    def __init__(self, limit_bytes: int = BUCKET_BYTES, *, shared: Path | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._shared = shared
+        self.files: list[Path] = []
         self.buckets: tuple[Bucket, ...] = ()
         self.flat: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
@@ -36,22 +42,54 @@ class FlatBuffers:
     def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
-        pairs = [(_meta(name, t), t.numel() * t.element_size()) for name, t in tensors.items()]
+        pairs = [(meta_of(name, t), n_bytes_of(t)) for name, t in tensors.items()]
         self.buckets = plan_buckets(pairs, self._limit_bytes)
         for bucket in self.buckets:
             first = tensors[bucket.tensors[0].name]
-            flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=first.device)
+            if self._shared is None or first.device.type != "cpu":
+                flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=first.device)
+            else:
+                flat = self._map(self._shared / f"flat.{len(self.flat)}", bucket.n_bytes)
+            self.flat.append(flat)
+        self._views = self._cut(self.flat)
+
+    def _map(self, path: Path, n_bytes: int) -> Tensor:
+        import torch
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # an engine may still map the file of a trainer that died
+        self.files.append(path)
+        return torch.from_file(str(path), shared=True, size=n_bytes, dtype=torch.uint8)
+
+    def _cut(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors inside flat buffers, by name."""
+        import math
+
+        import torch
+
+        found: dict[str, Tensor] = {}
+        for bucket, whole in zip(self.buckets, flat, strict=True):
             start = 0
             for meta in bucket.tensors:
-                t = tensors[meta.name]
-                end = start + t.numel() * t.element_size()
-                self._views[meta.name] = flat[start:end].view(t.dtype).view(t.shape)
+                dtype: torch.dtype = getattr(torch, meta.dtype)
+                end = start + math.prod(meta.shape) * dtype.itemsize
+                found[meta.name] = whole[start:end].view(dtype).view(meta.shape)
                 start = end
-            self.flat.append(flat)
+        return found
+
+    def on_host(self) -> dict[str, Tensor]:
+        """A copy of what was filled in last, in host memory."""
+        return self._cut([flat.to("cpu", copy=True) for flat in self.flat])
 
 
-def _meta(name: str, tensor: Tensor) -> TensorMeta:
+def meta_of(name: str, tensor: Tensor) -> TensorMeta:
+    """Name, type and shape as plans state them."""
     return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-__all__ = ("FlatBuffers",)
+def n_bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+__all__ = ("FlatBuffers", "meta_of", "n_bytes_of")

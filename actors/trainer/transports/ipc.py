@@ -1,4 +1,5 @@
-"""CUDA IPC: the engine maps the trainer's flat buffers. No copy leaves the host; on one GPU the engine reads in place.
+"""CUDA IPC: the engine maps the trainer's flat buffers. No copy leaves the host; on one GPU the engine reads in place. On a
+host without GPUs the buffers are shared files instead, for the embedded engine.
 
 Always true: a buffer whose handle was given out keeps its address and lives until `close`, so a late engine reads a whole
 version or a newer whole version only between fills; the caller fills when all engines reported the version before.
@@ -14,7 +15,7 @@ import msgspec
 
 from actors.trainer.transports.flat import FlatBuffers
 from bus.messages.policy import WeightManifest
-from bus.messages.weights import Bucket, WeightPlan
+from bus.messages.weights import Bucket, FileHandle, WeightPlan
 from bus.plans import write_plan
 
 if TYPE_CHECKING:
@@ -24,23 +25,36 @@ if TYPE_CHECKING:
 class IpcSender:
     """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank."""
 
-    def __init__(self, *, tp_size: int = 1, limit_bytes: int | None = None) -> None:
-        self._buffers = FlatBuffers(limit_bytes) if limit_bytes else FlatBuffers()
+    def __init__(
+        self, *, tp_size: int = 1, limit_bytes: int | None = None, buffers: FlatBuffers | None = None
+    ) -> None:
+        self._buffers = buffers or (FlatBuffers(limit_bytes) if limit_bytes else FlatBuffers())
         self._tp_size = tp_size
         self._handles: list[tuple[str, ...]] = []
 
-    def prepare(self, tensors: Mapping[str, Tensor], directory: Path) -> WeightManifest:
-        """Fill the buffers and write the plan: all that can be done before engines pause. CUDA tensors under their
-        Hugging Face names; raises ImportError without SGLang, whose form of handles its engines expect."""
+    def prepare(
+        self,
+        tensors: Mapping[str, Tensor],
+        directory: Path,
+        *,
+        workers: tuple[str, ...] = (),
+        deadline_s: float = 60.0,
+        whole: str = "",
+    ) -> WeightManifest:
+        """Fill the buffers and write the plan (`workers`, `deadline_s`, `whole`: see WeightPlan): all that can be done before
+        engines pause. Tensors under their Hugging Face names; on a GPU raises ImportError without SGLang, whose form of
+        handles its engines expect."""
         import torch
 
         self._buffers.fill(tensors)
         if not self._handles:
             self._handles = [self._export(i) for i in range(len(self._buffers.flat))]
-        torch.cuda.synchronize()  # another process reads these bytes next
+        if self._buffers.flat[0].is_cuda:
+            torch.cuda.synchronize()  # another process reads these bytes next
         pairs = zip(self._buffers.buckets, self._handles, strict=True)
         buckets = tuple(msgspec.structs.replace(bucket, handles=handles) for bucket, handles in pairs)
-        write_plan(directory, WeightPlan(transport="ipc", buckets=buckets))
+        plan = WeightPlan(transport="ipc", buckets=buckets, workers=workers, deadline_s=deadline_s, whole=whole)
+        write_plan(directory, plan)
         return WeightManifest(
             transport="ipc",
             path=str(directory),
@@ -49,6 +63,9 @@ class IpcSender:
         )
 
     def _export(self, index: int) -> tuple[str, ...]:
+        if not self._buffers.flat[index].is_cuda:
+            handle = FileHandle(path=str(self._buffers.files[index]), tensors=self._buffers.buckets[index].tensors)
+            return (msgspec.json.encode(handle).decode(),) * self._tp_size
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 

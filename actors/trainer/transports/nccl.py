@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.runtime.broadcast import join_group, leave_group
 from actors.trainer.transports.flat import FlatBuffers
 from bus.errors import Transient
 from bus.messages.policy import WeightManifest
@@ -60,9 +61,10 @@ class NcclSender:
         self._listener = socket.create_server((address, 0))  # the store takes it over
         self.port = int(self._listener.getsockname()[1])
         self._group: Any = None
+        self._closed = False
 
-    def prepare(self, tensors: Mapping[str, Tensor], directory: Path) -> WeightManifest:
-        """Fill the buffers and write the plan: all that can be done before engines pause."""
+    def prepare(self, tensors: Mapping[str, Tensor], directory: Path, *, whole: str = "") -> WeightManifest:
+        """Fill the buffers and write the plan: all that can be done before engines pause. `whole`: see WeightPlan."""
         self._buffers.fill(tensors)
         buckets = self._buffers.buckets
         plan = WeightPlan(
@@ -74,6 +76,9 @@ class NcclSender:
             world_size=self.world_size,
             ranks=self.ranks,
             backend=self._backend,
+            workers=tuple(self.ranks),
+            deadline_s=self._deadline.total_seconds(),
+            whole=whole,
         )
         write_plan(directory, plan)
         return WeightManifest(
@@ -100,62 +105,52 @@ class NcclSender:
             )
         except (RuntimeError, OSError, ValueError) as error:
             raise GroupBroken(f"not all of {', '.join(self.ranks)} joined group {self.name}: {error}") from error
+        if self._closed:  # meanwhile
+            self.close()
+            raise GroupBroken(f"group {self.name} was given up")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` succeeded and nothing broke the group since."""
+        return self._group is not None
 
     def send(self) -> None:
         """Broadcast what `prepare` filled in, bucket by bucket; waits for the last. GroupBroken when a peer is lost."""
-        import torch.distributed as dist
-
         if self._group is None:
             raise GroupBroken(f"group {self.name} is not open")
         try:
-            works = [dist.broadcast(flat, src=0, group=self._group, async_op=True) for flat in self._buffers.flat]
-            for work in works:
-                work.wait(self._deadline)
             if self._backend == "nccl":
-                import torch
-
-                torch.cuda.current_stream().synchronize()
+                self._send_beside_the_training()
+            else:
+                self._send()
         except (RuntimeError, ValueError) as error:
             self.close()
             raise GroupBroken(f"broadcast in group {self.name} failed: {error}") from error
 
-    def close(self) -> None:
-        """Leave the group; harmless twice."""
+    def _send(self) -> None:
         import torch.distributed as dist
 
+        works = [dist.broadcast(flat, src=0, group=self._group, async_op=True) for flat in self._buffers.flat]
+        for work in works:
+            work.wait(self._deadline)
+
+    def _send_beside_the_training(self) -> None:
+        """On a stream of its own: on the usual one the broadcast would wait for all training that is queued there."""
+        import torch
+
+        with torch.cuda.device(self._buffers.flat[0].device):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                self._send()
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Leave the group; harmless twice."""
+        self._closed = True
         self._listener.close()
         group, self._group = self._group, None
         if group is not None:
-            try:
-                dist.destroy_process_group(group)
-            except (RuntimeError, ValueError):
-                return  # a broken one cannot be left politely
+            leave_group(group)
 
 
-def join_group(
-    address: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    name: str,
-    *,
-    backend: str,
-    deadline: timedelta,
-    listener: socket.socket | None = None,
-) -> Any:
-    """A process group of its own beside the default one. Store, prefix and steps are those of SGLang's engines, or the
-    ranks would not find each other. Rank 0 leads and gives its `listener` away, so that nobody can take the port."""
-    from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed import distributed_c10d as c10d
-
-    extra: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    store = TCPStore(address, port, world_size, rank == 0, timeout=deadline, wait_for_workers=False, **extra)
-    make: Any = c10d._new_process_group_helper
-    group, _ = make(
-        world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=deadline
-    )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group
-
-
-__all__ = ("GroupBroken", "NcclSender", "first_ranks", "join_group")
+__all__ = ("GroupBroken", "NcclSender", "first_ranks")

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from miles_async.settings.doc import Group, doc
+from miles_async.settings.doc import Group, PositiveInt, doc
 
 
 class CkptSettings(Group, frozen=True, kw_only=True):
@@ -42,6 +42,24 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             derived="hf_checkpoint",
         ),
     ]
+    critic_load: Annotated[
+        str | None,
+        doc(
+            "Model directory that the critic of advantage_estimator ppo starts from; a score.weight in it is the value "
+            "head, without one values begin at 0. Later the critic is a part of the checkpoints. Unset: hf_checkpoint."
+        ),
+    ] = None
+    opd_teacher_load: Annotated[
+        str | None,
+        doc(
+            "Teacher of on-policy distillation, loaded in the trainer: a model directory, or the parent directory of a "
+            "run's checkpoints (the newest is taken)."
+        ),
+    ] = None
+    opd_teacher_ckpt_step: Annotated[
+        PositiveInt | None,
+        doc("Which checkpoint in opd_teacher_load. Unset: the newest.", unit="rollouts"),
+    ] = None
     save_trigger_sentinel: Annotated[
         str | None,
         doc("Path of a file; when it exists at the end of a step a checkpoint is saved and the file is removed."),

@@ -8,6 +8,13 @@ from miles_async.settings.doc import Group, PositiveInt, doc
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 Level = Literal["token", "sequence", "geometric"]
+HOOK_FIELDS = (
+    "custom_loss_function_path",
+    "custom_advantage_function_path",
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_reward_post_process_path",
+)
 
 
 class GrpoSettings(Group, frozen=True, kw_only=True):
@@ -97,6 +104,13 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_decoupled_loss: Annotated[
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
     ] = False
+    interpolate_proximal: Annotated[
+        bool,
+        doc(
+            "For several steps per rollout: stand in for the recomputed log-probs by those between the engine's and the "
+            "present policy's, by the token's staleness. Saves the extra pass."
+        ),
+    ] = False
     use_rollout_logprobs: Annotated[
         bool, doc("Take the engine's log-probs as the old policy in the PPO ratio and skip recomputing them.")
     ] = False
@@ -119,9 +133,61 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ]
     gamma: Annotated[float, doc("Discount of later rewards.", gt=0, le=1)] = 1.0
     lambd: Annotated[float, doc("GAE lambda of the ppo estimator.", ge=0, le=1)] = 1.0
+    value_clip: Annotated[
+        float, doc("For ppo: how far a value may move from the one before the rollout's steps.", gt=0)
+    ] = 0.2
+    num_critic_only_steps: Annotated[
+        int, doc("For ppo: first rollouts that train the critic and leave the policy as it is.", unit="rollouts", ge=0)
+    ] = 0
+    use_opd: Annotated[
+        bool,
+        doc(
+            "On-policy distillation beside any estimator: take opd_kl_coef * (policy - teacher log-prob) off the "
+            "advantages."
+        ),
+    ] = False
+    opd_type: Annotated[
+        Literal["megatron", "sglang"],
+        doc(
+            "Where the teacher runs: megatron is a second model in the trainer, whatever its backend (opd_teacher_load); "
+            "sglang is a server asked by the reward room (opd_teacher_urls).",
+            derived="sglang with opd_teacher_urls, else megatron",
+        ),
+    ]
+    opd_teacher_urls: Annotated[
+        tuple[str, ...],
+        doc("SGLang-compatible servers of the teacher, http://HOST:PORT each; a sample asks one of them."),
+    ] = ()
+    opd_kl_coef: Annotated[float, doc("For use_opd: weight of the distance to the teacher.", ge=0)] = 1.0
     calculate_per_token_loss: Annotated[
         bool, doc("Average over all tokens of a step; off: mean per sample, then over samples.")
     ] = False
+
+    loss_type: Annotated[
+        Literal["policy_loss", "custom_loss"],
+        doc("The policy loss of the estimator, or your own.", derived="custom_loss with custom_loss_function_path"),
+    ]
+    custom_loss_function_path: Annotated[
+        str | None, doc("Dotted path of a function that replaces the whole loss. Signatures: docs/objective.md.")
+    ] = None
+    custom_advantage_function_path: Annotated[
+        str | None, doc("Dotted path of a function that replaces the estimator's advantages.")
+    ] = None
+    custom_tis_function_path: Annotated[
+        str | None, doc("With use_tis: dotted path of a function that weighs and masks the policy loss instead.")
+    ] = None
+    custom_pg_loss_reducer_function_path: Annotated[
+        str | None, doc("Dotted path of a function that makes the sum of the policy loss over tokens.")
+    ] = None
+    custom_reward_post_process_path: Annotated[
+        str | None, doc("Dotted path of a function that replaces the normalisation of rewards within groups.")
+    ] = None
+
+    @property
+    def hook_paths(self) -> dict[str, str]:
+        """Setting -> dotted path, of the hooks that are set."""
+        fields = {name: getattr(self, name) for name in HOOK_FIELDS}
+        return {name: path for name, path in fields.items() if path is not None}
 
     @property
     def off_policy_correction(self) -> Correction:
@@ -139,3 +205,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     def needs_reference(self) -> bool:
         """Whether the frozen reference policy is loaded at all."""
         return self.use_kl_loss or self.kl_coef != 0.0
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher is asked at all."""
+        return self.use_opd or self.advantage_estimator == "on_policy_distillation"

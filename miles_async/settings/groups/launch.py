@@ -31,4 +31,11 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     debug_train_only: Annotated[
         bool, doc("Run the trainer alone on the batches of load_debug_rollout_data; implied by it.")
     ] = False
+    ci_test: Annotated[
+        bool,
+        doc(
+            "End the run with status 1 when its first training step fails its self-check: ratio 1, reference KL 0, small "
+            "gradient, log-probs of trainer and engine alike. Off: a failed check is only reported."
+        ),
+    ] = False
     report: Annotated[bool, doc("Write report.html at the end of the run.")] = True

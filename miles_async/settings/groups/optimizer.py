@@ -15,6 +15,9 @@ class OptimizerSettings(Group, frozen=True, kw_only=True):
         "constant"
     )
     lr_warmup_iters: Annotated[int, doc("Rollouts over which the rate rises from 0 to lr.", unit="rollouts", ge=0)] = 0
+    critic_lr: Annotated[
+        float, doc("Peak learning rate of ppo's critic, on the policy's schedule.", derived="lr", ge=0)
+    ]
     weight_decay: Annotated[float, doc("Decoupled weight decay.", ge=0)] = 0.01
     adam_beta1: Annotated[float, doc("Decay of the first moment.", ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, doc("Decay of the second moment.", ge=0, lt=1)] = 0.999

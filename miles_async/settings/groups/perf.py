@@ -29,5 +29,15 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ]
+    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
+    actor_num_gpus_per_node: Annotated[
+        int,
+        doc(
+            "Processes of the trainer on a host, over which weights and optimizer are sharded (FSDP2): one per GPU, or CPU "
+            "processes where there is no GPU.",
+            unit="processes",
+            ge=1,
+        ),
+    ] = 1
     trainer_threads: Annotated[int, doc("CPU threads of the trainer process.", unit="threads", ge=1)] = 1
     engine_threads: Annotated[int, doc("CPU threads of each embedded engine.", unit="threads", ge=1)] = 1

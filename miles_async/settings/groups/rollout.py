@@ -82,7 +82,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             "Which finished groups are trained: a shipped name (check_reward_nonzero_std drops groups whose rewards "
             "are all equal, none keeps everything) or the dotted path of your own function.",
             live=True,
-            derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1",
+            derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1 or a teacher is distilled",
         ),
     ]
     max_waves: Annotated[

@@ -71,6 +71,39 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             live=True,
         ),
     ] = "retract"
+    update_weight_transport: Annotated[
+        Literal["disk", "ipc", "nccl"],
+        doc(
+            "How new weights reach engines that served a version before: disk through files in shared memory, ipc by mapping "
+            "the trainer's memory on its host, nccl by a broadcast (gloo on a host without GPUs). What fails goes by disk."
+        ),
+    ] = "disk"
+    update_weight_buffer_size: Annotated[
+        int,
+        doc("Most bytes of tensors that travel as one, for ipc and nccl; an engine needs as much room beside.", unit="bytes", ge=1),
+    ] = 512 << 20
+    update_weight_deadline_s: Annotated[
+        float,
+        doc(
+            "Longest wait for all engines to be ready for a version, and for its broadcast; then it goes by disk.",
+            unit="seconds",
+            gt=0,
+        ),
+    ] = 60.0
+    update_weight_delta: Annotated[
+        bool,
+        doc(
+            "Write only the tensors that changed since the version before, for transport disk. Engines with another version "
+            "get whole files."
+        ),
+    ] = False
+    check_weight_update_equal: Annotated[
+        bool,
+        doc(
+            "After each update that came another way than by whole files, load those too and compare the engine's own "
+            "checksums; an engine that differs starts anew. Slow: for debugging."
+        ),
+    ] = False
     sglang_request_deadline_s: Annotated[
         float, doc("Longest time for one sample on one engine.", unit="seconds", gt=0)
     ] = 3600.0

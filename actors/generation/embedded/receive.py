@@ -1,0 +1,179 @@
+"""Weights that reach the embedded engine without files, and files that hold only what changed: the calls of SGLang, over gloo
+and shared memory instead of NCCL and CUDA IPC.
+
+Owns the broadcast groups it joined. Always true: a bucket is received whole and checked before any of it is loaded, and what
+comes in is bytes of tensors and JSON; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from actors.generation.embedded.config import ModelRefused
+from actors.generation.embedded.model import Decoder
+from actors.generation.embedded.weights import checksums, load_tensors
+from actors.generation.embedded.wire import (
+    BadRequest,
+    BroadcastBody,
+    CheckerBody,
+    GroupBody,
+    LeaveBody,
+    TensorBody,
+    decode_body,
+    json_answer,
+)
+from actors.runtime.broadcast import join_group, leave_group
+from bus.messages.weights import FileHandle, TensorMeta
+from bus.plans import PLAN_FILE, read_plan
+
+GROUP_DEADLINE = timedelta(seconds=60)
+
+
+class LoadInto(Protocol):
+    """Runs a function on the model, between two steps of generation."""
+
+    async def __call__(self, load: Callable[[Decoder], Any], version: str | None, *, changes: bool = True) -> Any: ...
+
+
+class Receiver:
+    """Routes of the server; `load_into` reaches its model."""
+
+    def __init__(self, load_into: LoadInto) -> None:
+        self._load_into = load_into
+        self._groups: dict[str, Any] = {}
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        """Add the calls of this file."""
+        router.add_post("/init_weights_update_group", self._join)
+        router.add_post("/destroy_weights_update_group", self._leave)
+        router.add_post("/update_weights_from_distributed", self._from_broadcast)
+        router.add_post("/update_weights_from_tensor", self._from_shared_memory)
+        router.add_post("/weights_checker", self._check)
+
+    async def _join(self, http: web.Request) -> web.Response:
+        body = decode_body(await http.read(), GroupBody)
+        if body.group_name in self._groups:
+            return _said(f"already in group {body.group_name}.", 400)
+
+        def join() -> Any:
+            return join_group(
+                body.master_address,
+                body.master_port,
+                body.rank_offset,
+                body.world_size,
+                body.group_name,
+                backend=body.backend,
+                deadline=GROUP_DEADLINE,
+            )
+
+        try:
+            self._groups[body.group_name] = await asyncio.to_thread(join)
+        except (RuntimeError, OSError, ValueError) as error:
+            return _said(f"group {body.group_name} cannot be joined: {error}", 400)
+        return _said("Succeeded to initialize custom process group.")
+
+    async def _leave(self, http: web.Request) -> web.Response:
+        body = decode_body(await http.read(), LeaveBody)
+        group = self._groups.pop(body.group_name, None)
+        if group is None:
+            return _said(f"not in group {body.group_name}.", 400)
+        await asyncio.to_thread(leave_group, group)
+        return _said("Succeeded to destroy custom process group.")
+
+    async def _from_broadcast(self, http: web.Request) -> web.Response:
+        body = decode_body(await http.read(), BroadcastBody)
+        metas = body.tensors()
+        flat = torch.empty(sum(_n_bytes(meta) for meta in metas), dtype=torch.uint8)
+        group = self._groups.get(body.group_name)
+        if group is None:
+            return _said(f"not in group {body.group_name}.", 400)
+
+        def receive() -> None:
+            torch.distributed.broadcast(flat, src=0, group=group)
+
+        try:
+            await asyncio.to_thread(receive)
+        except (RuntimeError, ValueError) as error:
+            del self._groups[body.group_name]
+            return _said(f"broadcast in group {body.group_name} failed: {error}. The weights may be partially updated.", 400)
+        return await self._load(flat, metas, body.weight_version)
+
+    async def _from_shared_memory(self, http: web.Request) -> web.Response:
+        body = decode_body(await http.read(), TensorBody)
+        if len(body.serialized_named_tensors) != 1:
+            raise BadRequest(f"{len(body.serialized_named_tensors)} handles for an engine of one rank.")
+        handle = decode_body(body.serialized_named_tensors[0].encode(), FileHandle)
+        n_bytes = sum(_n_bytes(meta) for meta in handle.tensors)
+        try:
+            if Path(handle.path).stat().st_size < n_bytes:
+                return _said(f"{handle.path} is shorter than its {len(handle.tensors)} tensors.", 400)
+            flat = torch.from_file(handle.path, shared=True, size=n_bytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            return _said(f"{handle.path} cannot be mapped: {error}", 400)
+        return await self._load(flat, handle.tensors, body.weight_version)
+
+    async def _load(self, flat: Tensor, metas: Sequence[TensorMeta], version: str | None) -> web.Response:
+        try:
+            tensors = split(flat, metas)
+            await self._load_into(lambda decoder: load_tensors(decoder, tensors), version)
+        except ModelRefused as error:
+            return _said(f"{error} The weights may be partially updated.", 400)
+        return _said("Succeeded to update model weights.")
+
+    async def _check(self, http: web.Request) -> web.Response:
+        decode_body(await http.read(), CheckerBody)
+        try:
+            found = await self._load_into(checksums, None, changes=False)
+        except ModelRefused as error:
+            return _said(str(error), 400)
+        return json_answer({"success": True, "message": "Success.", "ranks": [{"checksums": found}]})
+
+
+def split(flat: Tensor, metas: Sequence[TensorMeta]) -> dict[str, Tensor]:
+    """Views of the tensors that lie one after the other in `flat` uint8 [n_bytes]."""
+    found: dict[str, Tensor] = {}
+    start = 0
+    for meta in metas:
+        end = start + _n_bytes(meta)
+        found[meta.name] = flat[start:end].view(_dtype(meta)).view(meta.shape)
+        start = end
+    return found
+
+
+def changes_since(model_dir: Path) -> str | None:
+    """Label of the version whose changes a directory holds, None for whole weights. ModelRefused for a damaged plan."""
+    try:
+        plan = read_plan(model_dir)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelRefused(f"{model_dir / PLAN_FILE} cannot be read ({error}); weights unchanged.") from None
+    return str(plan.base) if plan.transport == "delta" else None
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    found = getattr(torch, meta.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise BadRequest(f"type {meta.dtype!r} of tensor {meta.name} is unknown.")
+    return found
+
+
+def _n_bytes(meta: TensorMeta) -> int:
+    return math.prod(meta.shape) * _dtype(meta).itemsize
+
+
+def _said(message: str, status: int = 200) -> web.Response:
+    return json_answer({"success": status == 200, "message": message}, status)
+
+
+__all__ = ("Receiver", "changes_since", "split")

@@ -1,0 +1,34 @@
+"""`python -m actors.trainer.dry_run < OBJECTIVE.json`: try the hooks of an objective before any model loads.
+
+The launcher runs this in a process of its own, since it loads torch and the user's code. Prints one JSON object on stdout,
+`{}` when all hooks are sound, else field, path, problem and remedy; exit status 0 or 2. What hooks print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import msgspec
+
+from actors.trainer.hook_config import HookError
+from actors.trainer.objective_config import ObjectiveConfig
+
+
+def main() -> int:
+    """Read, probe, answer."""
+    cfg = msgspec.json.decode(sys.stdin.buffer.read(), type=ObjectiveConfig)
+    answer: dict[str, str] = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        from actors.trainer.hooks import probe
+
+        try:
+            probe(cfg)
+        except HookError as error:
+            answer = {"field": error.field, "path": error.path, "problem": error.problem, "remedy": error.remedy}
+    print(msgspec.json.encode(answer).decode())
+    return 2 if answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

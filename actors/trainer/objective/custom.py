@@ -1,0 +1,179 @@
+"""Calls of the user's own functions, named by dotted path in the settings: what each is given, what it must return.
+
+A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
+leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
+setting. Values lie on the device of the step. Signatures: `hook_config.SIGNATURES`; they follow reference section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.trainer.hook_config import HookError
+from actors.trainer.objective.advantages import AdvantageInputs
+from actors.trainer.objective.inputs import LossInputs
+from actors.trainer.objective.reductions import reduce_sum
+from actors.trainer.objective.samples import TrainSample
+from actors.trainer.objective.segments import keep
+from actors.trainer.objective_config import ObjectiveConfig
+
+HOOKS: dict[str, Callable[..., Any]] = {}
+"""dotted path -> function."""
+
+LOSS = "custom_loss_function_path"
+ADVANTAGE = "custom_advantage_function_path"
+TIS = "custom_tis_function_path"
+REDUCER = "custom_pg_loss_reducer_function_path"
+REWARDS = "custom_reward_post_process_path"
+
+
+def _call(field: str, cfg: ObjectiveConfig, *args: Any, **named: Any) -> Any:
+    path = getattr(cfg, field)
+    try:
+        return HOOKS[path](*args, **named)
+    except Exception as error:  # the user's code may raise anything
+        raise HookError(field, path, f"raised {type(error).__name__}: {error}") from error
+
+
+def _tensor(x: Any, what: str, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> Tensor:
+    """`x`, if it is a floating tensor of that shape."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or tuple(x.shape) != shape:
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise HookError(field, getattr(cfg, field), f"{what} is {got}, expected a float tensor {list(shape)}")
+    return x
+
+
+def _pair(x: Any, what: str, n: int, field: str, cfg: ObjectiveConfig) -> Sequence[Any]:
+    if not isinstance(x, tuple) or len(x) != n:
+        raise HookError(field, getattr(cfg, field), f"returned {type(x).__name__}, expected a tuple {what}")
+    return x
+
+
+def _metrics(x: Any, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> dict[str, Tensor]:
+    if not isinstance(x, dict) or not all(isinstance(name, str) for name in x):
+        raise HookError(field, getattr(cfg, field), f"metrics are {type(x).__name__}, expected a dict of tensors by name")
+    return {name: _tensor(v, f"metric {name!r}", shape, field, cfg).detach() for name, v in x.items()}
+
+
+def post_processed_rewards(
+    cfg: ObjectiveConfig,
+    samples: Sequence[TrainSample],
+    rewards: Sequence[float | None],
+    missing: Collection[int],
+) -> tuple[list[float | None], list[float | None]]:
+    """(raw, processed) rewards [S] in place of the group baseline. Samples at `missing` have no reward and are not shown;
+    they and those whose processed reward is not finite get None."""
+    shown = [i for i in range(len(samples)) if i not in missing]
+    given = [replace(samples[i], reward=rewards[i]) for i in shown]
+    result = _pair(_call(REWARDS, cfg, cfg, given), "(raw, processed)", 2, REWARDS, cfg)
+    columns: list[list[float | None]] = []
+    for what, column in zip(("raw", "processed"), result, strict=True):
+        values = column.tolist() if isinstance(column, Tensor) else column
+        if not isinstance(values, list | tuple) or len(values) != len(shown):
+            raise HookError(
+                REWARDS, cfg.custom_reward_post_process_path, f"{what} rewards are not {len(shown)} numbers in a list"
+            )
+        known = {i: _finite(v, what, cfg) for i, v in zip(shown, values, strict=True)}
+        columns.append([known.get(i) for i in range(len(samples))])
+    return columns[0], columns[1]
+
+
+def _finite(x: Any, what: str, cfg: ObjectiveConfig) -> float | None:
+    value = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+    if value is not None and not isinstance(value, int | float):
+        raise HookError(
+            REWARDS, cfg.custom_reward_post_process_path, f"a {what} reward is {type(value).__name__}, expected a number"
+        )
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def advantages(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """(advantages, returns), float64 [T], 0 at masked tokens, finite."""
+    shape = (x.mask.numel(),)
+    parts = _pair(_call(ADVANTAGE, cfg, cfg, x), "(advantages, returns)", 2, ADVANTAGE, cfg)
+    named = zip(("advantages", "returns"), parts, strict=True)
+    found = [keep(x.mask, _tensor(v, name, shape, ADVANTAGE, cfg).detach().double()) for name, v in named]
+    if not torch.isfinite(torch.stack(found)).all():
+        raise HookError(ADVANTAGE, cfg.custom_advantage_function_path, "a trained token's value is not finite")
+    return found[0], found[1]
+
+
+def _rows(x: Tensor, mb: LossInputs) -> list[Tensor]:
+    """[T] -> one tensor per sample."""
+    return list(torch.split(x, list(mb.lengths)))
+
+
+def _total_lengths(mb: LossInputs) -> list[int]:
+    return [p + n for p, n in zip(mb.prompt_lengths, mb.lengths, strict=True)]
+
+
+def corrected(
+    cfg: ObjectiveConfig, mb: LossInputs, loss: Tensor, old_logp: Tensor, rollout_logp: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(loss with its weights [T], tokens that still count bool [T], metrics [T]). `known` [T]: tokens where both
+    log-probs are numbers; the others are given as 0 and masked."""
+    masks = known.to(loss.dtype)
+    result = _call(
+        TIS,
+        cfg,
+        args=cfg,
+        pg_loss=loss,
+        train_log_probs=_rows(keep(known, old_logp), mb),
+        rollout_log_probs=_rows(keep(known, rollout_logp), mb),
+        loss_masks=_rows(masks, mb),
+        total_lengths=_total_lengths(mb),
+        response_lengths=list(mb.lengths),
+        parallel_state=None,
+        max_seq_lens=None,
+    )
+    weighted, kept, metrics = _pair(result, "(pg_loss, loss_masks, metrics)", 3, TIS, cfg)
+    if not isinstance(kept, list | tuple) or len(kept) != len(mb.lengths):
+        raise HookError(TIS, cfg.custom_tis_function_path, f"loss_masks are not a list of {len(mb.lengths)} tensors")
+    for n, mask in zip(mb.lengths, kept, strict=True):
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != (n,):
+            raise HookError(TIS, cfg.custom_tis_function_path, f"a loss mask is not a tensor [{n}] like the one given")
+    shape = (loss.numel(),)
+    still = torch.cat([m != 0 for m in kept]) & known if kept else known
+    return _tensor(weighted, "pg_loss", shape, TIS, cfg), still, _metrics(metrics, shape, TIS, cfg)
+
+
+def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Tensor], Tensor]:
+    """x [T] -> [] sum over the micro-batch, undivided: the user's where one is set, else the one of the settings."""
+    if not cfg.custom_pg_loss_reducer_function_path:
+        return lambda x: reduce_sum(x, mask, mb.weights)
+    masks = _rows(mask.to(mb.advantages.dtype), mb)
+    per_token = cfg.calculate_per_token_loss
+    own = _call(REDUCER, cfg, _total_lengths(mb), list(mb.lengths), masks, per_token)
+    if not callable(own):
+        raise HookError(
+            REDUCER,
+            cfg.custom_pg_loss_reducer_function_path,
+            f"returned {type(own).__name__}, expected a function from a tensor [T] to one []",
+        )
+
+    def reduce(x: Tensor) -> Tensor:
+        try:
+            value = own(keep(mask, x))
+        except Exception as error:
+            raise HookError(
+                REDUCER,
+                cfg.custom_pg_loss_reducer_function_path,
+                f"its reducer raised {type(error).__name__}: {error}",
+            ) from error
+        return _tensor(value, "the reduced loss", (), REDUCER, cfg)
+
+    return reduce
+
+
+def loss(cfg: ObjectiveConfig, mb: LossInputs, usable: Tensor, old_logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss [], undivided, with gradient; detached sums []) of the user's loss, in place of everything in `loss.py`."""
+    batch = replace(mb, mask=usable, old_logp=old_logp)
+    result = _call(LOSS, cfg, cfg, batch, mb.new_logp, reducer(cfg, batch, usable))
+    value, metrics = _pair(result, "(loss, metrics)", 2, LOSS, cfg)
+    return _tensor(value, "the loss", (), LOSS, cfg), _metrics(metrics, (), LOSS, cfg)

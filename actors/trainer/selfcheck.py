@@ -1,0 +1,85 @@
+"""First-step self-check: what must hold before the first update, and the likely cause if not. Reference 1.1 D19, 1.2.
+
+The trainer measures at the first optimizer step of a run and puts value and limit among the step's metrics; whoever reads
+the step, the trainer itself or the doctor, judges them with `failures`. Importable without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from actors.trainer.backend import BackendConfig
+from actors.trainer.objective_config import ObjectiveConfig
+
+VALUE, LIMIT = "train/selfcheck/", "train/selfcheck_limit/"
+PASSES = "the log-prob pass and the training pass differ (dropout, another temperature, another packing)."
+REFERENCE = (
+    "up to 1e-4 is kernel noise; about 0.8 per token is a chat template mismatch; above 1 the reference checkpoint or its "
+    "configuration is another one."
+)
+FINITE = sys.float_info.max
+
+CHECKS: dict[str, tuple[float, str]] = {
+    "ppo_kl": (1e-9, PASSES),
+    "pg_clipfrac": (1e-10, PASSES),
+    "kl_loss": (1e-9, REFERENCE),
+    "ref_logprob_abs_diff": (1e-8, REFERENCE),
+    "train_rollout_logprob_abs_diff": (
+        0.03,
+        "the engine does not serve the trained weights (compare checksums), samples at another temperature, or tokenizes "
+        "the prompt differently.",
+    ),
+    "grad_norm": (
+        100.0,  # the quickstart task shows 4 to 8
+        "advantages of a group should add up to about 0 at ratio 1: check group normalisation and the loss mask.",
+    ),
+    "nonfinite_tokens": (0.0, "NaN log-probs: check weights and precision."),
+    "loss": (FINITE, "half-precision overflow or a corrupt checkpoint."),
+}
+"""Metric of the step -> largest absolute value allowed, likely cause of a larger one."""
+BASELINES = ("grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus_baseline")
+
+
+def measure(report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig) -> dict[str, float]:
+    """Values and limits of the checks that apply, as metrics. report: the first optimizer step's (`metrics.finish` and
+    grad_norm). The ratio is 1 unless the denominator is the engine's; the reference is the policy, since a run without a
+    checkpoint starts from it; the gradient is small where a group's advantages cancel and the step is the only one."""
+    own = objective.proximal in ("recompute", "current")
+    shaped = objective.custom_reward_post_process_path or objective.custom_advantage_function_path or objective.use_opd
+    centred = objective.advantage_estimator in BASELINES and not shaped and not objective.custom_loss_function_path
+    applies = {
+        "ppo_kl": own,
+        "pg_clipfrac": own,
+        "grad_norm": centred and config.num_steps_per_rollout == 1,
+    }
+    found: dict[str, float] = {}
+    for name, (limit, _) in CHECKS.items():
+        if name in report and applies.get(name, True):
+            found[VALUE + name] = report[name]
+            found[LIMIT + name] = config.logprob_tolerance if name == "train_rollout_logprob_abs_diff" else limit
+    return found
+
+
+def failures(metrics: Mapping[str, float | None]) -> list[str]:
+    """One line per check that failed, in the metrics of a run's first step; empty when all hold or none was made.
+    A value that JSON could not write (None) was not finite."""
+    lines = []
+    for name, (_, cause) in CHECKS.items():
+        limit = metrics.get(LIMIT + name)
+        if limit is None:
+            continue
+        value = metrics.get(VALUE + name)
+        if value is None or not abs(value) <= limit:
+            shown = "not finite" if value is None else f"{value:g}"
+            allowed = "any finite number" if limit == FINITE else f"{limit:g}"
+            lines.append(f"{name} = {shown}, allowed {allowed}. Likely cause: {cause}")
+    return lines
+
+
+def checks_made(metrics: Mapping[str, float | None]) -> int:
+    """How many checks a step's metrics hold."""
+    return sum(name.startswith(LIMIT) for name in metrics)
+
+
+__all__ = ("checks_made", "failures", "measure")

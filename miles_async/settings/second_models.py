@@ -1,0 +1,142 @@
+"""Rules and checks of the models beside the policy: ppo's critic and the teacher of on-policy distillation."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from actors.trainer.checkpoint import iter_dir, latest
+from bus.errors import CheckpointRefused
+from miles_async.settings.derive import DISTILLATION
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.run import RunSettings
+
+
+def _refuse(field: str, value: object, problem: str, remedy: str) -> SettingsError:
+    return SettingsError(problem, field=field, value=value, remedy=remedy)
+
+
+def critic_belongs_to_ppo(s: RunSettings) -> None:
+    g, c = s.grpo, s.ckpt
+    if g.advantage_estimator != "ppo":
+        for name, value in (("critic_load", c.critic_load), ("num_critic_only_steps", g.num_critic_only_steps)):
+            if value:
+                raise _refuse(
+                    name,
+                    value,
+                    f"advantage_estimator = {g.advantage_estimator!r} has no critic",
+                    "Leave it out, or set --advantage-estimator ppo.",
+                )
+    rollouts = s.rollout.num_rollout
+    if rollouts is not None and g.num_critic_only_steps >= rollouts:
+        raise _refuse(
+            "num_critic_only_steps",
+            g.num_critic_only_steps,
+            f"the policy would never be trained in num_rollout = {rollouts}",
+            "Set it below num_rollout.",
+        )
+
+
+def distillation_has_one_teacher(s: RunSettings) -> None:
+    g, c = s.grpo, s.ckpt
+    if g.use_opd and g.advantage_estimator == DISTILLATION:
+        raise _refuse(
+            "use_opd",
+            True,
+            f"advantage_estimator = {DISTILLATION!r} counts the teacher already",
+            "Keep one of the two.",
+        )
+    served = g.opd_type == "sglang"
+    if g.distills and not (g.opd_teacher_urls if served else c.opd_teacher_load):
+        raise _refuse(
+            "opd_teacher_urls" if served else "opd_teacher_load",
+            None,
+            f"distillation without a teacher (opd_type = {g.opd_type!r})",
+            "Set --opd-teacher-load DIR of the teacher, or --opd-teacher-urls http://HOST:PORT of its server.",
+        )
+    for name, value, fits in (
+        ("opd_teacher_load", c.opd_teacher_load, not served),
+        ("opd_teacher_urls", g.opd_teacher_urls, served),
+    ):
+        if g.distills and value and not fits:
+            raise _refuse(name, value, f"opd_type = {g.opd_type!r} does not ask it", "Keep one teacher.")
+    if g.distills and served and s.rollout.rollout_temperature != 1.0:
+        raise _refuse(
+            "rollout_temperature",
+            s.rollout.rollout_temperature,
+            "a served teacher's log-probs are those of temperature 1",
+            "Set it to 1.0, or load the teacher in the trainer with --opd-teacher-load.",
+        )
+    for url in g.opd_teacher_urls:
+        if not url.startswith(("http://", "https://")):
+            raise _refuse("opd_teacher_urls", url, "not an http:// or https:// address", "Write the scheme too.")
+    for name, value in (("opd_teacher_load", c.opd_teacher_load), ("opd_teacher_urls", g.opd_teacher_urls)):
+        if value and not g.distills:
+            raise _refuse(
+                name,
+                value,
+                "nothing is distilled",
+                f"Add --use-opd or --advantage-estimator {DISTILLATION}, or leave it out.",
+            )
+    if c.opd_teacher_ckpt_step is not None and c.opd_teacher_load is None:
+        raise _refuse(
+            "opd_teacher_ckpt_step", c.opd_teacher_ckpt_step, "there is no opd_teacher_load", "Set it or leave this out."
+        )
+
+
+RULES: tuple[Callable[[RunSettings], None], ...] = (critic_belongs_to_ppo, distillation_has_one_teacher)
+
+
+def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
+    """The teacher's model directory, "" without one. A parent directory of checkpoints stands for the checkpoint that its
+    tracker or opd_teacher_ckpt_step names. SettingsError when it is no model directory or, where the policy's model_dir is
+    known, when their vocabularies differ."""
+    given, step = settings.ckpt.opd_teacher_load, settings.ckpt.opd_teacher_ckpt_step
+    if given is None or not settings.grpo.distills:
+        return ""
+    path = Path(given)
+    try:
+        chosen = step if step is not None else latest(path)
+    except CheckpointRefused as error:
+        raise _refuse("opd_teacher_load", given, str(error), "Name a model directory.") from None
+    if chosen is not None:
+        path = iter_dir(path, chosen)
+    size = _vocabulary(path, "opd_teacher_load", given)
+    if model_dir is not None:
+        own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)
+        if size != own:
+            raise _refuse(
+                "opd_teacher_load",
+                given,
+                f"its vocabulary has {size} tokens, the policy's {own}: their log-probs cannot be compared",
+                "Choose a teacher with the policy's tokenizer.",
+            )
+    return str(path.resolve())
+
+
+def critic_dir(settings: RunSettings) -> str:
+    """The directory the critic starts from, "" for the policy's own; SettingsError when it is no model directory."""
+    given = settings.ckpt.critic_load
+    if given is None:
+        return ""
+    _vocabulary(Path(given), "critic_load", given)
+    return str(Path(given).resolve())
+
+
+def check_second_models(settings: RunSettings) -> None:
+    """Both are model directories and, unless the policy is a builtin that is still to be made, fit it."""
+    builtin = settings.model.builtin_name is not None
+    teacher_dir(settings, None if builtin else Path(settings.model.hf_checkpoint))
+    critic_dir(settings)
+
+
+def _vocabulary(directory: Path, field: str, value: str) -> object:
+    """vocab_size of a model directory."""
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        why = f"{file}: {error.strerror}"
+        raise _refuse(field, value, why, "Give a Hugging Face directory, or a directory of checkpoints.") from None
+    except ValueError as error:
+        raise _refuse(field, value, f"{file} cannot be read: {error}", "Give a Hugging Face directory.") from None
+    return config.get("vocab_size") if isinstance(config, dict) else None

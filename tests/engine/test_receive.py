@@ -1,0 +1,157 @@
+"""The embedded engine receives weights without files: over a gloo group, from a shared file, as changes on a version."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.generation.activation import Loader, TransportFailed
+from actors.generation.engine import GenerateRequest, RequestRefused
+from actors.generation.sglang_client import SGLangClient
+from actors.trainer.transports.delta import DeltaWriter
+from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.ipc import IpcSender
+from actors.trainer.transports.nccl import NcclSender
+from bus.messages.policy import WeightManifest
+from tests.engine.conftest import engine_process
+from tests.engine.models import Oracle
+
+pytestmark = pytest.mark.timeout(300)  # each boots an engine
+PROMPT = [7, 12, 40, 3]
+BUCKET = 4096  # bytes: several buckets, so that a version is a sequence of calls
+
+
+@pytest.fixture
+async def pair(models: Callable[[str], tuple[Path, Path]]) -> AsyncIterator[tuple[SGLangClient, Path, Path]]:
+    """An engine that serves the first of two models, and both directories."""
+    first, second = models("qwen3")
+    with engine_process(first, "--served-version", "1") as (url, _):
+        client = SGLangClient(url, request_deadline_s=30, token_deadline_s=30, control_deadline_s=30)
+        yield client, first, second
+        await client.close()
+
+
+async def serves(client: SGLangClient, model: Path, version: str) -> None:
+    """The engine computes with these weights and says so."""
+    request = GenerateRequest(rid="r", input_ids=PROMPT, max_new_tokens=20, ignore_eos=True, sampling_seed=3)
+    chunks = [chunk async for chunk in client.generate(request)]
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    logprobs = [value for chunk in chunks for value in chunk.logprobs]
+    assert {chunk.weight_version for chunk in chunks} == {version}
+    assert logprobs == pytest.approx(Oracle(model).logprobs(PROMPT, tokens), abs=1e-4)
+
+
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    return load_file(model / "model.safetensors")
+
+
+async def take(client: SGLangClient, manifest: WeightManifest, version: str, held: int = 1) -> None:
+    """What a worker does once the trainer sends."""
+    loader = Loader("w")
+    plan = loader.plan(manifest, held)
+    assert plan is not None
+    await loader.join(client, plan)
+    await client.pause("retract")
+    await loader.load(client, manifest, plan, version)
+    await client.resume()
+
+
+async def test_a_version_over_a_group(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
+    client, _, second = pair
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    manifest = sender.prepare(weights(second), tmp_path)
+
+    def send() -> None:
+        sender.open()
+        sender.send()
+
+    await asyncio.gather(asyncio.to_thread(send), take(client, manifest, "2"))
+    await serves(client, second, "2")
+    came = await client.weights_checksum()
+    await client.update_weights_from_disk(str(second), "2")
+    assert await client.weights_checksum() == came
+    sender.close()
+
+
+async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
+    pair: tuple[SGLangClient, Path, Path], tmp_path: Path
+) -> None:
+    client, first, second = pair
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    manifest = sender.prepare(weights(second), tmp_path)
+
+    def leave() -> None:
+        sender.open()
+        sender.close()
+
+    with pytest.raises(TransportFailed, match="partially updated") as failed:
+        await asyncio.gather(asyncio.to_thread(leave), take(client, manifest, "2"))
+    assert failed.value.damaged
+    assert (await client.health()).weight_version == "1", "a version is named with its last bucket"
+    await client.update_weights_from_disk(str(first), "3")
+    await client.resume()
+    await serves(client, first, "3")
+
+
+async def test_a_version_from_shared_memory(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
+    client, first, second = pair
+    sender = IpcSender(buffers=FlatBuffers(BUCKET, shared=tmp_path / "flat"))
+    await take(client, sender.prepare(weights(second), tmp_path / "2"), "2")
+    await serves(client, second, "2")
+    await take(client, sender.prepare(weights(first), tmp_path / "3"), "3")
+    await serves(client, first, "3")
+    sender.close()
+
+
+async def test_changes_go_on_top_of_their_base_only(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
+    from actors.trainer.torch_backend.state import WeightFiles
+
+    client, first, _ = pair
+    writer, tensors = DeltaWriter(), weights(first)
+    beside = {"config.json": (first / "config.json").read_bytes()}
+    writer.write(WeightFiles(dict(tensors), beside), tmp_path / "1", 1)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    manifest = writer.write(WeightFiles(tensors, beside), tmp_path / "2", 2)
+    assert manifest.transport == "delta" and manifest.n_tensors == 1
+    whole = tmp_path / "whole"
+    shutil.copytree(first, whole)
+    (whole / "model.safetensors").unlink()
+    WeightFiles(tensors, beside).write(tmp_path / "files")
+    shutil.copy(tmp_path / "files" / "model.safetensors", whole)
+    await take(client, manifest, "2")
+    await serves(client, whole, "2")
+    await client.set_version("9")
+    with pytest.raises(RequestRefused, match="changed since version 1, this engine holds 9"):
+        await client.update_weights_from_disk(manifest.path, "2")
+
+
+async def test_what_does_not_fit_is_refused_and_changes_nothing(
+    pair: tuple[SGLangClient, Path, Path], tmp_path: Path
+) -> None:
+    client, first, second = pair
+    await client.pause("retract")
+    tensors = weights(second)
+    for name, wrong in (
+        ("unknown", {"model.layers.77.mlp.up_proj.weight": torch.zeros(2, 2)}),
+        ("shape", {"model.norm.weight": torch.zeros(3)}),
+        ("type", {"model.norm.weight": tensors["model.norm.weight"].to(torch.int32)}),
+    ):
+        sender = IpcSender(buffers=FlatBuffers(1 << 30, shared=tmp_path / name / "flat"))
+        manifest = sender.prepare(wrong, tmp_path / name)
+        with pytest.raises(TransportFailed, match=next(iter(wrong))):
+            await Loader("w").load(client, manifest, Loader("w").plan(manifest, 1), "2")
+        sender.close()
+    with pytest.raises(RequestRefused, match="not in group nowhere"):
+        await client.update_weights_from_distributed((), "nowhere", "2")
+    with pytest.raises(RequestRefused, match="body refused"):
+        await client.update_weights_from_tensor(("gASVBwAAAAAAAAB9lC4=",), "2")  # a pickle is no handle
+    with pytest.raises(RequestRefused, match="cannot be mapped"):
+        await client.update_weights_from_tensor(('{"path": "/nowhere", "tensors": []}',), "2")
+    await client.resume()
+    await serves(client, first, "1")

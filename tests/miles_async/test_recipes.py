@@ -1,0 +1,74 @@
+"""The recipes in configs/ resolve as they stand, with the places that their first lines ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_async.cli.flags import parse_flags
+from miles_async.launcher.plan import courier_spec
+from miles_async.settings import load
+from miles_async.settings.data_checks import check_prompt_data
+from miles_async.settings.dump import dry_run_text
+from tests.floors.tree import ROOT
+
+pytestmark = pytest.mark.timeout(200)
+RECIPES = sorted((ROOT / "configs").glob("*.toml"))
+GSM8K = {"question": "Ann has 3 bags of 14 pens. How many pens?", "answer": "She has 3 * 14 = 42 pens.\n#### 42"}
+
+
+def gsm8k(tmp_path: Path) -> list[str]:
+    """Flags that give a recipe a model directory and rows shaped as the data set has them."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(GSM8K) + "\n", "utf-8")
+    words = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(rows), "--eval-prompt-data", "test", str(rows)]
+    return [*words, "--runs-dir", str(tmp_path / "runs")]
+
+
+def test_there_are_recipes_for_a_laptop_and_for_gpus() -> None:
+    assert {path.stem for path in RECIPES} >= {
+        "quickstart",
+        "qwen2.5-0.5b-gsm8k",
+        "qwen3-0.6b-gsm8k",
+        "qwen3-4b-gsm8k",
+    }
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.endswith("gsm8k")], ids=lambda p: p.stem)
+def test_a_recipe_for_gsm8k_resolves(path: Path, tmp_path: Path) -> None:
+    loaded = load(path, parse_flags(gsm8k(tmp_path), frozenset()).values)
+    s = loaded.settings
+    assert s.launch.name == path.stem
+    assert path.stem in dry_run_text(loaded)
+    assert (s.sglang.engine, s.sglang.rollout_gpu_ids, s.sglang.num_generation_workers) == ("sglang", (1,), 1)
+    assert s.sglang.server_args["attention-backend"] == "fa3"
+    assert courier_spec(s).transport == "nccl"
+    assert s.rollout.max_weight_staleness == 2 and s.grpo.use_tis
+    assert dict(s.eval.datasets) == {"test": str(tmp_path / "rows.jsonl")}
+    keys = {"input_key": s.rollout.input_key, "label_key": s.rollout.label_key}
+    assert check_prompt_data(s.rollout.prompt_data, field="prompt_data", keys=keys).rows == 1
+
+
+def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
+    words = ["train", str(ROOT / "configs" / "qwen3-0.6b-gsm8k.toml"), *gsm8k(tmp_path), "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "miles_async", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'update_weight_transport = "nccl"' in done.stdout and 'input_key = "question"' in done.stdout
+
+
+def test_delta_is_only_for_files(tmp_path: Path) -> None:
+    words = [*gsm8k(tmp_path), "--update-weight-delta"]
+    with pytest.raises(Exception, match="update_weight_transport is 'nccl', which sends all tensors"):
+        load(ROOT / "configs" / "qwen3-0.6b-gsm8k.toml", parse_flags(words, frozenset()).values)

@@ -1,0 +1,112 @@
+"""Hooks, self-check and trainer ranks in the settings: what is refused, and what reaches the trainer's spec."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.cli import app
+from miles_async.launcher.plan import Place, logprob_tolerance, objective_config, room_specs
+from miles_async.settings import RunSettings, SettingsError, settings_from
+
+BASE: dict[str, Any] = {
+    "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
+}  # fmt: skip
+HOOKS = "tests.trainer.hook_samples."
+
+
+def make(**fields: Any) -> RunSettings:
+    return settings_from(**{**BASE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"custom_loss_function_path": "reinforce"}, "package.module.function"),
+        ({"custom_tis_function_path": "a.b"}, "--use-tis"),
+        ({"loss_type": "custom_loss"}, "Leave out loss_type"),
+        ({"loss_type": "policy_loss", "custom_loss_function_path": "a.b"}, "Leave out loss_type"),
+        ({"custom_loss_function_path": "a.b", "use_tis": True}, "--no-correction"),
+        ({"custom_loss_function_path": "a.b", "use_opsm": True}, "--no-correction"),
+        ({"actor_num_nodes": 2}, "--actor-num-gpus-per-node"),
+        (
+            {
+                "actor_num_gpus_per_node": 9,
+                "rollout_batch_size": 2,
+                "n_samples_per_prompt": 4,
+            },
+            "Set it to 8 or less",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        make(max_weight_staleness=0, **fields)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.field in fields
+
+
+def test_settings_reach_the_trainer() -> None:
+    s = make(
+        custom_loss_function_path="a.loss",
+        custom_advantage_function_path="a.advantage",
+        custom_pg_loss_reducer_function_path="a.reducer",
+        custom_reward_post_process_path="a.rewards",
+        actor_num_gpus_per_node=2,
+        ci_test=True,
+        max_weight_staleness=0,
+    )
+    assert s.grpo.loss_type == "custom_loss"
+    cfg = objective_config(s)
+    assert (cfg.custom_loss_function_path, cfg.custom_advantage_function_path) == ("a.loss", "a.advantage")
+    assert (cfg.custom_pg_loss_reducer_function_path, cfg.custom_reward_post_process_path) == ("a.reducer", "a.rewards")
+    assert cfg.custom_tis_function_path == ""
+    tis = objective_config(make(use_tis=True, custom_tis_function_path="a.tis"))
+    assert (tis.correction, tis.custom_tis_function_path, tis.use_tis) == ("tis", "a.tis", True)
+
+    place = Place(
+        run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
+    )
+    [trainer] = [room for name, _, room in room_specs(s, place) if name == "trainer"]
+    assert (trainer.ranks, trainer.ci_test, trainer.backend.logprob_tolerance) == (2, True, 1e-4)
+    assert logprob_tolerance(make(model_dtype="bfloat16")) == 0.03
+
+
+@pytest.mark.timeout(240)  # three processes that import torch
+def test_hooks_are_tried_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    words = ["train", "--dry-run", "--max-weight-staleness", "0"]
+    words += [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
+
+    assert app.main([*words, "--custom-reward-post-process-path", HOOKS + "plus_one"]) == 0
+    assert HOOKS + "plus_one" in capsys.readouterr().out
+
+    assert app.main([*words, "--custom-reward-post-process-path", HOOKS + "too_few_rewards"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    assert f"custom_reward_post_process_path = '{HOOKS}too_few_rewards': raw rewards are not 6 numbers" in error
+    assert "(args, samples) -> (raw rewards, processed rewards)" in error
+
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    assert app.main([*words, "--custom-reward-post-process-path", "dies.hook"]) == 2
+    assert "status 7" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from miles_async.cli import app; app.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    words = [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--dry-run", "--max-weight-staleness", "0", *words],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

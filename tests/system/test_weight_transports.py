@@ -1,0 +1,83 @@
+"""Whole runs whose weights travel each of the ways there are, on a machine without a GPU: gloo stands where NCCL is and shared
+files where CUDA IPC is; trainer, publisher, workers, engines and bus are the product's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus import Bus
+from bus.messages.control import Event
+from bus.messages.policy import PolicyAnnounced, StepDone, WeightsOnDisk
+from bus.topology import EVENTS, POLICY
+from tests.crash.conftest import Launch
+from tests.crash.house import Run, merged
+from tests.crash.judge import judge
+
+pytestmark = pytest.mark.timeout(150)
+
+STEPS = 5
+TWO: dict[str, dict[str, Any]] = {
+    "rollout": {"num_rollout": STEPS},
+    "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8, "update_weight_deadline_s": 20.0},
+}
+# What is trained was made by the very weights that train on it, so that log-probs must agree after every update.
+ON_POLICY: dict[str, dict[str, Any]] = {"rollout": {"max_weight_staleness": 0, "over_sampling_batch_size": 4}}
+# Too small a rate to change a float32 weight: of most tensors nothing travels.
+FROZEN: dict[str, dict[str, Any]] = {"optimizer": {"lr": 1e-30}, "sglang": {"update_weight_delta": True}}
+
+
+async def told(bus: Bus) -> tuple[list[Any], list[Any]]:
+    """Everything on policy, and the events."""
+    policy = [await bus.message(e) for e in await bus.scan_all(POLICY)]
+    events = [await bus.message(e) for e in await bus.scan_all(EVENTS)]
+    return policy, [m for m in events if isinstance(m, Event)]
+
+
+def story(run: Run) -> tuple[list[Any], list[Any]]:
+    """`told` of a run that has ended."""
+    server = run.server()
+    try:
+        found: tuple[list[Any], list[Any]] = run.ask(told)
+        return found
+    finally:
+        server.stop()
+
+
+def ways(events: list[Event]) -> list[str]:
+    """How each activation came."""
+    return [e.data["transport"] for e in events if e.kind == "activated"]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc", "delta"])
+def test_a_run_whose_weights_travel_by(transport: str, run_of: Launch) -> None:
+    way = FROZEN if transport == "delta" else {"sglang": {"update_weight_transport": transport}}
+    checked = {"sglang": {"check_weight_update_equal": True}}
+    run = run_of(merged(merged(TWO, ON_POLICY), merged(way, checked)))
+    run.start()
+    run.finish()
+    judge(run)
+    policy, events = story(run)
+    assert ways(events).count(transport) >= STEPS, ways(events)
+    compared = {e.data["compared"] for e in events if e.kind == "activated" and e.data["transport"] == transport}
+    assert len(compared) == 1 and compared.pop() > 5
+    assert {m.manifest.transport for m in policy if isinstance(m, PolicyAnnounced)} == {"disk", transport}
+    if transport == "delta":
+        sizes = [m.manifest.n_bytes for m in policy if isinstance(m, PolicyAnnounced)]
+        assert max(sizes[1:]) < sizes[0] / 4
+    gaps = [m.metrics["train/train_rollout_logprob_abs_diff"] for m in policy if isinstance(m, StepDone)]
+    assert len(gaps) == STEPS and max(gaps) < 1e-4, gaps
+
+
+@pytest.mark.parametrize("point", ["ready", "activating"])
+def test_a_worker_killed_while_weights_are_broadcast_stops_nobody(point: str, run_of: Launch) -> None:
+    run = run_of(merged(TWO, {"sglang": {"update_weight_transport": "nccl"}, "rollout": {"num_rollout": 10}}))
+    run.start(fault=f"generation-1:{point}:2:KILL")
+    run.finish()
+    assert run.struck
+    judge(run)
+    policy, events = story(run)
+    broken = [e for e in events if e.kind in ("transfer failed", "transport failed")]
+    assert broken and any(isinstance(m, WeightsOnDisk) for m in policy)
+    assert "nccl" in ways(events)

@@ -1,0 +1,83 @@
+"""Functions a user might write, good and bad, named by the hook tests."""
+
+from __future__ import annotations
+
+import torch
+
+
+def reinforce(args, batch, log_probs, reducer):
+    """-A log pi, with one metric."""
+    return reducer(-batch.advantages * log_probs), {"advantage_sum": reducer(batch.advantages)}
+
+
+def twice_the_mean(args, inputs):
+    a = 2.0 * inputs.rewards[inputs.index]
+    return a, a
+
+
+def halved(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **more):
+    """Half the loss; the first token of every sample rejected."""
+    assert [len(x) for x in train_log_probs] == response_lengths == [len(x) for x in rollout_log_probs]
+    assert all(total > n for total, n in zip(total_lengths, response_lengths, strict=True))
+    kept = [torch.cat([torch.zeros(1), m[1:]]) for m in loss_masks]
+    return 0.5 * pg_loss, kept, {"halved": torch.full_like(pg_loss, 0.5).detach()}
+
+
+def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    mask = torch.cat(loss_masks)
+    return lambda x: (x * mask).sum() / 1000
+
+
+def plus_one(args, samples):
+    raw = [s.reward for s in samples]
+    return raw, [r + 1.0 for r in raw]
+
+
+# -- wrong ones
+
+
+def three_arguments(args, batch, log_probs):
+    return log_probs.sum(), {}
+
+
+def not_scalar(args, batch, log_probs, reducer):
+    return -batch.advantages * log_probs, {}
+
+
+def detached(args, batch, log_probs, reducer):
+    return reducer(-batch.advantages * log_probs.detach()), {}
+
+
+def unmasked(args, batch, log_probs, reducer):
+    return -(batch.advantages + 1.0) @ log_probs, {}
+
+
+def mean_of_micro_batch(args, batch, log_probs, reducer):
+    return reducer(-(batch.advantages + 1.0) * log_probs) / len(batch.lengths), {}
+
+
+def not_a_number(args, batch, log_probs, reducer):
+    return reducer(-batch.advantages * log_probs) * float("nan"), {}
+
+
+def per_sample_advantages(args, inputs):
+    return inputs.rewards, inputs.rewards
+
+
+def too_few_rewards(args, samples):
+    return [0.0], [0.0]
+
+
+def no_metrics(*, pg_loss, loss_masks, **more):
+    return pg_loss, loss_masks
+
+
+def integer_masks_lost(*, pg_loss, loss_masks, **more):
+    return pg_loss, torch.cat(loss_masks), {}
+
+
+def mean_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda x: x.mean()
+
+
+NOT_CALLABLE = 3

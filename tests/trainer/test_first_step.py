@@ -1,0 +1,81 @@
+"""The first step's self-check: what a sound run measures, and which cause a failed check names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from actors.trainer.backend import BackendConfig, StepBatch
+from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.selfcheck import LIMIT, VALUE, checks_made, failures, measure
+from actors.trainer.torch_backend import TorchBackend
+from actors.trainer.torch_backend.layout import PackedBatch
+
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+
+
+def sampled_by(backend: TorchBackend, batch: StepBatch) -> StepBatch:
+    """The batch with the backend's own log-probs as the engine's."""
+    packed = PackedBatch(batch.samples)
+    for i, s in enumerate(batch.samples):
+        with torch.no_grad():
+            logp, _ = backend.core.policy(packed.micro_batch([i], torch.device("cpu")))
+        s.train.rollout_logp = logp.numpy()
+    return batch
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_sound_first_step_passes_every_check(
+    steps: int, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective=KL, num_steps_per_rollout=steps, lr=1e-2, logprob_tolerance=1e-4)
+    metrics = backend.train_step(sampled_by(backend, make_batch(1))).metrics
+    assert failures(metrics) == []
+    assert metrics[VALUE + "ppo_kl"] == metrics[VALUE + "kl_loss"] == metrics[VALUE + "ref_logprob_abs_diff"] == 0.0
+    assert (VALUE + "grad_norm" in metrics) == (steps == 1)
+    assert checks_made(metrics) == (8 if steps == 1 else 7)
+    later = backend.train_step(sampled_by(backend, make_batch(2, step=1))).metrics
+    assert checks_made(later) == 0 and later["train/kl_loss"] > 0
+
+
+def test_an_engine_with_other_weights_is_named(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective=KL)
+    [line] = failures(backend.train_step(make_batch(1)).metrics)
+    assert line.startswith("train_rollout_logprob_abs_diff = ") and "does not serve the trained weights" in line
+
+
+def test_a_reference_of_another_model_is_named(
+    models: dict[str, Any], make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective=KL, ref_load=str(models["llama"]))
+    lines = failures(backend.train_step(sampled_by(backend, make_batch(1))).metrics)
+    assert [line.split(" =")[0] for line in lines] == ["kl_loss", "ref_logprob_abs_diff"]
+    assert all("chat template" in line for line in lines)
+
+
+def test_each_failure_is_one_line_with_its_cause_also_after_json() -> None:
+    report = {
+        "ppo_kl": 0.1, "pg_clipfrac": 0.0, "grad_norm": 999.0, "loss": math.nan, "nonfinite_tokens": 2.0, "entropy": 9.0,
+    }  # fmt: skip
+    metrics = measure(report, BackendConfig(hf_checkpoint=""), ObjectiveConfig())
+    lines = failures(metrics)
+    assert [line.split(" =")[0] for line in lines] == ["ppo_kl", "grad_norm", "nonfinite_tokens", "loss"]
+    assert all("Likely cause: " in line and "\n" not in line for line in lines)
+    written = {name: None if math.isnan(value) else value for name, value in metrics.items()}
+    assert failures(json.loads(json.dumps(written)))[-1].startswith("loss = not finite")
+    assert failures({"train/ppo_kl": 5.0}) == [], "a step that was not checked has not failed"
+
+
+def test_checks_that_do_not_apply_are_not_made() -> None:
+    report = {"ppo_kl": 0.5, "pg_clipfrac": 0.5, "grad_norm": 999.0}
+    engine = ObjectiveConfig(proximal="rollout", advantage_estimator="reinforce_plus_plus")
+    assert measure(report, BackendConfig(hf_checkpoint=""), engine) == {}
+    several = measure(report, BackendConfig(hf_checkpoint="", num_steps_per_rollout=2), ObjectiveConfig())
+    assert LIMIT + "grad_norm" not in several and LIMIT + "ppo_kl" in several
