@@ -27,16 +27,20 @@ async def e2e(b: Any) -> None:
     rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
     prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
     record = str(b.scratch / "batches" / "{rollout_id}.msgpack")
-    runs = {
-        "async": ["--save-debug-rollout-data", record],
+    runs: dict[str, list[str]] = {
+        "async": [],
         "on-policy": ["--max-weight-staleness", "0"],
         "rollout-alone": ["--debug-rollout-only"],
+        # recording hashes all weights at every step, so it is a run of its own
+        "recorded": ["--save-debug-rollout-data", record],
         "train-alone": ["--load-debug-rollout-data", record],
     }
     found: dict[str, Any] = {}
-    for name, flags in runs.items():
-        found[name] = await _run(b, model, prompts, name, flags)
+    for name in b.args.e2e_runs or runs:
+        found[name] = await _run(b, model, prompts, name, runs[name])
         b.save("e2e", {"runs": found}, done=False)
+    if b.args.e2e_runs:
+        return
     step, alone = found["async"]["step_s"], [found[n]["step_s"] for n in ("rollout-alone", "train-alone")]
     b.save(
         "e2e",
@@ -63,7 +67,7 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
     gpu = a.engine == "sglang"
     words = [
         *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label"),
-        *("--rm-type", "deterministic_random", "--num-rollout", str(a.steps), "--rollout-batch-size", "32"),
+        *("--rm-type", "deterministic_random", "--num-rollout", str(a.train_steps), "--rollout-batch-size", "32"),
         *("--n-samples-per-prompt", "8", "--rollout-max-response-len", str(a.new_tokens), "--max-weight-staleness", "2"),
         *("--use-tis", "--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         *("--name", f"e2e-{name}", "--engine", a.engine, "--sglang-server-concurrency", str(a.concurrent)),
@@ -100,5 +104,6 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
         "train_s": statistics.median(m["perf/train_s"] for m in late),
         "wait_s": statistics.median(m["perf/wait_s"] for m in late),
         "tokens_per_s": statistics.median(m["perf/tokens_per_s"] for m in late),
+        "staleness": statistics.mean(m.get("train/staleness", 0.0) for m in late),
         "drops": sum(row["kind"] == "drop" for row in rows),
     }

@@ -11,8 +11,8 @@ import sys
 
 import msgspec
 
-from actors.trainer.hook_config import HookError
 from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_hooks import HookError
 
 
 def main() -> int:

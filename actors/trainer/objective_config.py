@@ -112,7 +112,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
 
     custom_loss_function_path: str = ""
-    """Dotted paths of the user's functions, empty = none; what they take and return: `hook_config.SIGNATURES`."""
+    """Dotted paths of the user's functions, empty = none; what they take and return: `objective_hooks.SIGNATURES`."""
     custom_advantage_function_path: str = ""
     custom_tis_function_path: str = ""
     """In place of correction=tis."""

@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.trainer.checkpoint import iter_dir, latest
-from bus.errors import CheckpointRefused
 from miles_async.settings.derive import DISTILLATION
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
@@ -94,12 +92,14 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if given is None or not settings.grpo.distills:
         return ""
     path = Path(given)
-    try:
-        chosen = step if step is not None else latest(path)
-    except CheckpointRefused as error:
-        raise _refuse("opd_teacher_load", given, str(error), "Name a model directory.") from None
-    if chosen is not None:
-        path = iter_dir(path, chosen)
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if step is None and tracker.exists():
+        said = tracker.read_text().strip()
+        if not said.isdecimal():
+            raise _refuse("opd_teacher_load", given, f"{tracker} names no step: {said[:40]!r}", "Name a model directory.")
+        step = int(said)
+    if step is not None:
+        path /= f"iter_{step:07d}"
     size = _vocabulary(path, "opd_teacher_load", given)
     if model_dir is not None:
         own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)

@@ -90,7 +90,7 @@ def test_a_refused_update_is_told_to_its_asker_only(model_dir: Path, tmp_path: P
     scheduler = start(decoder, seen)
     scheduler.submit(Request(rid="a", prompt=[2, 3], limit=200))
     with pytest.raises(ModelRefused):
-        scheduler.call(lambda: scheduler.update_weights(tmp_path, "2")).result(20)
+        scheduler.call(lambda: scheduler.update_weights(lambda into: load_weights(into, tmp_path), "2")).result(20)
     assert seen.ended.wait(20)
     assert (scheduler.call(scheduler.load).result(20).version, seen.deaths) == ("1", [])
     [(request, last)] = seen.posted

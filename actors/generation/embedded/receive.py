@@ -105,7 +105,7 @@ class Receiver:
             await asyncio.to_thread(receive)
         except (RuntimeError, ValueError) as error:
             del self._groups[body.group_name]
-            return _said(f"broadcast in group {body.group_name} failed: {error}. The weights may be partially updated.", 400)
+            return _said(f"The weights may be partially updated: broadcast in group {body.group_name} failed: {error}", 400)
         return await self._load(flat, metas, body.weight_version)
 
     async def _from_shared_memory(self, http: web.Request) -> web.Response:
@@ -127,7 +127,7 @@ class Receiver:
             tensors = split(flat, metas)
             await self._load_into(lambda decoder: load_tensors(decoder, tensors), version)
         except ModelRefused as error:
-            return _said(f"{error} The weights may be partially updated.", 400)
+            return _said(f"The weights may be partially updated: {error}", 400)
         return _said("Succeeded to update model weights.")
 
     async def _check(self, http: web.Request) -> web.Response:

@@ -2,7 +2,7 @@
 
 A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
 leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
-setting. Values lie on the device of the step. Signatures: `hook_config.SIGNATURES`; they follow reference section 3.
+setting. Values lie on the device of the step. Signatures: `objective_hooks.SIGNATURES`; they follow reference section 3.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.trainer.hook_config import HookError
 from actors.trainer.objective.advantages import AdvantageInputs
 from actors.trainer.objective.inputs import LossInputs
 from actors.trainer.objective.reductions import reduce_sum
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import keep
 from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_hooks import HookError
 
 HOOKS: dict[str, Callable[..., Any]] = {}
 """dotted path -> function."""

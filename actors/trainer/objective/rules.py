@@ -6,13 +6,13 @@ correction or with explicit permission.
 
 from __future__ import annotations
 
-from actors.trainer.hook_config import hooks_of
 from actors.trainer.objective.advantages import ADVANTAGES
 from actors.trainer.objective.corrections import CORRECTIONS
 from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective.kl import KL_ESTIMATORS
 from actors.trainer.objective.losses import POLICY_LOSSES
 from actors.trainer.objective_config import NEEDS_WHITENING, ObjectiveConfig
+from actors.trainer.objective_hooks import hooks_of
 
 
 class ObjectiveConfigError(ValueError):

@@ -14,9 +14,9 @@ from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
-from actors.trainer.hook_config import HookError
 from actors.trainer.hooks import probe
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
+from actors.trainer.objective_hooks import HookError
 from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend.core import Core, settle_objective
 from actors.trainer.torch_backend.ranks import Ranks
