@@ -33,7 +33,7 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
     "grpo": ("--advantage-estimator", "grpo"),
     "gspo": ("--advantage-estimator", "gspo"),
     "reinforce++": ("--advantage-estimator", "reinforce_plus_plus"),
-    "ppo": ("--advantage-estimator", "ppo"),
+    "ppo": ("--advantage-estimator", "ppo", "--critic-lr", "1e-3"),
     "cispo": ("--advantage-estimator", "cispo"),
     "opd": ("--advantage-estimator", "on_policy_distillation"),
 }

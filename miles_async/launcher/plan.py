@@ -52,6 +52,7 @@ def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
         run=settings.launch.name,
         blob_dir=place.blob_dir if settings.bus.bus_url is None else "",
         lease_s=settings.bus.lease_s,
+        deadline_s=settings.bus.bus_deadline_s,
         max_deliveries=settings.bus.max_deliveries,
         inline_limit_bytes=settings.bus.inline_limit_bytes,
         stream_max_bytes=settings.bus.stream_max_bytes,

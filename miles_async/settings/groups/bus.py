@@ -16,6 +16,14 @@ class BusSettings(Group, frozen=True, kw_only=True):
         float,
         doc("A reader that does not renew its lease for so long loses the entry to a peer.", unit="seconds", gt=0),
     ] = 6.0
+    bus_deadline_s: Annotated[
+        float,
+        doc(
+            "A Redis that does not answer, or refuses writes, for so long ends the actor that waits for it.",
+            unit="seconds",
+            gt=0,
+        ),
+    ] = 60.0
     max_deliveries: Annotated[
         int, doc("Deliveries of one entry before it becomes a dead letter.", unit="deliveries", ge=1)
     ] = 5
