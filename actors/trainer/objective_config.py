@@ -76,6 +76,8 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Denominator of the clipped ratio. recompute: trainer's own pass before the step; current: the policy
     itself, detached (one step per rollout batch); rollout: engine log-probs (`--use-rollout-logprobs`);
     interpolate: between engine and current by staleness (decoupled PPO without the extra pass)."""
+    keep_old_actor: bool = False
+    """proximal=recompute with the weights that made each token in place of those before the step."""
     correction: str = "none"
     """Key of `corrections.CORRECTIONS`: none, tis, icepop, mis, decoupled."""
     allow_no_correction: bool = False
@@ -143,6 +145,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (self.correction != "none" and not self.report_only)
             or self.use_opsm
             or self.proximal in ("rollout", "interpolate")
+            or self.keep_old_actor
             or self.loss_name == "dppo"
         )
 

@@ -84,6 +84,7 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
         use_unbiased_kl=g.use_unbiased_kl,
         entropy_coef=g.entropy_coef,
         proximal=proximal,  # type: ignore[arg-type]
+        keep_old_actor=g.keep_old_actor,
         correction=correction,
         allow_no_correction=g.no_correction,
         tis_clip=g.tis_clip,

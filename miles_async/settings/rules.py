@@ -15,7 +15,9 @@ from miles_async.settings.run import RunSettings
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 BUS_SCHEMES = ("redis://", "rediss://", "unix://")
-CORRECTION_FLAGS = ("--use-tis", "--use-icepop", "--use-mis", "--use-decoupled-loss", "--use-rollout-logprobs")
+CORRECTION_FLAGS = (
+    *("--use-tis", "--use-icepop", "--use-mis", "--use-decoupled-loss", "--use-rollout-logprobs", "--keep-old-actor"),
+)
 
 Rule = Callable[[RunSettings], None]
 
@@ -51,7 +53,8 @@ def oversampling_covers_a_batch(s: RunSettings) -> None:
 
 def stale_data_is_corrected(s: RunSettings) -> None:
     bound = s.rollout.max_weight_staleness
-    if bound > 0 and s.grpo.off_policy_correction == "none" and not s.grpo.no_correction:
+    g = s.grpo
+    if bound > 0 and g.off_policy_correction == "none" and not (g.no_correction or g.keep_old_actor):
         raise _refuse(
             "max_weight_staleness",
             bound,
@@ -77,8 +80,11 @@ def one_correction_at_most(s: RunSettings) -> None:
         raise _refuse(chosen[1], True, f"cannot go together with {chosen[0]}", f"Keep one of {', '.join(chosen)}.")
 
 
-def interpolation_has_its_inputs(s: RunSettings) -> None:
+def old_logprobs_have_one_source(s: RunSettings) -> None:
     g = s.grpo
+    for other in ("use_rollout_logprobs", "interpolate_proximal"):
+        if g.keep_old_actor and getattr(g, other):
+            raise _refuse("keep_old_actor", True, f"cannot go together with {other}", "Keep one of them.")
     if g.interpolate_proximal and g.use_rollout_logprobs:
         raise _refuse("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
     if g.interpolate_proximal and g.use_mis and g.tis_batch_normalize:
@@ -326,7 +332,7 @@ RULES: tuple[Rule, ...] = (
     one_correction_at_most,
     stale_data_is_corrected,
     correction_bounds_are_ordered,
-    interpolation_has_its_inputs,
+    old_logprobs_have_one_source,
     rejection_belongs_to_mis,
     one_kl_at_most,
     whitening_where_it_is_part_of_the_estimator,

@@ -20,19 +20,14 @@ FAST = {"generation:after_save:5", "trainer:checkpoint_half:2", "trainer:after_d
 
 POINTS: dict[str, dict[str, dict[str, Any]]] = {
     # the cursor, the groups and their samples are one step
-    "sampler:before_append:1": {},
     "sampler:after_append:1": {},
     "sampler:before_append:3": {},
-    "sampler:after_append:3": {},
     # a sample under way, a sample done, a weight activation
-    "generation:before_save:5": {},
     "generation:after_save:5": {},
     "generation:before_commit:9": {},
     "generation:after_commit:9": {},
-    "generation:activating:1": {},
     "generation:activating:3": {},
     # a sample that stopped early, on its way through the partial buffer
-    "generation:before_commit:8": SLICED,
     "generation:after_commit:8": SLICED,
     "partial:before_commit:6": SLICED,
     "partial:after_commit:6": SLICED,
@@ -44,23 +39,16 @@ POINTS: dict[str, dict[str, dict[str, Any]]] = {
     "filter:before_commit:3": {},
     "filter:after_commit:3": {},
     # a step, its announcement, its checkpoint
-    "trainer:before_step:1": {},
     "trainer:before_step:4": {},
     "trainer:before_done:3": {},
     "trainer:after_done:3": {},
-    "trainer:before_announce:1": {},
-    "trainer:after_announce:1": {},
     "trainer:before_announce:4": {},
     "trainer:after_announce:4": {},
     "trainer:checkpoint_copied:1": {},
-    "trainer:checkpoint_half:1": {},
     "trainer:checkpoint_half:2": {},
-    "trainer:checkpoint_durable:1": {},
     "trainer:checkpoint_durable:3": {},
     "trainer:before_ack:2": {},
     # who serves what
-    "publisher:before_order:1": {},
-    "publisher:after_order:1": {},
     "publisher:before_order:4": {},
     "publisher:after_order:4": {},
 }
@@ -78,10 +66,7 @@ def _cases() -> list[Any]:
 
 
 EVALUATOR_POINTS = (
-    "evaluator:before_issue:1",
-    "evaluator:after_issue:1",
     "evaluator:collecting:7",
-    "evaluator:before_commit:1",
     "evaluator:after_commit:1",
     "evaluator:before_issue:2",
 )

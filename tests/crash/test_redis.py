@@ -38,17 +38,6 @@ def test_killed_in_the_middle_of_a_run(run_of: Launch) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_checkpoint(run_of: Launch) -> None:
-    run = run_of()
-    run.start(fault="trainer:checkpoint_half:1:STOP")
-    until("the checkpoint", lambda: run.struck)
-    os.kill(run.redis_pid(), signal.SIGKILL)
-    os.kill(run.pid("trainer"), signal.SIGCONT)
-    run.finish()
-    judge(run)
-
-
-@pytest.mark.slow
 def test_killed_between_a_checkpoint_and_its_acknowledgement(run_of: Launch) -> None:
     run = run_of()
     run.start(fault="trainer:before_ack:2:STOP")

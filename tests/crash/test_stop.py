@@ -28,9 +28,6 @@ def outlast_a_lease() -> None:
 
 CASES = [
     pytest.param("generation-0:after_save:4", "generation-0", id="a-worker-with-samples-under-way"),
-    pytest.param(
-        "generation-0:before_commit:6", "generation-0", id="a-worker-before-its-commit", marks=pytest.mark.slow
-    ),
     pytest.param("generation-0:activating:2", "generation-0", id="a-worker-in-an-activation", marks=pytest.mark.slow),
     pytest.param("reward-0:before_commit:5", "reward-0", id="a-scorer-before-its-commit", marks=pytest.mark.slow),
     pytest.param("filter:assembling:4", "filter", id="the-filter-with-half-groups", marks=pytest.mark.slow),
@@ -39,7 +36,6 @@ CASES = [
         "trainer:before_ack:1", "trainer", id="the-trainer-before-its-acknowledgement", marks=pytest.mark.slow
     ),
     pytest.param("sampler:before_append:3", "sampler", id="the-sampler-before-its-append", marks=pytest.mark.slow),
-    pytest.param("publisher:before_order:3", "publisher", id="the-publisher-before-an-order", marks=pytest.mark.slow),
 ]
 
 

@@ -137,6 +137,13 @@ def test_interpolation_is_refused_without_its_inputs(other):
     make(max_weight_staleness=2, interpolate_proximal=True, use_mis=True, tis_batch_normalize=False)
 
 
+def test_the_old_actor_is_a_correction_of_its_own():
+    assert make(max_weight_staleness=2, keep_old_actor=True).grpo.keep_old_actor
+    for other in ("use_rollout_logprobs", "interpolate_proximal"):
+        with pytest.raises(SettingsError, match="keep_old_actor"):
+            make(max_weight_staleness=2, keep_old_actor=True, **{other: True})
+
+
 def test_waiting_takes_its_lookahead_off_the_admission_bound():
     s = make(max_weight_staleness=2, use_tis=True, staleness_policy="wait")
     assert (s.rollout.staleness_lookahead, s.lookahead_versions, s.max_open_groups) == (32, 1, 64)

@@ -102,6 +102,32 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
         assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
 
 
+@pytest.mark.timeout(120)
+def test_two_ranks_keep_the_old_actors_of_one(
+    pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch, tmp_path: Path
+) -> None:
+    """Tokens of two former versions; then the same from a checkpoint of the two ranks, in one process."""
+    settings = {"objective": {"keep_old_actor": True, "max_staleness": 2, "correction": "tis"}, "lr": 0.02}
+    pair.setup(make_config(**settings))
+    one = alone(make_backend, **settings)
+    for step in (0, 1):
+        for backend in (pair, one):
+            backend.train_step(make_batch(step, step=step))
+    pair.snapshot().write(tmp_path / "two")
+    resumed = alone(make_backend, **settings)
+    resumed.load(tmp_path / "two")
+    batch = make_batch(7, step=2)
+    for i, sample in enumerate(batch.samples):
+        sample.train.spans = [(i % 3, sample.train.response_length)]
+    want = one.train_step(batch)
+    for backend in (pair, resumed):
+        got = backend.train_step(batch)
+        assert got.flags == want.flags == {}
+        for name in ("train/tis", "train/tis_abs", "train/ppo_kl", "train/grad_norm"):
+            assert got.metrics[name] == pytest.approx(want.metrics[name], abs=1e-4, rel=1e-4), name
+    assert want.metrics["train/tis_abs"] > 0.01
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"optimizer": "adam"}, {"optimizer": "muon"}, {"objective": {"advantage_estimator": "ppo"}}],

@@ -78,6 +78,10 @@ def problems(cfg: ObjectiveConfig) -> list[str]:
         not (cfg.proximal == "rollout" and cfg.correction not in ("none",)),
         f"proximal=rollout makes every {cfg.correction} weight 1. Set correction=none or proximal=recompute.",
     )
+    rule(
+        not cfg.keep_old_actor or cfg.proximal == "recompute",
+        f"keep_old_actor recomputes log-probs, proximal={cfg.proximal} does not. Use proximal=recompute.",
+    )
     rule(cfg.reduction != "constant" or cfg.loss_constant > 0, f"loss_constant={cfg.loss_constant} must be > 0.")
     rule(cfg.max_staleness is None or cfg.max_staleness >= 0, f"max_staleness={cfg.max_staleness} must be >= 0.")
     rule(

@@ -23,6 +23,7 @@ from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
+from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
@@ -65,6 +66,8 @@ class Core:
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = _cost(self.policy.hf.config)
+        depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
+        self.old_actors = OldActors(depth, on_host=ranks.alone)
         self.critic: CriticTraining | None = None
         if self.objective.advantage_estimator == "ppo":
             self.critic = CriticTraining(config, self._place, masters=masters)
@@ -159,6 +162,7 @@ class Core:
         weights = self._whole(self.weights.params, torch.float32)
         optimizer = self._whole(self.optimizer.state(), torch.float32)
         reference = self._whole(self._moving_reference(), torch.float32)
+        old_actors = self._whole(self.old_actors.tensors(), torch.float32)
         critic = self.critic
         critic_weights = self._whole(critic.weights.params if critic else {}, torch.float32)
         critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
@@ -169,6 +173,7 @@ class Core:
             weights=weights,
             optimizer=optimizer,
             reference=reference,
+            old_actors=old_actors,
             critic=critic_weights,
             critic_optimizer=critic_optimizer,
             beside=export_files(self.config.hf_checkpoint, self.policy.hf, torch.float32),
@@ -176,6 +181,7 @@ class Core:
                 optimizer=self.config.optimizer,
                 optimizer_steps=self.optimizer.steps,
                 critic_steps=critic.optimizer.steps if critic else 0,
+                old_actors=self.old_actors.steps,
                 rng_cpu=torch.get_rng_state().numpy().tobytes().hex(),
                 rng_cuda=torch.cuda.get_rng_state().numpy().tobytes().hex() if self.device.type == "cuda" else "",
                 torch_version=str(torch.__version__),
@@ -221,6 +227,12 @@ class Core:
         self._take(self.weights, self.optimizer, scalars.optimizer_steps, weights, moments)
         for name, ref in self._moving_reference().items():
             ref.copy_(self.ranks.part(state.reference[name] if state else None, ref))
+        self.old_actors.clear()
+        if self.objective.keep_old_actor:
+            own = self.policy.named_weights()
+            for step in scalars.old_actors:
+                given = {n: state.old_actors[f"{step}/{n}"] if state else None for n in own}
+                self.old_actors.put(step, {n: self.ranks.part(given[n], p) for n, p in own.items()})
         if self.critic is not None:
             weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
             self._take(self.critic.weights, self.critic.optimizer, scalars.critic_steps, weights, moments)
@@ -262,7 +274,7 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
             f"proximal=current with num_steps_per_rollout={config.num_steps_per_rollout} never clips: the ratio is always 1. "
             "Use proximal=recompute, or one step per rollout batch."
         )
-    early = objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
+    early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:
         return msgspec.structs.replace(objective, proximal="current")
     return objective

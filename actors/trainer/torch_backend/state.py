@@ -2,9 +2,9 @@
 
     weights      model.safetensors (Hugging Face names, tied ones once), config.json
     checkpoint   model.safetensors (float32) and config.json: a model directory for whoever wants one;
-                 optimizer.safetensors, reference.safetensors (when it moves), critic.safetensors and
-                 critic_optimizer.safetensors (with a critic), scalars.json, index.json with the size and checksum of
-                 each, written last
+                 optimizer.safetensors, reference.safetensors (when it moves), old_actors.safetensors (with keep_old_actor),
+                 critic.safetensors and critic_optimizer.safetensors (with a critic), scalars.json, index.json with the
+                 size and checksum of each, written last
 
 A copy shares no memory with the model: training goes on while it is written. Tensors are whole, so a checkpoint can be
 loaded by any number of ranks.
@@ -40,6 +40,7 @@ OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
+OLD_ACTORS = "old_actors.safetensors"
 SCALARS = "scalars.json"
 
 
@@ -55,6 +56,8 @@ class Scalars(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     critic_steps: int = 0
     """steps of the critic's optimizer"""
+    old_actors: tuple[int, ...] = ()
+    """steps whose weights are kept"""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,8 @@ class TrainingState:
     scalars: Scalars
     critic: dict[str, Tensor] = field(default_factory=dict)
     critic_optimizer: dict[str, Tensor] = field(default_factory=dict)
+    old_actors: dict[str, Tensor] = field(default_factory=dict)
+    """step/name -> weight"""
     beside: dict[str, bytes] = field(default_factory=dict)
     """config.json and the like: what makes the directory one of a Hugging Face model"""
 
@@ -109,6 +114,7 @@ class TrainingState:
             (REFERENCE, self.reference),
             (CRITIC, self.critic),
             (CRITIC_OPTIMIZER, self.critic_optimizer),
+            (OLD_ACTORS, self.old_actors),
         ):
             if tensors:
                 files[name] = write_tensors(directory / name, tensors, durable=True)
@@ -174,6 +180,7 @@ def read_state(
         critic_optimizer=read_tensors(directory, CRITIC_OPTIMIZER)
         if critic_shapes and CRITIC_OPTIMIZER in index.files
         else {},
+        old_actors=read_tensors(directory, OLD_ACTORS) if OLD_ACTORS in index.files else {},
     )
     expected = optimizer_names if scalars.optimizer_steps else frozenset()
     critic_expected = critic_optimizer_names if scalars.critic_steps else frozenset()
@@ -182,6 +189,7 @@ def read_state(
         ("optimizer state", state.optimizer, expected, shapes),
         ("reference", state.reference, shapes.keys() if moving_reference else frozenset(), shapes),
         ("critic", state.critic, critic_shapes.keys(), critic_shapes),
+        ("old actors", state.old_actors, {f"{s}/{n}" for s in scalars.old_actors for n in shapes}, shapes),
         ("critic's optimizer state", state.critic_optimizer, critic_expected, critic_shapes),
     ):
         for name in sorted(tensors.keys() ^ names):

@@ -80,9 +80,12 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         ]
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, work)
+        lost = _old_actor_passes(core, batch, packed, work) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
         prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
     tally = _Tally()
+    if lost:
+        tally.flags["old_actor_gone"] = lost
     for step, mine in zip(steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
@@ -113,6 +116,32 @@ def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: Pack
         values = _pass(core, model, packed, work)
         for i, s in enumerate(batch.samples):
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
+
+
+def _old_actor_passes(core: Core, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> list[str]:
+    """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
+    weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
+    own, lost = core.policy.named_weights(), []
+    made = [np.repeat(*np.array(s.train.spans or [(batch.step, s.train.response_length)]).T) for s in batch.samples]
+    kept = core.old_actors.steps
+    nearest = {
+        int(step): max((k for k in kept if k <= step), default=min(kept, default=batch.step))
+        for step in {int(v) for versions in made for v in np.unique(versions)}
+        if step < batch.step
+    }
+    for step in sorted({k for k in nearest.values() if k < batch.step}):
+        with core.old_actors.wearing(step, own):
+            values = _pass(core, _logp_of(core.policy), packed, work)
+        for i, sample in enumerate(batch.samples):
+            here = torch.from_numpy(np.isin(made[i], [v for v, k in nearest.items() if k == step]))
+            first, n = packed.first_response[i], packed.response[i]
+            present = torch.as_tensor(sample.train.old_logp)
+            sample.train.old_logp = torch.where(here, values[first : first + n], present)
+    for sample, versions in zip(batch.samples, made, strict=True):
+        if any(v < batch.step and nearest[int(v)] != v for v in np.unique(versions)):
+            lost.append(sample.train.sample_id)
+    core.old_actors.keep(batch.step, own)
+    return lost
 
 
 def _logp_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:

@@ -104,6 +104,13 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_decoupled_loss: Annotated[
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
     ] = False
+    keep_old_actor: Annotated[
+        bool,
+        doc(
+            "Recompute log-probs with the very weights that made each token, kept for max_weight_staleness steps, and "
+            "clip around those."
+        ),
+    ] = False
     interpolate_proximal: Annotated[
         bool,
         doc(
