@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the whole crash matrix, three cases at a time. Arguments go to pytest, e.g. -k redis
+# Sets everything up in .venv and runs the crash matrix (MILES_ASYNC_CRASH=all: and all variants of its cases), three cases at a time. Arguments go to pytest, e.g. -k redis
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib.sh
 source scripts/lib.sh
 prepare "[test]"
-export MILES_ASYNC_CRASH=all OMP_NUM_THREADS=1
+export MILES_ASYNC_CRASH=${MILES_ASYNC_CRASH:-matrix} OMP_NUM_THREADS=1
 exec .venv/bin/python -m pytest -q -n 3 --dist worksteal tests/crash "$@"

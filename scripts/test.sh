@@ -7,4 +7,4 @@ source scripts/lib.sh
 prepare "[test]"
 .venv/bin/ruff check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest -q "$@"
+exec .venv/bin/python -m pytest -q -n auto --dist worksteal "$@"

@@ -1,4 +1,5 @@
-"""The toy, and one run directory per test. MILES_ASYNC_CRASH=all runs the whole matrix; without it only the fast cases."""
+"""The toy, and one run directory per test. MILES_ASYNC_CRASH=matrix runs the matrix (scripts/crash_matrix.sh), =all also
+the variants of its cases; without it only the fast cases run."""
 
 from __future__ import annotations
 
@@ -16,14 +17,28 @@ HERE = Path(__file__).parent
 Launch = Callable[..., Run]
 
 
+VARIANTS = (
+    *("a_part_damaged", "another_data_set", "collecting", "before_issue", "sampler-after_append", "reward-after_commit"),
+    *("generation-after_commit-9", "partial-after_commit", "filter-before_commit", "trainer-before_step", "for_good"),
+    *("trainer-after_announce", "publisher-after_order", "other_settings", "an_adopted", "without_a_launcher"),
+    *("ended_without", "run_again[1]", "killed_twice", "before_the_first", "of_an_evaluation", "groups_of_a_lost_bus"),
+    *("while_it_restores", "middle_of_a_drain", "actors_start", "again_and_again", "together_with", "longer_than_a_lease"),
+    *("while[read-only]", "in-an-activation", "a-scorer", "its-acknowledgement", "the-sampler", "under_its_worker[19]"),
+    *("joins_and[vanishes]", "outlives", "trainer-checkpoint_copied"),
+)
+"""Parts of the names of cases that come close to another one of the matrix."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the slow cases out unless they are asked for."""
-    if os.environ.get("MILES_ASYNC_CRASH") == "all":
+    """Leave out what was not asked for."""
+    asked = os.environ.get("MILES_ASYNC_CRASH", "")
+    if asked == "all":
         return
-    slow = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    here = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
+    left_out = here if asked != "matrix" else [i for i in here if any(part in i.name for part in VARIANTS)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
