@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the crash matrix (MILES_ASYNC_CRASH=all: and all variants of its cases), three cases at a time. Arguments go to pytest, e.g. -k redis
+# Sets everything up in .venv and runs the crash matrix, three cases at a time; with MILES_ASYNC_CRASH=all also all variants of
+# its cases. Arguments go to pytest, e.g. -k redis
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib.sh
