@@ -93,6 +93,20 @@ def test_a_checkpoint_of_another_data_set_is_refused(run_of: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_a_bus_that_holds_a_run_of_other_data_is_refused(run_of: Launch) -> None:
+    run = trained(run_of())
+    other = Path(run.home / "other.jsonl")
+    other.write_text(Path(str(run.setting("rollout", "prompt_data"))).read_text())
+    shutil.rmtree(run.checkpoints)
+    before = len(run.output())
+    run.start(flags=("--prompt-data", str(other)))
+    assert run.join() == 2
+    said = run.output()[before:].strip().splitlines()[-1]
+    assert "the bus holds a run of this name" in said
+    assert "Nothing was changed" in said
+
+
+@pytest.mark.slow
 def test_no_room_for_a_checkpoint_keeps_the_former_one(run_of: Launch) -> None:
     """The trainer may write no file above a size that only its checkpoint exceeds; the run goes on, and ends failed."""
     run = run_of({"rollout": {"num_rollout": 100_000}})
