@@ -202,19 +202,23 @@ class Link:
         return commands, waiting
 
     async def _accepted(self, wire: Wire, commands: list[Command]) -> list[Any]:
-        """The replies. What a server refuses that takes no writes for now is sent again until the deadline."""
+        """The replies. What a server refuses that takes no writes for now is sent again until the deadline, after the rest."""
         replies = await wire.exchange(commands)
-        until, pause_s = self.clock.monotonic() + 0.9 * self.deadline_s, 0.05
+        until, pause_s = self.clock.monotonic() + 0.9 * self.deadline_s, 0.0
         while refused := [n for n, reply in enumerate(replies) if refuses_writes(reply)]:
-            if pause_s == 0.05:
-                log.warning("%s; trying again for %.0f s", translate(replies[refused[0]], self.url), self.deadline_s)
             if self.clock.monotonic() >= until:
                 break
-            await self.clock.sleep(pause_s)
-            pause_s = min(1.0, pause_s * 2)
+            pause_s = await self._wait_for_writes(replies[refused[0]], pause_s)
             for n, reply in zip(refused, await wire.exchange([commands[n] for n in refused]), strict=True):
                 replies[n] = reply
         return replies
+
+    async def _wait_for_writes(self, refusal: RedisError, pause_s: float) -> float:
+        """Pause before a refused command is sent again; 0 at the first time, which is told. Returns the next pause."""
+        if pause_s == 0:
+            log.warning("%s; trying again for %.0f s", translate(refusal, self.url), self.deadline_s)
+        await self.clock.sleep(max(pause_s, 0.05))
+        return min(1.0, 2 * max(pause_s, 0.05))
 
     async def _exchange(self, commands: list[Command]) -> list[Any]:
         replies = await self._accepted(self._wire, commands)
@@ -235,7 +239,7 @@ class Link:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
         until = self.clock.monotonic() + allowed_s
-        pause_s = 0.02
+        pause_s, refused_s = 0.02, 0.0
         lost = False
         while True:
             try:
@@ -257,11 +261,7 @@ class Link:
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:
                     raise translate(error, self.url) from error
-                if pause_s < 0.05:
-                    log.warning("%s; trying again for %.0f s", translate(error, self.url), allowed_s)
-                    pause_s = 0.05
-                await self.clock.sleep(pause_s)
-                pause_s = min(1.0, pause_s * 2)
+                refused_s = await self._wait_for_writes(error, refused_s)
 
     async def _note_restart(self) -> None:
         """Count a server that came back as another process: what it lost with its last second must be rebuilt."""

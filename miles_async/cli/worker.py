@@ -45,7 +45,7 @@ async def _join(args: argparse.Namespace) -> int:
         await spare.start_spare((sys.executable, "-m", "actors.generation.embedded", "--spare"))
     try:
         spec = await _spec(args)
-        if spec.room["engine"] != "embedded":
+        if spec.room.get("engine") != "embedded":
             await spare.stop()
         return await _become(spec, spare)
     finally:
@@ -93,7 +93,15 @@ async def _become(spec: "ActorSpec", spare: "Child") -> int:
     from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
     from actors.runtime.run import log_to_stderr, run_actor
+    from bus.errors import BusRefused
 
+    try:
+        told = msgspec.convert(spec.room, GenerationSpec)
+    except msgspec.ValidationError as error:
+        raise BusRefused(
+            f"run {spec.bus.run} tells its workers what this release does not understand ({error}). Install the run's release "
+            "here."
+        ) from None
     file = Path(spec.run_dir) / "actors" / f"{spec.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(json.dumps(msgspec.to_builtins(spec), indent=2).encode())
@@ -102,7 +110,7 @@ async def _become(spec: "ActorSpec", spare: "Child") -> int:
     os.environ.update(OMP_NUM_THREADS=str(spec.room.get("threads") or 1), TOKENIZERS_PARALLELISM="false")
     log_to_stderr()
     gc.enable()
-    return await run_actor(spec, msgspec.convert(spec.room, GenerationSpec), partial(room, spare=spare))
+    return await run_actor(spec, told, partial(room, spare=spare))
 
 
 async def only_run(url: str) -> str:

@@ -22,6 +22,11 @@ class SettingsError(ValueError):
         super().__init__(" ".join(f"{head}{problem.rstrip('.')}.{tail}".split("\n")))
 
 
+def refusal(field: str, value: object, problem: str, remedy: str) -> SettingsError:
+    """The error of a rule that a field's value breaks."""
+    return SettingsError(problem, field=field, value=value, remedy=remedy)
+
+
 def show(value: object) -> str:
     """A value as the user would write it, cut to one readable piece."""
     if isinstance(value, bool):

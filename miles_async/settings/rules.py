@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from miles_async.settings import second_models, serving, training
 from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
-from miles_async.settings.errors import SettingsError, listing
+from miles_async.settings.errors import listing, refusal
 from miles_async.settings.run import RunSettings
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -20,10 +20,6 @@ CORRECTION_FLAGS = (
 )
 
 Rule = Callable[[RunSettings], None]
-
-
-def _refuse(field: str, value: object, problem: str, remedy: str) -> SettingsError:
-    return SettingsError(problem, field=field, value=value, remedy=remedy)
 
 
 def four_knobs_agree(s: RunSettings) -> None:
@@ -37,13 +33,13 @@ def four_knobs_agree(s: RunSettings) -> None:
 
 def run_length_is_known(s: RunSettings) -> None:
     if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
-        raise _refuse("num_rollout", None, "the run has no end", "Set --num-rollout N or --num-epoch N.")
+        raise refusal("num_rollout", None, "the run has no end", "Set --num-rollout N or --num-epoch N.")
 
 
 def oversampling_covers_a_batch(s: RunSettings) -> None:
     over, batch = s.rollout.over_sampling_batch_size, s.rollout.rollout_batch_size
     if over < batch:
-        raise _refuse(
+        raise refusal(
             "over_sampling_batch_size",
             over,
             f"smaller than rollout_batch_size = {batch}",
@@ -55,7 +51,7 @@ def stale_data_is_corrected(s: RunSettings) -> None:
     bound = s.rollout.max_weight_staleness
     g = s.grpo
     if bound > 0 and g.off_policy_correction == "none" and not (g.no_correction or g.keep_old_actor):
-        raise _refuse(
+        raise refusal(
             "max_weight_staleness",
             bound,
             "off-policy data without a correction",
@@ -77,18 +73,18 @@ def one_correction_at_most(s: RunSettings) -> None:
     if chosen == ["use_mis", "use_decoupled_loss"]:  # the weights of the one, the clip of the other
         return
     if len(chosen) > 1:
-        raise _refuse(chosen[1], True, f"cannot go together with {chosen[0]}", f"Keep one of {', '.join(chosen)}.")
+        raise refusal(chosen[1], True, f"cannot go together with {chosen[0]}", f"Keep one of {', '.join(chosen)}.")
 
 
 def old_logprobs_have_one_source(s: RunSettings) -> None:
     g = s.grpo
     for other in ("use_rollout_logprobs", "interpolate_proximal"):
         if g.keep_old_actor and getattr(g, other):
-            raise _refuse("keep_old_actor", True, f"cannot go together with {other}", "Keep one of them.")
+            raise refusal("keep_old_actor", True, f"cannot go together with {other}", "Keep one of them.")
     if g.interpolate_proximal and g.use_rollout_logprobs:
-        raise _refuse("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
+        raise refusal("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
     if g.interpolate_proximal and g.use_mis and g.tis_batch_normalize:
-        raise _refuse(
+        raise refusal(
             "interpolate_proximal",
             True,
             "leaves no log-probs before the step, which tis_batch_normalize needs",
@@ -104,14 +100,14 @@ def correction_bounds_are_ordered(s: RunSettings) -> None:
         ("rs_lower_bound", g.rs_lower_bound, "rs_upper_bound", g.rs_upper_bound),
     ):
         if low > high:
-            raise _refuse(low_name, low, f"above {high_name} = {high}", f"Set {low_name} <= {high_name}.")
+            raise refusal(low_name, low, f"above {high_name} = {high}", f"Set {low_name} <= {high_name}.")
 
 
 def rejection_belongs_to_mis(s: RunSettings) -> None:
     if s.grpo.use_rs and not s.grpo.use_mis:
-        raise _refuse("use_rs", True, "rejection is a part of use_mis, which is off", "Add --use-mis or leave it out.")
+        raise refusal("use_rs", True, "rejection is a part of use_mis, which is off", "Add --use-mis or leave it out.")
     if s.grpo.use_mis and s.grpo.tis_level == "geometric" and s.grpo.tis_batch_normalize:
-        raise _refuse(
+        raise refusal(
             "tis_batch_normalize", True, "has no meaning with tis_level = 'geometric'", "Add --no-tis-batch-normalize."
         )
 
@@ -119,19 +115,19 @@ def rejection_belongs_to_mis(s: RunSettings) -> None:
 def one_kl_at_most(s: RunSettings) -> None:
     g = s.grpo
     if g.kl_coef and g.kl_loss_coef:
-        raise _refuse(
+        raise refusal(
             "kl_coef",
             g.kl_coef,
             f"KL is also in the loss (kl_loss_coef = {g.kl_loss_coef})",
             "Set one of the two to 0.",
         )
     if g.kl_loss_coef and not g.use_kl_loss:
-        raise _refuse("kl_loss_coef", g.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
+        raise refusal("kl_loss_coef", g.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
 
 
 def whitening_where_it_is_part_of_the_estimator(s: RunSettings) -> None:
     if s.grpo.advantage_estimator in WHITENED and not s.grpo.normalize_advantages:
-        raise _refuse(
+        raise refusal(
             "normalize_advantages",
             False,
             f"{s.grpo.advantage_estimator} is defined with whitened advantages",
@@ -142,7 +138,7 @@ def whitening_where_it_is_part_of_the_estimator(s: RunSettings) -> None:
 def filter_can_keep_something(s: RunSettings) -> None:
     name = s.rollout.dynamic_sampling_filter_path
     if s.rollout.n_samples_per_prompt == 1 and name.endswith(NONZERO_STD):
-        raise _refuse(
+        raise refusal(
             "dynamic_sampling_filter_path",
             name,
             "drops every group when n_samples_per_prompt is 1, whose rewards never differ",
@@ -153,7 +149,7 @@ def filter_can_keep_something(s: RunSettings) -> None:
 def wait_leaves_room_for_its_lookahead(s: RunSettings) -> None:
     bound, extra, per_version = s.rollout.max_weight_staleness, s.lookahead_versions, s.groups_per_version
     if extra > bound:
-        raise _refuse(
+        raise refusal(
             "staleness_lookahead",
             s.rollout.staleness_lookahead,
             f"looking so far ahead adds {extra} versions of staleness with {per_version} groups per version, above "
@@ -169,7 +165,7 @@ def context_holds_prompt_and_response(s: RunSettings) -> None:
         ("eval_max_response_len", s.eval.eval_max_response_len),
     ):
         if context is not None and length >= context:
-            raise _refuse(
+            raise refusal(
                 name,
                 length,
                 f"leaves no room for a prompt in rollout_max_context_len = {context}",
@@ -177,7 +173,7 @@ def context_holds_prompt_and_response(s: RunSettings) -> None:
             )
     prompt = s.rollout.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt >= context:
-        raise _refuse(
+        raise refusal(
             "rollout_max_prompt_len",
             prompt,
             f"leaves no room for a response in rollout_max_context_len = {context}",
@@ -187,21 +183,21 @@ def context_holds_prompt_and_response(s: RunSettings) -> None:
 
 def top_k_is_a_count_or_all(s: RunSettings) -> None:
     if s.rollout.rollout_top_k == 0:
-        raise _refuse("rollout_top_k", 0, "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
+        raise refusal("rollout_top_k", 0, "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
 
 
 def rewards_have_a_source(s: RunSettings) -> None:
     r = s.rollout
     if r.rm_type is not None and r.custom_rm_path is not None:
-        raise _refuse(
+        raise refusal(
             "rm_type", r.rm_type, f"custom_rm_path = {r.custom_rm_path!r} is given too", "Keep one of the two."
         )
     if r.rm_type is None and r.custom_rm_path is None and r.metadata_key is None:
-        raise _refuse("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
+        raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if r.rm_type == "remote_rm" and r.rm_url is None:
-        raise _refuse("rm_url", None, "rm_type remote_rm asks a service", "Set --rm-url http://HOST:PORT/PATH.")
+        raise refusal("rm_url", None, "rm_type remote_rm asks a service", "Set --rm-url http://HOST:PORT/PATH.")
     if r.rm_url is not None and not r.rm_url.startswith(("http://", "https://")):
-        raise _refuse("rm_url", r.rm_url, "not an http:// or https:// address", "Write the scheme too.")
+        raise refusal("rm_url", r.rm_url, "not an http:// or https:// address", "Write the scheme too.")
 
 
 def dotted_paths_are_well_formed(s: RunSettings) -> None:
@@ -209,44 +205,44 @@ def dotted_paths_are_well_formed(s: RunSettings) -> None:
     own = {} if r.custom_rm_path is None else {"custom_rm_path": r.custom_rm_path}
     for name, path in (own | s.grpo.hook_paths).items():
         if not DOTTED.fullmatch(path):
-            raise _refuse(name, path, "not a dotted path", "Write package.module.function.")
+            raise refusal(name, path, "not a dotted path", "Write package.module.function.")
     for name, path in (
         ("dynamic_sampling_filter_path", r.dynamic_sampling_filter_path),
         ("buffer_filter_path", r.buffer_filter_path),
     ):
         if not (path.isidentifier() or DOTTED.fullmatch(path)):
-            raise _refuse(name, path, "neither a shipped name nor a dotted path", "Write package.module.function.")
+            raise refusal(name, path, "neither a shipped name nor a dotted path", "Write package.module.function.")
 
 
 def evaluation_has_data(s: RunSettings) -> None:
     data = s.eval.eval_prompt_data
     if s.eval.eval_interval is not None and not data:
-        raise _refuse(
+        raise refusal(
             "eval_interval", s.eval.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
         )
     if len(data) > 1 and len(data) % 2:
-        raise _refuse("eval_prompt_data", data, "not pairs of name and path", "Write NAME PATH [NAME PATH ...].")
+        raise refusal("eval_prompt_data", data, "not pairs of name and path", "Write NAME PATH [NAME PATH ...].")
     names = [name for name, _ in s.eval.datasets]
     if len(set(names)) < len(names):
-        raise _refuse("eval_prompt_data", data, "two data sets have one name", "Give each its own name.")
+        raise refusal("eval_prompt_data", data, "two data sets have one name", "Give each its own name.")
 
 
 def learning_rate_decays_downwards(s: RunSettings) -> None:
     if s.optimizer.min_lr > s.optimizer.lr:
-        raise _refuse("min_lr", s.optimizer.min_lr, f"above lr = {s.optimizer.lr}", "Set min_lr <= lr.")
+        raise refusal("min_lr", s.optimizer.min_lr, f"above lr = {s.optimizer.lr}", "Set min_lr <= lr.")
 
 
 def engine_addresses_match_the_engine(s: RunSettings) -> None:
     g = s.sglang
     addrs = g.rollout_external_engine_addrs
     if g.engine == "external" and not addrs:
-        raise _refuse(
+        raise refusal(
             "engine", g.engine, "no addresses of running engines", "Set --rollout-external-engine-addrs HOST:PORT ..."
         )
     if g.engine != "external" and addrs:
-        raise _refuse("rollout_external_engine_addrs", addrs, f"engine is {g.engine!r}", "Set --engine external.")
+        raise refusal("rollout_external_engine_addrs", addrs, f"engine is {g.engine!r}", "Set --engine external.")
     if g.engine == "external" and g.num_generation_workers != len(addrs):
-        raise _refuse(
+        raise refusal(
             "num_generation_workers",
             g.num_generation_workers,
             f"{len(addrs)} engine addresses are given, one worker drives one engine",
@@ -254,7 +250,7 @@ def engine_addresses_match_the_engine(s: RunSettings) -> None:
         )
     if (g.sglang_router_ip is None) != (g.sglang_router_port is None):
         missing = "sglang_router_ip" if g.sglang_router_ip is None else "sglang_router_port"
-        raise _refuse(missing, None, "a router has both an address and a port", "Set both or none.")
+        raise refusal(missing, None, "a router has both an address and a port", "Set both or none.")
 
 
 def inner_deadlines_are_shorter(s: RunSettings) -> None:
@@ -268,7 +264,7 @@ def inner_deadlines_are_shorter(s: RunSettings) -> None:
         ),
     ):
         if value >= limit:
-            raise _refuse(inner, value, f"not below {outer} = {limit}", f"Set {inner} < {outer}.")
+            raise refusal(inner, value, f"not below {outer} = {limit}", f"Set {inner} < {outer}.")
 
 
 def bus_url_is_understood(s: RunSettings) -> None:
@@ -278,7 +274,7 @@ def bus_url_is_understood(s: RunSettings) -> None:
 def check_bus_url(url: str | None) -> None:
     """Refuse an address of no known scheme; a password in it is not shown."""
     if url is not None and not url.startswith(BUS_SCHEMES):
-        raise _refuse(
+        raise refusal(
             "bus_url",
             url.rpartition("@")[2],
             "not an address of a Redis",
@@ -292,7 +288,7 @@ def run_name_is_a_plain_name(s: RunSettings) -> None:
 
 def check_run_name(name: str) -> None:
     if not RUN_NAME.fullmatch(name):
-        raise _refuse(
+        raise refusal(
             "name",
             name,
             "a run's name is a folder and a part of Redis keys",
@@ -303,24 +299,24 @@ def check_run_name(name: str) -> None:
 def checkpoint_options_agree(s: RunSettings) -> None:
     c = s.ckpt
     if c.no_save and c.save_trigger_sentinel is not None:
-        raise _refuse("save_trigger_sentinel", c.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
+        raise refusal("save_trigger_sentinel", c.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
     for name, pattern in (
         ("save_debug_rollout_data", c.save_debug_rollout_data),
         ("load_debug_rollout_data", c.load_debug_rollout_data),
     ):
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise _refuse(name, pattern, "every rollout would use one file", "Write {rollout_id} into the path.")
+            raise refusal(name, pattern, "every rollout would use one file", "Write {rollout_id} into the path.")
 
 
 def debug_modes_exclude_each_other(s: RunSettings) -> None:
     if s.launch.debug_rollout_only and (s.launch.debug_train_only or s.ckpt.load_debug_rollout_data):
-        raise _refuse("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
+        raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
     if s.launch.debug_train_only and not s.ckpt.load_debug_rollout_data:
-        raise _refuse("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
+        raise refusal("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
     for field in ("save_debug_rollout_data", "load_debug_rollout_data"):
         pattern = getattr(s.ckpt, field)
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise _refuse(field, pattern, "one file per rollout", "Put {rollout_id} into the path.")
+            raise refusal(field, pattern, "one file per rollout", "Put {rollout_id} into the path.")
 
 
 RULES: tuple[Rule, ...] = (

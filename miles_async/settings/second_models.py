@@ -5,12 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_async.settings.derive import DISTILLATION
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import refusal
 from miles_async.settings.run import RunSettings
-
-
-def _refuse(field: str, value: object, problem: str, remedy: str) -> SettingsError:
-    return SettingsError(problem, field=field, value=value, remedy=remedy)
 
 
 def critic_belongs_to_ppo(s: RunSettings) -> None:
@@ -18,7 +14,7 @@ def critic_belongs_to_ppo(s: RunSettings) -> None:
     if g.advantage_estimator != "ppo":
         for name, value in (("critic_load", c.critic_load), ("num_critic_only_steps", g.num_critic_only_steps)):
             if value:
-                raise _refuse(
+                raise refusal(
                     name,
                     value,
                     f"advantage_estimator = {g.advantage_estimator!r} has no critic",
@@ -26,7 +22,7 @@ def critic_belongs_to_ppo(s: RunSettings) -> None:
                 )
     rollouts = s.rollout.num_rollout
     if rollouts is not None and g.num_critic_only_steps >= rollouts:
-        raise _refuse(
+        raise refusal(
             "num_critic_only_steps",
             g.num_critic_only_steps,
             f"the policy would never be trained in num_rollout = {rollouts}",
@@ -37,7 +33,7 @@ def critic_belongs_to_ppo(s: RunSettings) -> None:
 def distillation_has_one_teacher(s: RunSettings) -> None:
     g, c = s.grpo, s.ckpt
     if g.use_opd and g.advantage_estimator == DISTILLATION:
-        raise _refuse(
+        raise refusal(
             "use_opd",
             True,
             f"advantage_estimator = {DISTILLATION!r} counts the teacher already",
@@ -45,7 +41,7 @@ def distillation_has_one_teacher(s: RunSettings) -> None:
         )
     served = g.opd_type == "sglang"
     if g.distills and not (g.opd_teacher_urls if served else c.opd_teacher_load):
-        raise _refuse(
+        raise refusal(
             "opd_teacher_urls" if served else "opd_teacher_load",
             None,
             f"distillation without a teacher (opd_type = {g.opd_type!r})",
@@ -56,9 +52,9 @@ def distillation_has_one_teacher(s: RunSettings) -> None:
         ("opd_teacher_urls", g.opd_teacher_urls, served),
     ):
         if g.distills and value and not fits:
-            raise _refuse(name, value, f"opd_type = {g.opd_type!r} does not ask it", "Keep one teacher.")
+            raise refusal(name, value, f"opd_type = {g.opd_type!r} does not ask it", "Keep one teacher.")
     if g.distills and served and s.rollout.rollout_temperature != 1.0:
-        raise _refuse(
+        raise refusal(
             "rollout_temperature",
             s.rollout.rollout_temperature,
             "a served teacher's log-probs are those of temperature 1",
@@ -66,17 +62,17 @@ def distillation_has_one_teacher(s: RunSettings) -> None:
         )
     for url in g.opd_teacher_urls:
         if not url.startswith(("http://", "https://")):
-            raise _refuse("opd_teacher_urls", url, "not an http:// or https:// address", "Write the scheme too.")
+            raise refusal("opd_teacher_urls", url, "not an http:// or https:// address", "Write the scheme too.")
     for name, value in (("opd_teacher_load", c.opd_teacher_load), ("opd_teacher_urls", g.opd_teacher_urls)):
         if value and not g.distills:
-            raise _refuse(
+            raise refusal(
                 name,
                 value,
                 "nothing is distilled",
                 f"Add --use-opd or --advantage-estimator {DISTILLATION}, or leave it out.",
             )
     if c.opd_teacher_ckpt_step is not None and c.opd_teacher_load is None:
-        raise _refuse(
+        raise refusal(
             "opd_teacher_ckpt_step", c.opd_teacher_ckpt_step, "there is no opd_teacher_load", "Set it or leave this out."
         )
 
@@ -96,7 +92,7 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if step is None and tracker.exists():
         said = tracker.read_text().strip()
         if not said.isdecimal():
-            raise _refuse("opd_teacher_load", given, f"{tracker} names no step: {said[:40]!r}", "Name a model directory.")
+            raise refusal("opd_teacher_load", given, f"{tracker} names no step: {said[:40]!r}", "Name a model directory.")
         step = int(said)
     if step is not None:
         path /= f"iter_{step:07d}"
@@ -104,7 +100,7 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if model_dir is not None:
         own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)
         if size != own:
-            raise _refuse(
+            raise refusal(
                 "opd_teacher_load",
                 given,
                 f"its vocabulary has {size} tokens, the policy's {own}: their log-probs cannot be compared",
@@ -136,7 +132,7 @@ def _vocabulary(directory: Path, field: str, value: str) -> object:
         config = json.loads(file.read_bytes())
     except OSError as error:
         why = f"{file}: {error.strerror}"
-        raise _refuse(field, value, why, "Give a Hugging Face directory, or a directory of checkpoints.") from None
+        raise refusal(field, value, why, "Give a Hugging Face directory, or a directory of checkpoints.") from None
     except ValueError as error:
-        raise _refuse(field, value, f"{file} cannot be read: {error}", "Give a Hugging Face directory.") from None
+        raise refusal(field, value, f"{file} cannot be read: {error}", "Give a Hugging Face directory.") from None
     return config.get("vocab_size") if isinstance(config, dict) else None
