@@ -195,17 +195,24 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--at-once", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="runs side by side")
     parser.add_argument("--runs-dir", type=Path, default=REPO / "runs" / "study")
-    parser.add_argument("--teacher", default="", help="estimators: model directory of the distillation's teacher")
+    parser.add_argument(
+        "--teacher", type=Path, help="estimators: the distillation's teacher, a model directory or a run's checkpoints"
+    )
     parser.add_argument("--flags", default="", help="flags of every run, in one word")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
+    if args.study == "estimators" and (args.teacher is None or not args.teacher.is_dir()):
+        parser.error(
+            f"--teacher {args.teacher or '(unset)'} is no directory. Give --teacher runs/quickstart/checkpoints, which "
+            "scripts/quickstart.sh makes, or a model directory"
+        )
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     common = args.flags.split()
     if args.study == "staleness":
         jobs = staleness_jobs(args.seeds, common)
     else:
-        jobs = estimator_jobs(args.seeds, common, args.teacher)
+        jobs = estimator_jobs(args.seeds, common, str(args.teacher.resolve()))
     began = time.monotonic()
     rows = asyncio.run(run_all(jobs, args.at_once, args.runs_dir.resolve()))
     import torch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from actors.trainer.batching import Balance
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
@@ -35,6 +36,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_dynamic_batch_size: bool = True
     micro_batch_size: int = 1
     num_steps_per_rollout: int = 1
+    use_dynamic_global_batch_size: bool = False  # one step: the largest multiple of the ranks
+    balance: Balance = "flops"  # what is evened out between several ranks
     optimizer: str = "adam"
     lr: float = 1e-6
     min_lr: float = 0.0

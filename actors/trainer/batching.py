@@ -7,7 +7,7 @@ sample that does by itself. Reference 1.4 (R1) and 1.6 (B2-B8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,19 +43,30 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Relative FLOPs of one sequence of n tokens: n * (1 + n * quadratic)."""
+    """Multiply-adds of one forward pass over a sequence; the backward pass takes twice as many of every term, so ratios
+    between samples hold for the whole step. The defaults count tokens."""
 
+    linear: float = 1.0
+    """per token: projections and feed-forward of all layers"""
     quadratic: float = 0.0
+    """per squared token: attention scores and their weighted sum"""
+    head: float = 0.0
+    """per response token: the vocabulary, which prompt tokens do not meet"""
 
-    def __call__(self, tokens: int) -> float:
-        return tokens * (1.0 + tokens * self.quadratic)
+    def __call__(self, tokens: int, responses: int = 0) -> float:
+        """Work of a sample of `tokens` tokens, `responses` of them response."""
+        return tokens * (self.linear + tokens * self.quadratic) + responses * self.head
 
     @staticmethod
-    def of_shape(*, hidden: int, layers: int, ffn: int, vocab: int, kv_ratio: float = 1.0) -> CostModel:
-        """Dense transformer, gated FFN, causal attention. Per token: attention projections hidden^2 (2 + 2 kv_ratio),
-        FFN 3 hidden ffn, per layer; vocabulary hidden vocab. Per pair of tokens: hidden per layer (half of 2)."""
-        linear = layers * (hidden * hidden * (2 + 2 * kv_ratio) + 3 * hidden * ffn) + hidden * vocab
-        return CostModel(quadratic=layers * hidden / linear)
+    def of_shape(
+        *, hidden: int, layers: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int
+    ) -> CostModel:
+        """Dense decoder with a gated feed-forward and causal attention. Per token and layer: queries and output
+        2 hidden heads head_dim, keys and values 2 hidden kv_heads head_dim, feed-forward 3 hidden ffn. Per pair of
+        tokens and layer, half of the pairs masked: heads head_dim. Per response token: hidden vocab."""
+        inner = heads * head_dim
+        linear = layers * hidden * (2 * inner + 2 * kv_heads * head_dim + 3 * ffn)
+        return CostModel(linear=linear, quadratic=layers * inner, head=hidden * vocab)
 
 
 def resolve_global_batch_size(
@@ -89,7 +100,8 @@ def resolve_global_batch_size(
 
 
 def dynamic_global_batch_size(rollouts: int, dp_size: int) -> int:
-    """`--use-dynamic-global-batch-size`: one step over all whole multiples of dp_size that arrived."""
+    """`--use-dynamic-global-batch-size`: trajectories of the one step, the largest multiple of dp_size that arrived.
+    BatchingError when fewer than dp_size did."""
     size = rollouts // dp_size * dp_size
     if size == 0:
         raise BatchingError(f"{rollouts} trajectories cannot feed dp_size={dp_size} ranks. Use fewer ranks.")
@@ -128,19 +140,26 @@ def plan_batches(
     mb_group: int = 1,
     allow_partial: bool = False,
     balance: Balance = "none",
-    cost: Callable[[int], float] | None = None,
+    costs: Sequence[float] | None = None,
     names: Sequence[str] | None = None,
 ) -> BatchPlan:
     """Steps, ranks and micro-batches for samples of total_lengths tokens (prompt + response) and their trajectories.
 
-    Dynamic: max_tokens_per_gpu * cp_size tokens per micro-batch. Static: micro_batch_size samples each, in order,
-    dealt round-robin; the count must be a multiple of dp_size * mb_group (mb_group: micro-batches per group of an
-    interleaved pipeline). balance="flops" evens out `cost` between micro-batches and ranks, the cap still holds.
+    Dynamic: max_tokens_per_gpu * cp_size tokens per micro-batch. Static: micro_batch_size samples each, in order;
+    the count must be a multiple of dp_size * mb_group (mb_group: micro-batches per group of an interleaved pipeline).
+
+    balance: "none" deals micro-batches to ranks in turn. "tokens" and "flops" even out tokens, or `costs` (work of each
+    sample, any unit), between ranks, and dynamic micro-batches are repacked to be alike. The cap and the equal count of
+    micro-batches per rank hold whatever is chosen.
+
     Raises BatchingError when there is no full step, or when a step has fewer samples than the ranks need micro-batches
     (possible with a handful of samples near the cap: a micro-batch is never empty and never exceeds the cap).
     """
     if (max_tokens_per_gpu is None) == (micro_batch_size is None):
         raise BatchingError("give exactly one of max_tokens_per_gpu (dynamic) and micro_batch_size (static).")
+    if balance == "flops" and costs is None:
+        raise BatchingError("balance=flops needs the cost of every sample. Give costs, or use balance=tokens.")
+    work = costs if balance == "flops" and costs is not None else total_lengths
     dynamic = max_tokens_per_gpu is not None
     align = dp_size * mb_group
     steps, dropped = cut_steps(rollouts, global_batch_size, allow_partial=allow_partial and dynamic, minimum=dp_size)
@@ -154,10 +173,9 @@ def plan_batches(
     plans = []
     for step in steps:
         if micro_batch_size is not None:
-            plans.append(_static_step(step, rollouts, micro_batch_size, dp_size, align))
+            plans.append(_static_step(step, rollouts, micro_batch_size, dp_size, align, balance, work))
         else:
-            price = cost or CostModel()
-            plans.append(_dynamic_step(step, total_lengths, rollouts, cap, dp_size, align, balance, price))
+            plans.append(_dynamic_step(step, total_lengths, rollouts, cap, dp_size, align, balance, work))
     return BatchPlan(
         tuple(plans),
         tuple(dropped),
@@ -170,14 +188,26 @@ def plan_batches(
     )
 
 
-def _static_step(step: Sequence[int], rollouts: Sequence[Hashable], size: int, dp_size: int, align: int) -> StepPlan:
+def _static_step(
+    step: Sequence[int],
+    rollouts: Sequence[Hashable],
+    size: int,
+    dp_size: int,
+    align: int,
+    balance: Balance,
+    work: Sequence[float],
+) -> StepPlan:
     chunks = [tuple(step[k : k + size]) for k in range(0, len(step), size)]
     if len(chunks) % align:
         raise BatchingError(
             f"{len(step)} samples make {len(chunks)} micro-batches of {size}, not a multiple of {align} "
             "(data-parallel ranks times the pipeline's group). Change micro_batch_size or use dynamic batching."
         )
-    ranks = tuple(tuple(chunks[r::dp_size]) for r in range(dp_size))
+    if balance == "none":
+        ranks = tuple(tuple(chunks[r::dp_size]) for r in range(dp_size))
+    else:
+        dealt = deal(chunks, [sum(work[i] for i in chunk) for chunk in chunks], dp_size, even=True)
+        ranks = tuple(tuple(chunks[b] for b in rank) for rank in dealt)
     return StepPlan(tuple(step), len({rollouts[i] for i in step}), ranks)
 
 
@@ -189,14 +219,13 @@ def _dynamic_step(
     dp_size: int,
     align: int,
     balance: Balance,
-    cost: Callable[[int], float],
+    work: Sequence[float],
 ) -> StepPlan:
-    lengths = [total_lengths[i] for i in step]
+    lengths, mine = [total_lengths[i] for i in step], [work[i] for i in step]
     bins = split_to_multiple(pack(lengths, cap, align), lengths, align)
-    price = cost if balance == "flops" else float
     if balance != "none":
-        bins = spread(lengths, len(bins), cap, price) or bins
-    weights = [sum(price(lengths[i]) for i in b) for b in bins]
+        bins = spread(lengths, len(bins), cap, mine) or bins
+    weights = [sum(mine[i] for i in b) for b in bins]
     dealt = deal(bins, weights, dp_size, even=balance != "none")
     ranks = tuple(tuple(tuple(step[i] for i in sorted(bins[b])) for b in rank) for rank in dealt)
     return StepPlan(tuple(step), len({rollouts[i] for i in step}), ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 COMPLETION_BUDGET = 50_000_000
 """Machine words bin completion may touch (about 0.1 s); beyond it first-fit decreasing stands."""
@@ -141,10 +141,10 @@ def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], align: int)
     return rest + [b for _, _, b in heap]
 
 
-def spread(lengths: Sequence[int], count: int, cap: int, cost: Callable[[int], float]) -> list[list[int]] | None:
+def spread(lengths: Sequence[int], count: int, cap: int, costs: Sequence[float]) -> list[list[int]] | None:
     """Samples over exactly `count` bins with even cost and the cap kept; None when the greedy order cannot.
 
-    Most expensive first, each into the cheapest bin with room. Over-cap samples take a bin each and share it with
+    Longest first, each into the cheapest bin with room. Over-cap samples take a bin each and share it with
     nobody.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -161,7 +161,7 @@ def spread(lengths: Sequence[int], count: int, cap: int, cost: Callable[[int], f
             if not bins[k] or tokens[k] + lengths[i] <= cap:
                 bins[k].append(i)
                 tokens[k] += lengths[i]
-                heapq.heappush(heap, (spent + cost(lengths[i]), k))
+                heapq.heappush(heap, (spent + costs[i], k))
                 break
             tried.append(entry)
         else:

@@ -44,14 +44,15 @@ BASELINES = ("grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus_base
 def measure(report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig) -> dict[str, float]:
     """Values and limits of the checks that apply, as metrics. report: the first optimizer step's (`metrics.finish` and
     grad_norm). The ratio is 1 unless the denominator is the engine's; the reference is the policy, since a run without a
-    checkpoint starts from it; the gradient is small where a group's advantages cancel and the step is the only one."""
+    checkpoint starts from it; the gradient is small where a group's advantages cancel and the step is the only one, and
+    the loss is a mean."""
     own = objective.proximal in ("recompute", "current")
     shaped = objective.custom_reward_post_process_path or objective.custom_advantage_function_path or objective.use_opd
     centred = objective.advantage_estimator in BASELINES and not shaped and not objective.custom_loss_function_path
     applies = {
         "ppo_kl": own,
         "pg_clipfrac": own,
-        "grad_norm": centred and config.num_steps_per_rollout == 1,
+        "grad_norm": centred and config.num_steps_per_rollout == 1 and objective.reduction != "constant",
     }
     found: dict[str, float] = {}
     for name, (limit, _) in CHECKS.items():

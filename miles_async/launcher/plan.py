@@ -18,13 +18,19 @@ from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.trainer.backend import BackendConfig
-from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.transports.spec import CourierSpec
 from bus import BusConfig
+from miles_async.settings.groups.grpo import LossAggMode
 from miles_async.settings.run import RunSettings
 
 NEVER = 1 << 40  # tokens: more than any sample has
+REDUCTIONS: dict[LossAggMode, Reduction] = {
+    "seq-mean-token-mean": "per_sample",
+    "token-mean": "per_token",
+    "seq-mean-token-sum-norm": "constant",
+}
 FILTERS = {None: "none", "check_reward_nonzero_std": "nonzero_std"}
 
 
@@ -101,7 +107,8 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
         rs_veto_threshold=g.rs_veto_threshold,
         use_opsm=g.use_opsm,
         opsm_delta=g.opsm_delta,
-        reduction="per_token" if g.calculate_per_token_loss else "per_sample",
+        reduction=REDUCTIONS[g.loss_agg_mode],
+        loss_constant=1.0 if g.loss_scale_factor is None else g.loss_scale_factor,
         custom_loss_function_path=g.custom_loss_function_path or "",
         custom_advantage_function_path=g.custom_advantage_function_path or "",
         custom_tis_function_path=g.custom_tis_function_path or "",
@@ -125,6 +132,8 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         use_dynamic_batch_size=p.use_dynamic_batch_size,
         micro_batch_size=p.micro_batch_size or 1,
         num_steps_per_rollout=settings.grpo.num_steps_per_rollout,
+        use_dynamic_global_batch_size=settings.grpo.use_dynamic_global_batch_size,
+        balance="none" if not p.balance_data else "flops" if p.balance_by_flops else "tokens",
         optimizer=o.optimizer,
         lr=o.lr,
         min_lr=o.min_lr,

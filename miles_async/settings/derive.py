@@ -11,6 +11,7 @@ from miles_async.settings.errors import SettingsError
 Values = dict[str, Any]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISTILLATION = "on_policy_distillation"
+TOKEN_MEAN, CONSTANT_SUM = "token-mean", "seq-mean-token-sum-norm"
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
 
 
@@ -55,6 +56,23 @@ def solve_four_knobs(
             remedy="Leave out global_batch_size or num_steps_per_rollout, and it follows.",
         )
     return global_batch_size, num_steps_per_rollout
+
+
+def one_step_per_rollout(*, total: int, global_batch_size: int | None, num_steps_per_rollout: int | None) -> None:
+    """use_dynamic_global_batch_size makes one step of a rollout's `total` trajectories; SettingsError for a static knob
+    that was given and says otherwise."""
+    for field, value, implied in (
+        ("global_batch_size", global_batch_size, total),
+        ("num_steps_per_rollout", num_steps_per_rollout, 1),
+    ):
+        if value not in (None, implied):
+            raise SettingsError(
+                f"use_dynamic_global_batch_size = true makes one step of what arrives, up to rollout_batch_size * "
+                f"n_samples_per_prompt = {total}",
+                field=field,
+                value=value,
+                remedy=f"Leave out {field} or use_dynamic_global_batch_size.",
+            )
 
 
 def _divisor(total: int, near: int) -> int:
@@ -111,6 +129,10 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("rs_lower_bound", lambda v: v["tis_lower_bound"]),
     ("rs_upper_bound", lambda v: v["tis_upper_bound"]),
     ("disable_grpo_std_normalization", lambda v: v["n_samples_per_prompt"] == 1),
+    ("calculate_per_token_loss", lambda v: v.get("loss_agg_mode") == TOKEN_MEAN),
+    ("loss_agg_mode", lambda v: TOKEN_MEAN if v["calculate_per_token_loss"] else "seq-mean-token-mean"),
+    ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),
+    ("balance_by_flops", lambda v: v["balance_data"]),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),
@@ -127,6 +149,12 @@ def fill(given: Values, defaults: Values, *, run_name: str) -> Values:
     values = {**defaults, **given}
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
+    if values["use_dynamic_global_batch_size"]:
+        one_step_per_rollout(
+            total=values["rollout_batch_size"] * values["n_samples_per_prompt"],
+            global_batch_size=given.get("global_batch_size"),
+            num_steps_per_rollout=given.get("num_steps_per_rollout"),
+        )
     values["global_batch_size"], values["num_steps_per_rollout"] = solve_four_knobs(
         rollout_batch_size=values["rollout_batch_size"],
         n_samples_per_prompt=values["n_samples_per_prompt"],

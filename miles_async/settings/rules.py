@@ -376,4 +376,5 @@ def notes(s: RunSettings) -> Iterator[str]:
             f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.perf.max_tokens_per_gpu}: such a sample "
             "gets a micro-batch of its own and needs more memory"
         )
+    yield from training.notes(s)
     yield from serving.notes(s)

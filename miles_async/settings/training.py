@@ -1,6 +1,9 @@
-"""(pure) Rules of the trainer: hooks that do something, and work for every rank."""
+"""(pure) Rules of the trainer: hooks that do something, one way to reduce the loss, and work for every rank."""
 
-from miles_async.settings.errors import refusal
+from collections.abc import Iterator
+
+from miles_async.settings.derive import CONSTANT_SUM, TOKEN_MEAN
+from miles_async.settings.errors import refusal, show
 from miles_async.settings.run import RunSettings
 
 
@@ -45,4 +48,70 @@ def ranks_have_work(s: RunSettings) -> None:
         )
 
 
-RULES = (hooks_have_an_effect, ranks_have_work)
+def loss_is_reduced_one_way(s: RunSettings) -> None:
+    g = s.grpo
+    if g.calculate_per_token_loss != (g.loss_agg_mode == TOKEN_MEAN):
+        raise refusal(
+            "loss_agg_mode",
+            g.loss_agg_mode,
+            f"calculate_per_token_loss = {show(g.calculate_per_token_loss)} says otherwise",
+            "Keep one of the two, and the other follows.",
+        )
+    if g.loss_scale_factor is not None and g.loss_agg_mode != CONSTANT_SUM:
+        raise refusal(
+            "loss_scale_factor",
+            g.loss_scale_factor,
+            f"loss_agg_mode = {g.loss_agg_mode!r} divides by no constant",
+            f"Set --loss-agg-mode {CONSTANT_SUM} or leave it out.",
+        )
+
+
+def ranks_have_equal_micro_batches(s: RunSettings) -> None:
+    """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
+    p, g = s.perf, s.grpo
+    ranks, size = p.actor_num_gpus_per_node, p.micro_batch_size
+    if p.use_dynamic_batch_size or ranks == 1:
+        return
+    if g.use_dynamic_global_batch_size and size > 1:
+        raise refusal(
+            "micro_batch_size",
+            size,
+            f"batches of any size (use_dynamic_global_batch_size) do not make as many micro-batches on each of "
+            f"actor_num_gpus_per_node = {ranks}",
+            "Set it to 1, or use --use-dynamic-batch-size.",
+        )
+    count = -(-g.global_batch_size // size)
+    if not g.use_dynamic_global_batch_size and count % ranks:
+        raise refusal(
+            "micro_batch_size",
+            size,
+            f"global_batch_size = {g.global_batch_size} makes {count} micro-batches, not a multiple of "
+            f"actor_num_gpus_per_node = {ranks}",
+            "Change one of them, or use --use-dynamic-batch-size.",
+        )
+
+
+def balance_has_something_to_measure(s: RunSettings) -> None:
+    if s.perf.balance_by_flops and not s.perf.balance_data:
+        raise refusal(
+            "balance_by_flops", True, "has no effect while balance_data = false", "Leave out --no-balance-data."
+        )
+
+
+RULES = (
+    hooks_have_an_effect,
+    loss_is_reduced_one_way,
+    ranks_have_work,
+    ranks_have_equal_micro_batches,
+    balance_has_something_to_measure,
+)
+
+
+def notes(s: RunSettings) -> Iterator[str]:
+    """What is allowed but worth knowing before the run starts."""
+    ranks, total = s.perf.actor_num_gpus_per_node, s.samples_per_rollout
+    if s.grpo.use_dynamic_global_batch_size and total % ranks:
+        yield (
+            f"use_dynamic_global_batch_size leaves out {total % ranks} of {total} samples of every full rollout batch, "
+            f"since actor_num_gpus_per_node = {ranks}"
+        )

@@ -1,4 +1,4 @@
-"""Hooks, self-check and trainer ranks in the settings: what is refused, and what reaches the trainer's spec."""
+"""Hooks, reduction, steps, self-check and trainer ranks in the settings: what is refused, and what reaches the trainer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from actors.trainer.backend import BackendConfig
 from miles_async.cli import app
-from miles_async.launcher.plan import Place, logprob_tolerance, objective_config, room_specs
+from miles_async.launcher.plan import Place, backend_config, logprob_tolerance, objective_config, room_specs
 from miles_async.settings import RunSettings, SettingsError, settings_from
+from miles_async.settings.dump import dump_toml
+from miles_async.settings.load import load
+from miles_async.settings.rules import notes
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
@@ -41,6 +45,33 @@ def make(**fields: Any) -> RunSettings:
             },
             "Set it to 8 or less",
         ),
+        (
+            {"use_dynamic_global_batch_size": True, "global_batch_size": 64},
+            "global_batch_size = 64: use_dynamic_global_batch_size = true makes one step of what arrives, up to "
+            "rollout_batch_size * n_samples_per_prompt = 256. Leave out global_batch_size",
+        ),
+        ({"use_dynamic_global_batch_size": True, "global_batch_size": 7}, "Leave out global_batch_size"),
+        ({"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 2}, "Leave out num_steps_per_rollout"),
+        (
+            {"calculate_per_token_loss": True, "loss_agg_mode": "seq-mean-token-mean"},
+            "loss_agg_mode = 'seq-mean-token-mean': calculate_per_token_loss = true says otherwise. Keep one",
+        ),
+        ({"calculate_per_token_loss": False, "loss_agg_mode": "token-mean"}, "calculate_per_token_loss = false"),
+        (
+            {"loss_scale_factor": 512.0},
+            "loss_scale_factor = 512.0: loss_agg_mode = 'seq-mean-token-mean' divides by no constant. Set "
+            "--loss-agg-mode seq-mean-token-sum-norm",
+        ),
+        ({"balance_data": False, "balance_by_flops": True}, "balance_data = false. Leave out --no-balance-data"),
+        (
+            {"micro_batch_size": 3, "actor_num_gpus_per_node": 4},
+            "micro_batch_size = 3: global_batch_size = 256 makes 86 micro-batches, not a multiple of "
+            "actor_num_gpus_per_node = 4",
+        ),
+        (
+            {"micro_batch_size": 4, "actor_num_gpus_per_node": 4, "use_dynamic_global_batch_size": True},
+            "Set it to 1, or use --use-dynamic-batch-size",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(fields: dict[str, Any], named: str) -> None:
@@ -48,6 +79,56 @@ def test_what_cannot_work_is_refused_with_a_remedy(fields: dict[str, Any], named
         make(max_weight_staleness=0, **fields)
     assert named in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.field in fields
+
+
+def backend_of(**fields: Any) -> BackendConfig:
+    """The trainer backend's settings that follow."""
+    place = Place(
+        run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
+    )
+    return backend_config(make(max_weight_staleness=0, **fields), place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reduction", "constant"),
+    [
+        ({}, "per_sample", 1.0),
+        ({"loss_agg_mode": "seq-mean-token-mean"}, "per_sample", 1.0),
+        ({"calculate_per_token_loss": True}, "per_token", 1.0),
+        ({"loss_agg_mode": "token-mean"}, "per_token", 1.0),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm", "rollout_max_response_len": 600}, "constant", 600.0),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1000}, "constant", 1000.0),
+    ],
+)
+def test_the_reduction_reaches_the_objective(fields: dict[str, Any], reduction: str, constant: float) -> None:
+    objective = backend_of(**fields).objective
+    assert (objective.reduction, objective.loss_constant) == (reduction, constant)
+    assert make(max_weight_staleness=0, **fields).grpo.calculate_per_token_loss == (reduction == "per_token")
+
+
+@pytest.mark.parametrize(
+    ("fields", "balance"),
+    [
+        ({}, "flops"),
+        ({"balance_data": True}, "flops"),
+        ({"balance_by_flops": True}, "flops"),
+        ({"balance_by_flops": False}, "tokens"),
+        ({"balance_data": False}, "none"),
+    ],
+)
+def test_the_balance_reaches_the_backend(fields: dict[str, Any], balance: str) -> None:
+    assert backend_of(**fields).balance == balance
+
+
+def test_a_dynamic_global_batch_takes_what_agrees_with_it_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    assert not backend_of().use_dynamic_global_batch_size
+    for agreeing in ({}, {"global_batch_size": 256}, {"num_steps_per_rollout": 1}):
+        backend = backend_of(use_dynamic_global_batch_size=True, **agreeing)
+        assert backend.use_dynamic_global_batch_size and backend.num_steps_per_rollout == 1
+    s = make(max_weight_staleness=0, use_dynamic_global_batch_size=True, actor_num_gpus_per_node=3)
+    assert any("leaves out 1 of 256" in note and "actor_num_gpus_per_node = 3" in note for note in notes(s))
+    (tmp_path / "run.toml").write_text(dump_toml(s))  # what a run writes down loads again, derived values included
+    assert load(tmp_path / "run.toml").settings == s
 
 
 def test_settings_reach_the_trainer() -> None:

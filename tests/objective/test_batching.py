@@ -18,6 +18,7 @@ from actors.trainer.batching import (
 from actors.trainer.packing import BatchingError, lower_bound, pack, strong_lower_bound
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=8, max_size=60)
+COST = CostModel.of_shape(hidden=64, layers=4, ffn=256, vocab=1000, heads=4, kv_heads=2, head_dim=32)
 
 
 @settings(deadline=None)
@@ -43,7 +44,7 @@ def test_every_plan_keeps_its_promises(lengths, dp, cp, siblings, balance, steps
             max_tokens_per_gpu=1024,
             allow_partial=True,
             balance=balance,
-            cost=CostModel.of_shape(hidden=64, layers=4, ffn=256, vocab=1000),
+            costs=[COST(n, n // 2) for n in lengths],
         )
     except BatchingError as error:
         assert "cannot fill" in str(error)  # only when a step has fewer samples than the ranks need micro-batches
@@ -77,20 +78,54 @@ def test_packing_of_512_lognormal_lengths_is_near_the_lower_bound(mu, sigma, cap
         assert strong_lower_bound(lengths, cap, dp) / count >= 0.97
 
 
-def test_balancing_evens_out_ranks_and_keeps_the_cap():
+@pytest.mark.parametrize("sizes", [{"max_tokens_per_gpu": 4096}, {"micro_batch_size": 2}], ids=["dynamic", "static"])
+def test_balancing_evens_out_what_it_measures(sizes):
     rng = random.Random(0)
     lengths = [min(max(1, int(rng.lognormvariate(6, 1.0))), 4000) for _ in range(256)]
-    cost = CostModel(quadratic=1e-3)
+    costs = [CostModel(quadratic=1e-3)(n) for n in lengths]
 
-    def gap(balance):
+    def gap(balance, measure):
+        """The busiest rank over the mean."""
         plan = plan_batches(
-            lengths, range(256), global_batch_size=256, dp_size=4, max_tokens_per_gpu=4096, balance=balance, cost=cost
+            lengths, range(256), global_batch_size=256, dp_size=4, balance=balance, costs=costs, **sizes
         )
-        load = [sum(cost(lengths[i]) for mb in rank for i in mb) for rank in plan.steps[0].ranks]
+        load = [sum(measure[i] for mb in rank for i in mb) for rank in plan.steps[0].ranks]
         return max(load) / (sum(load) / 4)
 
-    assert gap("flops") <= gap("none")
-    assert gap("flops") < 1.01
+    for balance, measure in (("tokens", lengths), ("flops", costs)):
+        assert gap(balance, measure) <= gap("none", measure)
+        assert gap(balance, measure) < 1.01
+    assert gap("flops", costs) < gap("tokens", costs)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=8, max_size=60),
+    dp=st.integers(1, 4),
+    size=st.integers(1, 3),
+    balance=st.sampled_from(["none", "tokens", "flops"]),
+)
+def test_static_micro_batches_are_the_same_whoever_gets_them(lengths, dp, size, balance):
+    whole = len(lengths) // (dp * size) * dp * size
+    kept = lengths[: max(whole, dp * size)] + [1] * max(dp * size - len(lengths), 0)
+    plan = plan_batches(
+        kept,
+        range(len(kept)),
+        global_batch_size=len(kept),
+        dp_size=dp,
+        micro_batch_size=size,
+        balance=balance,
+        costs=[COST(n) for n in kept],
+    )
+    [step] = plan.steps
+    chunks = sorted(mb for rank in step.ranks for mb in rank)
+    assert chunks == [tuple(range(k, k + size)) for k in range(0, len(kept), size)]
+    assert len({len(rank) for rank in step.ranks}) == 1
+
+
+def test_flops_need_the_cost_of_every_sample():
+    with pytest.raises(BatchingError, match="balance=flops needs the cost"):
+        plan_batches([1], [0], global_batch_size=1, micro_batch_size=1, balance="flops")
 
 
 def test_over_cap_sample_is_alone_and_named():

@@ -8,6 +8,7 @@ from actors.trainer.batching import CostModel, plan_batches
 from actors.trainer.packing import BatchingError, lower_bound
 
 ORACLE = ("dynamic_batching",)
+COST = CostModel.of_shape(hidden=16, layers=2, ffn=64, vocab=32, heads=2, kv_heads=2, head_dim=8)
 
 
 def build(case):
@@ -24,7 +25,7 @@ def build(case):
         mb_group=p.get("mb_group", 1) if p.get("vpp_size", 1) > 1 else 1,
         allow_partial=p.get("allow_partial_train_step", False),
         balance=balance,
-        cost=CostModel.of_shape(hidden=16, layers=2, ffn=64, vocab=32),
+        costs=[COST(n) for n in x["total_lengths"]],
     )
 
 

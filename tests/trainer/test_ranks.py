@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,10 +71,11 @@ def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBack
         {"entropy_coef": 0.01},
         {"reduction": "per_token", "use_kl_loss": True, "kl_loss_coef": 0.1},
         {"correction": "mis", "tis_batch_normalize": True, "proximal": "recompute", "normalize_advantages": True},
+        {"reduction": "constant", "loss_constant": 13.0, "entropy_coef": 0.01},
         {"advantage_estimator": "ppo", "lambd": 0.9},
         {"advantage_estimator": "on_policy_distillation"},
     ],
-    ids=["per_sample", "per_token_kl", "mis_whitened", "ppo", "distillation"],
+    ids=["per_sample", "per_token_kl", "mis_whitened", "dr_grpo", "ppo", "distillation"],
 )
 def test_two_ranks_have_the_loss_and_gradient_of_one(
     model: str,
@@ -100,6 +102,48 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "sizes", [{"max_tokens_per_gpu": 48}, {"use_dynamic_batch_size": False, "micro_batch_size": 2}]
+)
+def test_balancing_moves_work_and_changes_no_gradient(
+    sizes: dict[str, Any], pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch
+) -> None:
+    one = alone(make_backend, clip_grad=0.0, **sizes)
+    one.train_step(make_batch(5))
+    want, imbalance = gradients(one), {}
+    for balance in ("none", "tokens", "flops"):
+        pair.setup(make_config(clip_grad=0.0, balance=balance, **sizes))
+        result = pair.train_step(make_batch(5))
+        imbalance[balance] = result.metrics["train/rank_imbalance"]
+        assert sorted(i for ids in result.packing for i in ids) == list(range(16))
+        for name, grad in gradients(pair).items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-4, atol=1e-6)
+    assert 1 <= imbalance["flops"] <= imbalance["none"] and imbalance["flops"] < 1.1
+
+
+@pytest.mark.timeout(120)
+def test_a_dynamic_global_batch_is_a_multiple_of_the_ranks(
+    pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch
+) -> None:
+    """15 trajectories on two ranks: the youngest is left out; its reward still counts in its group's baseline."""
+    settings = {"use_dynamic_global_batch_size": True, "clip_grad": 0.0, "objective": {"normalize_advantages": True}}
+    pair.setup(make_config(**settings))
+    result = pair.train_step(make_batch(6, groups=3, siblings=5))
+    assert result.flags == {"trimmed": ["g2/4"]} and result.trained_tokens[14] == 0
+    assert sorted(i for ids in result.packing for i in ids) == list(range(14))
+    assert result.metrics["train/global_batch_size"] == 14 and result.metrics["train/updates"] == 1
+
+    one, batch = alone(make_backend, **settings), make_batch(6, groups=3, siblings=5)
+    batch.samples[14].train.remove = True
+    alike = one.train_step(batch)
+    assert alike.metrics["train/global_batch_size"] == 15 and "trimmed" not in alike.flags
+    assert alike.metrics["train/trained_tokens"] == result.metrics["train/trained_tokens"]
+    got, want = gradients(pair), gradients(one)
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad * 15 / 14, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(120)

@@ -102,6 +102,17 @@ def test_several_steps_per_rollout_train_every_trajectory_once(make_backend: Bac
     assert result.metrics["train/logprob_pass_s"] > 0  # the denominator is older than the second step's policy
 
 
+def test_a_dynamic_global_batch_is_one_step_over_all_that_arrived(make_backend: Backend, make_batch: Batch) -> None:
+    dynamic, static = make_backend(use_dynamic_global_batch_size=True), make_backend()
+    results = [backend.train_step(make_batch(5, siblings=3)) for backend in (dynamic, static)]
+    for result in results:
+        assert result.metrics["train/global_batch_size"] == 12 and result.metrics["train/updates"] == 1
+        assert "trimmed" not in result.flags and min(result.trained_tokens) > 0
+    assert dynamic.weights_hash() == static.weights_hash()
+    with pytest.raises(Refused, match="num_steps_per_rollout=2 asks for several"):
+        make_backend(use_dynamic_global_batch_size=True, num_steps_per_rollout=2)
+
+
 def test_a_policy_loss_that_could_never_clip_is_refused(make_backend: Backend) -> None:
     with pytest.raises(Refused, match="never clips"):
         make_backend(objective={"proximal": "current"}, num_steps_per_rollout=2)

@@ -50,10 +50,17 @@ class LossInputs:
     """[S], for messages"""
     lengths: tuple[int, ...] = ()
     """[S] response tokens"""
+    mean_weights: Tensor | None = None
+    """float [T]: what a token counts in metrics, which are means whatever the loss is; None: `weights`"""
     prompt_lengths: tuple[int, ...] = ()
     """[S] prompt tokens, 0 where unknown"""
     segment_sum: Callable[[Tensor, Tensor, int], Tensor] = segment_sum
     """Per-sample sums. A context-parallel trainer passes one that also adds over its ranks, with gradient."""
+
+    @property
+    def metric_weights(self) -> Tensor:
+        """float [T]"""
+        return self.weights if self.mean_weights is None else self.mean_weights
 
 
 @dataclass(frozen=True, slots=True)

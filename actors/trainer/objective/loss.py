@@ -140,7 +140,7 @@ def _loss_of_hook(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Ten
         with torch.no_grad():
             gap = (mb.new_logp - mb.rollout_logp).abs()
             gap = keep(usable & torch.isfinite(gap), gap)
-            sums["train_rollout_logprob_abs_diff"] = reduce_sum(gap, usable, mb.weights)
+            sums["train_rollout_logprob_abs_diff"] = reduce_sum(gap, usable, mb.metric_weights)
             sums["forward_logp_max_diff"] = gap.amax() if gap.numel() else gap.sum()
     return total * (norm.scale / norm.divisor), sums
 
@@ -151,8 +151,10 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
     loss = norm.scale / norm.divisor * sum_t w_t (policy loss - entropy_coef H + kl_loss_coef KL): micro-batch
     losses of a step simply add up, over micro-batches and (gradients summed) over ranks. Nothing trained: 0 with
     zero gradient. A NaN log-prob at a trained token takes that token out of the loss and is counted in
-    `nonfinite_tokens`; `metrics.name_nonfinite` names the sample. Raises MissingInputError when the settings need
-    a tensor the micro-batch lacks, HookError when a function of the user's does not keep its signature.
+    `nonfinite_tokens`; `metrics.name_nonfinite` names the sample. `loss` and `pg_loss` are reported as they are
+    reduced; everything else, `kl_loss` and `entropy_loss` included, as a mean, also under reduction=constant.
+    Raises MissingInputError when the settings need a tensor the micro-batch lacks, HookError when a function of the
+    user's does not keep its signature.
     """
     if cfg.custom_loss_function_path:
         return _loss_of_hook(cfg, mb, norm)
@@ -160,9 +162,9 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
     total = pg = custom.reducer(cfg, mb, t.accepted)(t.loss)
     sums: dict[str, Tensor] = {"pg_loss": pg.detach()}
     if cfg.entropy_coef != 0:
-        entropy = reduce_sum(_given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}"), t.accepted, mb.weights)
-        total = total - cfg.entropy_coef * entropy
-        sums["entropy_loss"] = entropy.detach()
+        entropy = _given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}")
+        total = total - cfg.entropy_coef * reduce_sum(entropy, t.accepted, mb.weights)
+        sums["entropy_loss"] = reduce_sum(entropy.detach(), t.accepted, mb.metric_weights)
     elif mb.entropy is not None:
         t.rows["entropy_loss"] = mb.entropy.detach()
     if cfg.use_kl_loss:
@@ -170,10 +172,9 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
         new = mb.new_logp if cfg.kl_loss_coef != 0 else mb.new_logp.detach()
         old = t.old_logp if cfg.use_unbiased_kl else None
         kl, bad = masked_kl(cfg.kl_loss_type, t.accepted, new, ref, old)
-        kl_sum = reduce_sum(kl, t.accepted, mb.weights)
         if cfg.kl_loss_coef != 0:
-            total = total + cfg.kl_loss_coef * kl_sum
-        sums["kl_loss"] = kl_sum.detach()
+            total = total + cfg.kl_loss_coef * reduce_sum(kl, t.accepted, mb.weights)
+        sums["kl_loss"] = reduce_sum(kl.detach(), t.accepted, mb.metric_weights)
         far = (mb.new_logp.detach() - ref).abs()
         t.rows["ref_logprob_abs_diff"] = keep(t.accepted & torch.isfinite(far), far)
         sums["kl_nonfinite_tokens"] = bad.sum()
@@ -186,7 +187,7 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
         groups = ((t.usable, t.rows | t.raw_rows),) if same else ((t.accepted, t.rows), (t.usable, t.raw_rows))
         for mask, rows in groups:
             if rows:
-                reduced = reduce_sum(torch.stack(list(rows.values())), mask, mb.weights)
+                reduced = reduce_sum(torch.stack(list(rows.values())), mask, mb.metric_weights)
                 sums |= dict(zip(rows, reduced.unbind(), strict=True))
         sums |= t.sums
     factor = norm.scale / norm.divisor

@@ -134,7 +134,12 @@ class PreparedBatch:
             staleness=None if self.staleness is None else self.staleness[at].to(like.device),
             old_values=pick.get("values"),
             returns=self.returns[at].to(like),
+            mean_weights=self._mean_weights(totals, index),
             sample_ids=tuple(self.sample_ids[i] for i in chosen),
             lengths=tuple(self.lengths[chosen].tolist()),
             prompt_lengths=tuple(self.prompt_lengths[i] for i in chosen),
         )
+
+    def _mean_weights(self, totals: Tensor, index: Tensor) -> Tensor | None:
+        """A sum over a constant is no mean: a ratio of 1 would read as mean length over the constant."""
+        return token_weights("per_sample", totals, index) if self.cfg.reduction == "constant" else None

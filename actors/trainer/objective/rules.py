@@ -83,6 +83,10 @@ def problems(cfg: ObjectiveConfig) -> list[str]:
         f"keep_old_actor recomputes log-probs, proximal={cfg.proximal} does not. Use proximal=recompute.",
     )
     rule(cfg.reduction != "constant" or cfg.loss_constant > 0, f"loss_constant={cfg.loss_constant} must be > 0.")
+    rule(
+        cfg.reduction == "constant" or cfg.loss_constant == 1.0,
+        f"loss_constant={cfg.loss_constant} divides nothing with reduction={cfg.reduction}. Set reduction=constant.",
+    )
     rule(cfg.max_staleness is None or cfg.max_staleness >= 0, f"max_staleness={cfg.max_staleness} must be >= 0.")
     rule(
         not cfg.max_staleness or cfg.corrects or cfg.allow_no_correction,

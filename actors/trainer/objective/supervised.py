@@ -24,7 +24,7 @@ def value_loss(clip: float, values: Tensor, mb: LossInputs, norm: Norm) -> tuple
     m = mb.mask
     loss, clipped = clipped_value_loss(keep(m, values), keep(m, mb.old_values), keep(m, mb.returns), clip)
     total = reduce_sum(loss, m, mb.weights)
-    share = reduce_sum(clipped.to(loss.dtype), m, mb.weights)
+    share = reduce_sum(clipped.to(loss.dtype), m, mb.metric_weights)
     sums = {"value_loss": total.detach(), "value_clipfrac": share}
     return total * (norm.scale / norm.divisor), sums
 

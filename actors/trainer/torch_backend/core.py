@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
-from actors.trainer.batching import CostModel
 from actors.trainer.hooks import install
 from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, check, learning_rate
 from actors.trainer.torch_backend.critic import CriticTraining
@@ -25,6 +24,7 @@ from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
 from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
 
@@ -65,7 +65,7 @@ class Core:
             narrow(self.policy, self.dtype)
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
-        self.cost = _cost(self.policy.hf.config)
+        self.cost = cost_of(self.policy.hf.config)
         depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
         self.old_actors = OldActors(depth, on_host=ranks.alone)
         self.critic: CriticTraining | None = None
@@ -274,6 +274,11 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
             f"proximal=current with num_steps_per_rollout={config.num_steps_per_rollout} never clips: the ratio is always 1. "
             "Use proximal=recompute, or one step per rollout batch."
         )
+    if config.use_dynamic_global_batch_size and several:
+        raise ObjectiveConfigError(
+            f"use_dynamic_global_batch_size makes one step of a rollout batch, num_steps_per_rollout="
+            f"{config.num_steps_per_rollout} asks for several. Keep one of the two."
+        )
     early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:
         return msgspec.structs.replace(objective, proximal="current")
@@ -285,17 +290,6 @@ def narrow(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in `dtype`; buffers stay, since rotary frequencies need float32."""
     for p in module.parameters():
         p.data = p.data.to(dtype)
-
-
-def _cost(shape: Any) -> CostModel:
-    heads, kv = shape.num_attention_heads, shape.num_key_value_heads
-    return CostModel.of_shape(
-        hidden=shape.hidden_size,
-        layers=shape.num_hidden_layers,
-        ffn=shape.intermediate_size,
-        vocab=shape.vocab_size,
-        kv_ratio=kv / heads,
-    )
 
 
 def _rng(text: str) -> Tensor:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from actors.trainer.backend import BackendConfig
-from actors.trainer.batching import CostModel, StepPlan, plan_batches
+from actors.trainer.batching import CostModel, StepPlan, dynamic_global_batch_size, plan_batches
 from actors.trainer.packing import BatchingError
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """Samples are positions in the batch; every one is in one step or in `trimmed`."""
+
+    steps: tuple[StepPlan, ...]
+    over_cap: tuple[int, ...]
+    """samples longer than the token cap, each alone in its micro-batch"""
+    trimmed: tuple[int, ...]
+    """samples of the trajectories that `use_dynamic_global_batch_size` leaves out"""
+    imbalance: float
+    """work of the busiest rank over the mean of the ranks, FLOPs, the worst of the steps; 1 is perfect"""
 
 
 def plan_steps(
@@ -14,13 +29,16 @@ def plan_steps(
     total_lengths: Sequence[int],
     trajectories: Sequence[Hashable],
     *,
+    responses: Sequence[int] | None = None,
     ranks: int = 1,
     cost: CostModel | None = None,
-) -> tuple[list[StepPlan], list[int]]:
-    """(steps over sample positions, samples longer than the token cap).
+) -> RolloutPlan:
+    """Plan for samples of `total_lengths` tokens (prompt and response), `responses` of them response, and their
+    trajectories. Raises BatchingError.
 
-    Whole trajectories in order of first appearance, dealt evenly over `num_steps_per_rollout` steps: every sample is
-    trained in exactly one, none is left over. Fewer trajectories than steps: one step each. Raises BatchingError.
+    Whole trajectories in order of first appearance. They are dealt evenly over `num_steps_per_rollout` steps, one step
+    each when there are fewer; or, with `use_dynamic_global_batch_size`, the largest multiple of `ranks` makes one step
+    and the youngest up to ranks - 1 are left out.
     """
     members: dict[Hashable, list[int]] = {}
     for i, trajectory in enumerate(trajectories):
@@ -28,11 +46,16 @@ def plan_steps(
     groups = list(members.values())
     if not groups:
         raise BatchingError("the step's batch has no samples. Cut a batch only when groups are ready.")
-    count = min(max(config.num_steps_per_rollout, 1), len(groups))
+    kept, count = len(groups), min(max(config.num_steps_per_rollout, 1), len(groups))
+    if config.use_dynamic_global_batch_size:
+        kept, count = dynamic_global_batch_size(len(groups), ranks), 1
     dynamic = config.use_dynamic_batch_size
-    steps, over = [], []
+    price = cost or CostModel()
+    work = [price(n, r) for n, r in zip(total_lengths, responses or [0] * len(total_lengths), strict=True)]
+    steps: list[StepPlan] = []
+    over: list[int] = []
     for k in range(count):
-        mine = groups[len(groups) * k // count : len(groups) * (k + 1) // count]
+        mine = groups[kept * k // count : kept * (k + 1) // count]
         at = sorted(i for group in mine for i in group)
         plan = plan_batches(
             [total_lengths[i] for i in at],
@@ -41,14 +64,34 @@ def plan_steps(
             dp_size=ranks,
             max_tokens_per_gpu=config.max_tokens_per_gpu if dynamic else None,
             micro_batch_size=None if dynamic else config.micro_batch_size,
-            balance="none" if ranks == 1 else "flops",
-            cost=cost,
+            balance="none" if ranks == 1 else config.balance,
+            costs=[work[i] for i in at],
         )
         over += [at[i] for i in plan.over_cap]
         for step in plan.steps:
             dealt = tuple(tuple(tuple(at[i] for i in batch) for batch in rank) for rank in step.ranks)
             steps.append(StepPlan(tuple(at[i] for i in step.samples), step.num_rollouts, dealt))
-    return steps, over
+    trimmed = tuple(sorted(i for group in groups[kept:] for i in group))
+    return RolloutPlan(tuple(steps), tuple(over), trimmed, max(_imbalance(step, work) for step in steps))
 
 
-__all__ = ("plan_steps",)
+def _imbalance(step: StepPlan, work: Sequence[float]) -> float:
+    loads = [sum(work[i] for batch in rank for i in batch) for rank in step.ranks]
+    return max(loads) * len(loads) / sum(loads) if sum(loads) > 0 else 1.0
+
+
+def cost_of(config: Any) -> CostModel:
+    """FLOPs of a model by its Hugging Face config."""
+    heads = config.num_attention_heads
+    return CostModel.of_shape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+__all__ = ("RolloutPlan", "cost_of", "plan_steps")

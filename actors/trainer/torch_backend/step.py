@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from actors.trainer.torch_backend.core import Core
 from actors.trainer.torch_backend.critic import value_metrics
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
-from actors.trainer.torch_backend.plan import plan_steps
+from actors.trainer.torch_backend.plan import RolloutPlan, plan_steps
 
 Work = list[tuple[tuple[int, ...], MicroBatch]]
 """This rank's micro-batches of one step, with the sample positions in them."""
@@ -74,19 +74,29 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     with watch.phase("prepare"):
         packed = PackedBatch(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
-        steps, over = plan_steps(core.config, packed.total.tolist(), names, ranks=core.ranks.size, cost=core.cost)
+        plan = plan_steps(
+            core.config,
+            packed.total.tolist(),
+            names,
+            responses=packed.response.tolist(),
+            ranks=core.ranks.size,
+            cost=core.cost,
+        )
         work: list[Work] = [
-            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.ranks.rank]] for step in steps
+            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.ranks.rank]] for step in plan.steps
         ]
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, work)
         lost = _old_actor_passes(core, batch, packed, work) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
-        prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+        samples = [s.train for s in batch.samples]
+        for i in plan.trimmed:  # their rewards still belong to their group's baseline
+            samples[i] = replace(samples[i], remove=True)
+        prepared = prepare_batch(cfg, samples, current_version=batch.step)
     tally = _Tally()
     if lost:
         tally.flags["old_actor_gone"] = lost
-    for step, mine in zip(steps, work, strict=True):
+    for step, mine in zip(plan.steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
         tally.updates
@@ -94,7 +104,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
-    result = _result(batch, packed, prepared, steps, over, tally, rates, watch)
+    result = _result(core, packed, prepared, plan, tally, rates, watch)
     if batch.step == 0:
         result.metrics |= measure(tally.metrics[0], core.config, cfg)
     return result
@@ -242,23 +252,25 @@ def _second_model(prepared: PreparedBatch, rates: _Rates) -> dict[str, float]:
 
 
 def _result(
-    batch: StepBatch,
+    core: Core,
     packed: PackedBatch,
     prepared: PreparedBatch,
-    steps: list[StepPlan],
-    over: list[int],
+    plan: RolloutPlan,
     tally: _Tally,
     rates: _Rates,
     watch: Stopwatch,
 ) -> StepResult:
-    flags = {reason: list(ids) for reason, ids in (prepared.flags | tally.flags).items()}
-    if over:
-        flags["over_token_cap"] = [batch.samples[i].train.sample_id for i in over]
+    steps = plan.steps
+    trimmed = {prepared.sample_ids[i] for i in plan.trimmed}  # listed under one reason only
+    listed = {reason: [i for i in ids if i not in trimmed] for reason, ids in (prepared.flags | tally.flags).items()}
+    listed["trimmed"] = [prepared.sample_ids[i] for i in plan.trimmed]
+    listed["over_token_cap"] = [prepared.sample_ids[i] for i in plan.over_cap]
+    flags = {reason: ids for reason, ids in listed.items() if ids}
     trained = np.array(prepared.counts.tolist(), dtype=np.int64)
     for step in tally.skipped:
         trained[list(step.samples)] = 0
     seconds, phases = watch.read()
-    tokens = int(packed.total.sum())
+    tokens = sum(int(packed.total[list(step.samples)].sum()) for step in steps)
     metrics = {
         **prepared.metrics,
         **_combine(tally.metrics),
@@ -267,12 +279,15 @@ def _result(
         "tokens": float(tokens),
         "response_tokens": float(packed.response_tokens),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        "global_batch_size": sum(step.num_rollouts for step in steps) / len(steps),
         "updates": float(tally.updates),
         "skipped_updates": float(len(tally.skipped)),
         "micro_batches": float(sum(len(rank) for step in steps for rank in step.ranks)),
         "step_s": seconds,
         **{f"{name}_s": value for name, value in phases.items()},
     }
+    if not core.ranks.alone:
+        metrics["rank_imbalance"] = plan.imbalance
     packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)
     return StepResult(
         metrics={f"train/{name}": value for name, value in metrics.items()},

@@ -8,6 +8,7 @@ from miles_async.settings.doc import Group, PositiveInt, doc
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 Level = Literal["token", "sequence", "geometric"]
+LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 HOOK_FIELDS = (
     "custom_loss_function_path",
     "custom_advantage_function_path",
@@ -54,6 +55,14 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ]
+    use_dynamic_global_batch_size: Annotated[
+        bool,
+        doc(
+            "One optimizer step over what a rollout batch really holds: its trajectories rounded down to a multiple of "
+            "the trainer's processes; the youngest that are over are left out and reported as trimmed. Takes no other "
+            "global_batch_size or num_steps_per_rollout than what this gives."
+        ),
+    ] = False
     eps_clip: Annotated[float, doc("PPO clip range below 1.", live=True, gt=0, lt=1)] = 0.2
     eps_clip_high: Annotated[
         float, doc("PPO clip range above 1; larger than eps_clip is clip-higher.", derived="eps_clip", live=True, gt=0)
@@ -130,7 +139,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     disable_grpo_std_normalization: Annotated[
         bool,
         doc(
-            "Do not divide advantages by the group's standard deviation.", derived="true when n_samples_per_prompt is 1"
+            "Do not divide advantages by the group's standard deviation (Dr. GRPO, with loss_agg_mode).",
+            derived="true when n_samples_per_prompt is 1",
         ),
     ]
     disable_rewards_normalization: Annotated[bool, doc("Do not subtract the group's mean reward.")] = False
@@ -167,8 +177,31 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ] = ()
     opd_kl_coef: Annotated[float, doc("For use_opd: weight of the distance to the teacher.", ge=0)] = 1.0
     calculate_per_token_loss: Annotated[
-        bool, doc("Average over all tokens of a step; off: mean per sample, then over samples.")
-    ] = False
+        bool,
+        doc(
+            "Average over all tokens of a step; off: as loss_agg_mode says.",
+            derived="true with loss_agg_mode token-mean",
+        ),
+    ]
+    loss_agg_mode: Annotated[
+        LossAggMode,
+        doc(
+            "How the tokens of an optimizer step become its loss. seq-mean-token-mean: mean of each trajectory, then over "
+            "trajectories. token-mean: mean over all tokens. seq-mean-token-sum-norm: sum of each trajectory over the "
+            "constant loss_scale_factor, then mean over trajectories, so that long answers are not favoured (Dr. GRPO, "
+            "with disable_grpo_std_normalization).",
+            derived="token-mean with calculate_per_token_loss, else seq-mean-token-mean",
+        ),
+    ]
+    loss_scale_factor: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        doc(
+            "For loss_agg_mode seq-mean-token-sum-norm: the constant that token sums are divided by; fixed for the run, "
+            "also when rollout_max_response_len is patched.",
+            unit="tokens",
+            derived="rollout_max_response_len with seq-mean-token-sum-norm, else unset",
+        ),
+    ]
 
     loss_type: Annotated[
         Literal["policy_loss", "custom_loss"],

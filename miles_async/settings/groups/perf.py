@@ -39,5 +39,19 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 1
+    balance_data: Annotated[
+        bool,
+        doc(
+            "Deal micro-batches to the trainer's processes so that all have as much work; off: in turn. Either way all have "
+            "the same number of them, none over max_tokens_per_gpu, and what is learned is the same."
+        ),
+    ] = True
+    balance_by_flops: Annotated[
+        bool,
+        doc(
+            "For balance_data: measure work in FLOPs of the model, attention's quadratic part included; off: in tokens.",
+            derived="balance_data",
+        ),
+    ]
     trainer_threads: Annotated[int, doc("CPU threads of the trainer process.", unit="threads", ge=1)] = 1
     engine_threads: Annotated[int, doc("CPU threads of each embedded engine.", unit="threads", ge=1)] = 1
