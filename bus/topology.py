@@ -41,6 +41,7 @@ Policy = (
     | policy.Finished
     | policy.WeightsOnDisk
     | policy.Sending
+    | policy.Turn
 )
 Active = policy.Activate | policy.PolicyActive
 News = control.Vitals | control.Event

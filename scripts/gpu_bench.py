@@ -3,10 +3,10 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning, and nccl and e2e, which need two GPUs (the trainer on
---gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a
-number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
-it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning colocate, and nccl and e2e, which need two GPUs (the
+trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a number, is left out when that file
+is complete, and does not begin when the budget is short: run the command again until it says that all is there.
+`--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
 
 from __future__ import annotations
@@ -293,6 +293,7 @@ STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "tuning": (tuning, 170.0),
     "nccl": (gpu_publish.nccl, 200.0),
     "e2e": (gpu_e2e.e2e, 300.0),
+    "colocate": (gpu_e2e.colocate, 240.0),
 }
 ONE_GPU = [step for step in STEPS if step not in ("nccl", "e2e")]
 

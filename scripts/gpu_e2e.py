@@ -1,13 +1,17 @@
-"""Whole runs of gpu_bench.py: one GPU trains, one generates. Random weights of a real shape, random rewards, real everything else.
+"""Whole runs of gpu_bench.py through `miles-async train`: random weights of a real shape, random rewards, real everything else.
 
-Runs of the same settings at max staleness 2, through `miles-async train`: asynchronous; strictly on-policy (staleness 0);
-rollouts alone (--debug-rollout-only); and the trainer alone, on the batches that the first run recorded. Async efficiency is
-max(rollout alone, train alone) / step time, medians after the first steps.
+    e2e         one GPU trains, one generates: asynchronous at max staleness 2, strictly on-policy, rollouts alone. Async
+                efficiency is max(rollout alone, train alone) / step time. Training alone is what the trainer is busy with in the
+                on-policy run, where nothing else works meanwhile
+    colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
+
+Step times are means over the steps after the first ones: generation starts ahead of the trainer, so a median flatters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -21,36 +25,60 @@ WARM = 3  # first steps, with compilation and an empty pipeline, are left out
 
 
 async def e2e(b: Any) -> None:
-    """Step times of the four runs, one result; a run that is there already is not made again."""
-    model = await asyncio.to_thread(_with_tokenizer, b.model())
-    prompts = b.out / "e2e-prompts.jsonl"
-    rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
-    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    record = str(b.scratch / "batches" / "{rollout_id}.msgpack")
-    runs: dict[str, list[str]] = {
-        "async": [],
-        "on-policy": ["--max-weight-staleness", "0"],
-        "rollout-alone": ["--debug-rollout-only"],
-        # recording hashes all weights at every step, so it is a run of its own
-        "recorded": ["--save-debug-rollout-data", record],
-        "train-alone": ["--load-debug-rollout-data", record],
-    }
-    found: dict[str, Any] = {}
-    for name in b.args.e2e_runs or runs:
-        found[name] = await _run(b, model, prompts, name, runs[name])
-        b.save("e2e", {"runs": found}, done=False)
+    """Step times of the runs on two GPUs, one result."""
+    apart = ["--update-weight-transport", "nccl"]
+    if b.args.engine == "sglang":
+        apart += ["--rollout-num-gpus", "1", "--rollout-gpu-ids", str(b.args.gpu + 1)]
+    found = await _runs(
+        b,
+        "e2e",
+        {
+            "async": apart,
+            "on-policy": [*apart, "--max-weight-staleness", "0"],
+            "rollout-alone": [*apart, "--debug-rollout-only"],
+        },
+    )
     if b.args.e2e_runs:
         return
-    step, alone = found["async"]["step_s"], [found[n]["step_s"] for n in ("rollout-alone", "train-alone")]
+    step, rollout, train = found["async"]["step_s"], found["rollout-alone"]["step_s"], found["on-policy"]["train_s"]
     b.save(
         "e2e",
         {
             "runs": found,
-            "async_efficiency": round(max(alone) / step, 4),
+            "async_efficiency": round(max(rollout, train) / step, 4),
             "on_policy_ratio": round(found["on-policy"]["step_s"] / step, 4),
         },
         done=True,
     )
+
+
+async def colocate(b: Any) -> None:
+    """Step times of the runs on one GPU, and what a turn costs."""
+    shared = ["--colocate", *([] if b.args.engine == "sglang" else ["--offload-train-target", "disk"])]
+    found = await _runs(
+        b,
+        "colocate",
+        {
+            "shared": shared,
+            "shared-on-policy": [*shared, "--max-weight-staleness", "0"],
+            "shared-by-disk": [*shared, "--update-weight-transport", "disk"],
+        },
+    )
+    b.save("colocate", {"runs": found}, done=not b.args.e2e_runs)
+
+
+async def _runs(b: Any, step: str, runs: dict[str, list[str]]) -> dict[str, Any]:
+    """Run name -> figures, for all runs or those of --e2e-runs; saved after each."""
+    model = await asyncio.to_thread(_with_tokenizer, b.model())
+    prompts = b.out / "e2e-prompts.jsonl"
+    rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
+    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found: dict[str, Any] = {}
+    for name, flags in runs.items():
+        if not b.args.e2e_runs or name in b.args.e2e_runs:
+            found[name] = await _run(b, model, prompts, name, flags)
+            b.save(step, {"runs": found}, done=False)
+    return found
 
 
 def _with_tokenizer(model: Path) -> Path:
@@ -71,11 +99,10 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
         *("--n-samples-per-prompt", "8", "--rollout-max-response-len", str(a.new_tokens), "--max-weight-staleness", "2"),
         *("--use-tis", "--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         *("--name", f"e2e-{name}", "--engine", a.engine, "--sglang-server-concurrency", str(a.concurrent)),
-        *("--update-weight-transport", "nccl", "--update-weight-buffer-size", str(a.bucket_mib << 20), *flags),
+        *("--update-weight-buffer-size", str(a.bucket_mib << 20), *flags),
     ]
     if gpu:
-        words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "32768", "--rollout-num-gpus", "1"]
-        words += ["--rollout-gpu-ids", str(a.gpu + 1)]
+        words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "32768"]
         for flag, value in b.engine_args().items():
             words += [f"--sglang-{flag}", str(value)]
     else:
@@ -99,11 +126,17 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
     if code != 0 or len(steps) <= WARM:
         raise RuntimeError(f"run {name} ended with {code} after {len(steps)} steps: {log.read_text()[-1500:]}")
     late = steps[WARM:]
+
+    def mean(name: str) -> float:
+        return round(statistics.mean(m.get(f"perf/{name}", 0.0) for m in late), 4)
+
+    dropped = [row for row in rows if row["kind"] == "drop"]
     return {
-        "step_s": statistics.median(end - start for start, end in zip(walls[WARM - 1 :], walls[WARM:], strict=False)),
-        "train_s": statistics.median(m["perf/train_s"] for m in late),
-        "wait_s": statistics.median(m["perf/wait_s"] for m in late),
-        "tokens_per_s": statistics.median(m["perf/tokens_per_s"] for m in late),
+        "steps": len(late),
+        "step_s": round((walls[-1] - walls[WARM - 1]) / len(late), 4),
+        "median_step_s": round(statistics.median(b - a for a, b in itertools.pairwise(walls[WARM - 1 :])), 4),
+        **{name: mean(name) for name in ("train_s", "wait_s", "turn_s", "wake_s", "sleep_s", "tokens_per_s")},
         "staleness": statistics.mean(m.get("train/staleness", 0.0) for m in late),
-        "drops": sum(row["kind"] == "drop" for row in rows),
+        "logprob_difference": max(m.get("train/train_rollout_logprob_abs_diff", 0.0) for m in late),
+        "drops": len(dropped),
     }

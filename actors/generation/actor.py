@@ -15,6 +15,7 @@ from typing import Any, Literal
 from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
 from actors.generation.link import WeightsUnusable
 from actors.generation.sample import Running, start
+from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.child import Child
 from actors.runtime.consume import bury, header_number, keep_leases
@@ -22,7 +23,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Commit, Entry, Out, Reader, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
-from bus.messages.policy import Activate, Sending
+from bus.messages.policy import Activate, Sending, Turn
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, PREFIXES, PROMPTS, ROLLOUTS
@@ -39,6 +40,7 @@ class Worker:
         self._spec = spec
         self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self._link = open_link(context, spec, spare)
+        self._sharing = Sharing(context, self._link, spec.gives_back)
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
         self._slot = asyncio.Event()
@@ -50,6 +52,7 @@ class Worker:
         await self._reader.open()
         tail = Tail(self._context.bus, [ACTIVE, POLICY], start="$")
         await tail.open()
+        await self._sharing.open()
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -72,19 +75,23 @@ class Worker:
     # -- engine -------------------------------------------------------------------------------------------------
 
     async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
-        """The newest order that names this worker, and the trainer's word that it sends; woken by the blocking read. Older
-        orders tell what labels stand for."""
+        """The newest order that names this worker, the trainer's word that it sends, whose turn it is; woken by the blocking
+        read. Older orders tell what labels stand for."""
         for entry in reversed(await self._context.bus.last(ACTIVE, 64)):
             message = await self._context.bus.message(entry)
             if isinstance(message, Activate):
                 self._link.know(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
-                if entry.stream is POLICY and entry.fields.get("type") != SENDING:
+                if entry.stream is POLICY and entry.fields.get("type") not in (SENDING, TURN):
                     continue  # steps are large, and not for us
                 message = await self._context.bus.message(entry)
                 if isinstance(message, Sending) and self._context.name in message.workers:
                     self._link.sending(message.version.id)
+                if isinstance(message, Turn):
+                    self._sharing.hear(message)
+                    self._changed.set()
+                    self._link.interrupt()
                 if isinstance(message, Activate):
                     self._link.know(message)
                     if not message.workers or self._context.name in message.workers:
@@ -93,36 +100,54 @@ class Worker:
                         self._link.interrupt()
 
     async def _keep_engine(self, stop: asyncio.Event) -> None:
-        """Boots the engine, activates what is ordered, boots it again when it failed; woken by `_changed`."""
+        """Boots the engine, activates what is ordered, boots it again when it failed, keeps out of the way in the trainer's
+        turn; woken by `_changed`."""
+        link, sharing = self._link, self._sharing
         while not stop.is_set():
-            link = self._link
             await link.check()
+            if sharing.aside:
+                self._changed.clear()
+                await sharing.step_aside()
+                with self._context.waiting("the trainer's turn on the GPU to end"):
+                    await self._until_changed()
+                continue
             if link.engine is None or link.broken.is_set():
+                self._changed.clear()
                 with self._context.waiting("the engine to boot"):
-                    await link.boot()
-                self._changed.set()
+                    await link.boot(lambda: sharing.aside)
+                if link.engine is None or link.broken.is_set():  # draining, or the trainer's turn came in between
+                    await self._until_changed()
+                continue
             order, self._order = self._order, None
-            if order is not None and link.engine is not None:
+            if order is not None:
                 try:
                     with self._context.waiting(f"activation of version {order.version.id}"):
-                        await link.activate(order, lambda: self._order is not None or stop.is_set())
+                        await link.activate(order, lambda: self._order is not None or sharing.aside or stop.is_set())
                 except WeightsUnusable as error:
                     await self._context.event("weights refused", str(error), level="error")
                 except (EngineUnavailable, RequestRefused) as error:
                     await link.fail(error)
                 continue
+            await sharing.come_back()
             self._changed.clear()
-            if self._order is None and not link.broken.is_set() and not stop.is_set():
-                try:
-                    await asyncio.wait_for(self._changed.wait(), 1.0)
-                except TimeoutError:
-                    continue
+            if self._order is None and not link.broken.is_set() and not sharing.aside and not stop.is_set():
+                await self._until_changed()
+
+    async def _until_changed(self) -> None:
+        """A second at most, since servers die without a word."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), 1.0)
+        except TimeoutError:
+            return
 
     # -- leases -------------------------------------------------------------------------------------------------
 
     def _free(self) -> int:
         """Samples that may be taken now: none without a current version."""
-        if self._link.serving is None or self._order is not None or self._link.broken.is_set():
+        link = self._link
+        if link.serving is None or self._order is not None or link.broken.is_set():
+            return 0
+        if self._sharing.aside or link.released:
             return 0
         return max(0, int(self._context.knobs.sglang_server_concurrency) - self._context.in_flight)
 
@@ -151,6 +176,7 @@ class Worker:
         a request on its way was unknown to the engine the first time. Ends with the last sample or with the drain time."""
         engine = self._link.engine
         while engine is not None and self._context.in_flight:
+            self._link.open.set()  # samples that wait there see that we are draining
             answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
             for error in answers:
                 if isinstance(error, EngineUnavailable | RequestRefused):
@@ -235,7 +261,7 @@ class Worker:
     ) -> ParkReason | Literal["lease", "again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
         context, link = self._context, self._link
-        await link.open.wait()  # bounded: an activation has a deadline, after which it opens again
+        await link.open.wait()  # bounded: an activation has a deadline, and the trainer a supervisor that ends its turn
         engine = link.engine
         if context.draining.is_set():
             return "drain"
@@ -288,7 +314,8 @@ class Worker:
         if running.finish == "abort":
             if context.draining.is_set():
                 return "drain"
-            return "again" if link.resends and context.knobs.pause_generation_mode != "abort" else "abort"
+            kept = link.resends and context.knobs.pause_generation_mode != "abort"
+            return "again" if kept or link.released else "abort"
         if running.finish == "length" and running.remaining > 0:
             return "slice"
         if running.finish is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 from actors.generation.activation import Loader, TransportFailed, WeightsUnusable
 from actors.generation.attach import Attached, check_served, describe
-from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode
+from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode, RequestRefused
 from actors.generation.process import EngineServer
 from actors.generation.routed import RoutedEngine
 from actors.runtime.context import Context
@@ -25,6 +25,8 @@ from bus.errors import DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
+
+WEIGHTS = "weights"  # SGLang's tag of that part of an engine's memory
 
 
 class EngineLink:
@@ -57,8 +59,9 @@ class EngineLink:
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.broken = asyncio.Event()
-        self.open = asyncio.Event()  # cleared while weights change: no request is sent then
+        self.open = asyncio.Event()  # cleared while weights change or memory is away: no request is sent then
         self.open.set()
+        self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
         self.salt = ""  # the version whose keys and values requests may share
         self.kind = Attached(exact=True, tp_size=1)
         self.pause_s = 0.0
@@ -74,10 +77,16 @@ class EngineLink:
         """Whether a router stands before our engine and its peers."""
         return isinstance(self.engine, RoutedEngine)
 
-    async def boot(self) -> None:
-        """Start (or reach) the engine; tries again with back-off until draining. Refused: it can never start so."""
+    @property
+    def sound(self) -> bool:
+        """Whether the engine holds one version's weights only."""
+        return self._damaged_at is None and not self.broken.is_set()
+
+    async def boot(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Start (or reach) the engine; tries again with back-off until draining, or until `given_up`. Refused: it can never
+        start so."""
         context = self._context
-        while not context.draining.is_set():
+        while not context.draining.is_set() and not given_up():
             try:
                 if self.engine is not None:
                     await self.engine.close()
@@ -91,6 +100,8 @@ class EngineLink:
                 self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
                 self.serving = None
                 self._damaged_at = None
+                self.released = ()
+                self.open.set()
                 self._loader.forget()
                 self.broken.clear()
                 context.note = self._process.note if self._process is not None else self.kind.note
@@ -155,12 +166,18 @@ class EngineLink:
                 if not self.kind.exact:
                     await engine.abort_all()
                 fault_point(self._context.name, "activating")
+                if WEIGHTS in self.released:
+                    await engine.resume_memory((WEIGHTS,))
+                    self.released = tuple(tag for tag in self.released if tag != WEIGHTS)
                 if isinstance(engine, RoutedEngine):
                     await engine.flush()  # peers may have sent requests under the next version's salt already
                 await self._loader.load(engine, order.manifest, plan, label)
                 if self._check_equal:
                     compared = await self._loader.compare(engine, plan, label)
                 self.salt = label
+                if self.released:  # keys and values only now: the trainer's copy of the weights may lie beside until here
+                    await engine.resume_memory(self.released)
+                    self.released = ()
                 await engine.resume()
                 resumed = self._context.clock.monotonic()
                 if isinstance(engine, RoutedEngine):
@@ -168,7 +185,8 @@ class EngineLink:
         except DeadlineExceeded as error:
             raise EngineUnavailable(str(error)) from error
         finally:
-            self.open.set()
+            if not self.released:
+                self.open.set()
         now = self._context.clock.monotonic()
         self.pause_s = resumed - paused
         self.serving = order.version
@@ -187,6 +205,54 @@ class EngineLink:
             host=socket.gethostname(),
             compared=compared,
         )
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the engine's memory to the trainer; requests end and wait at `open`. An engine that does not give it in time is
+        ended, which gives all of it."""
+        engine = self.engine
+        if engine is None or self.released:
+            return
+        self.open.clear()
+        self.released = tuple(tags)
+        try:
+            if self.broken.is_set():
+                raise EngineUnavailable("the engine was stalled when its memory was wanted")
+            async with deadline(self._control_deadline_s, "release of the engine's memory"):
+                if isinstance(engine, RoutedEngine):
+                    await engine.leave()
+                await engine.pause("abort")
+                while not await self._released(engine, tags):
+                    await self._context.clock.sleep(0.05)
+        except (EngineUnavailable, DeadlineExceeded) as error:
+            await self.fail(error)
+            if self._process is not None:
+                await self._process.stop()
+
+    async def _released(self, engine: Engine, tags: Sequence[str]) -> bool:
+        """Whether it could be given back; not while a request is at work that was on its way at the pause."""
+        try:
+            await engine.release_memory(tags)
+        except RequestRefused as error:
+            self._context.log.info("memory is not released yet: %s", error)
+            await engine.abort_all()
+            return False
+        return True
+
+    async def take_back(self) -> None:
+        """Take the memory again and go on with the weights that were served before."""
+        engine = self.engine
+        assert engine is not None
+        try:
+            async with deadline(self._control_deadline_s, "return of the engine's memory"):
+                await engine.resume_memory(self.released)
+                await engine.resume()
+                if isinstance(engine, RoutedEngine):
+                    await engine.join()
+        except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
+            await self.fail(error)
+            return
+        self.released = ()
+        self.open.set()
 
     async def _meet_trainer(
         self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
@@ -236,6 +302,8 @@ class EngineLink:
             self.interrupt()
             self.serving = None
             self._damaged_at = None
+            self.released = ()
+            self.open.set()  # whoever waits there finds `broken`
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
             if isinstance(self.engine, RoutedEngine):

@@ -44,6 +44,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """SGLang's own flags without dashes, passed on as they are."""
     seed: int = 0
     exact_stream: bool = False
+    gives_back: tuple[str, ...] = ()
+    """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
 
 def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:

@@ -17,18 +17,28 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
-from actors.trainer.backend import BatchRefused, StepBatch, StepResult, TrainBackend
-from actors.trainer.checkpoint import BusState, consumed_before, iter_dir, latest, others, read_bus_state
+from actors.trainer.backend import BatchRefused, StepBatch, StepResult
+from actors.trainer.backends import open_backend
+from actors.trainer.checkpoint import (
+    BusState,
+    booked_as_trained,
+    consumed_before,
+    iter_dir,
+    latest,
+    newest_written,
+    others,
+    read_bus_state,
+)
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.cut import cut
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
-from actors.trainer.null_backend import NullBackend
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
 from bus.messages.groups import GroupKept
@@ -37,26 +47,7 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
 T = TypeVar("T")
-STEP_KNOBS = (
-    "lr",
-    "clip_grad",
-    "eps_clip",
-    "eps_clip_high",
-    "kl_loss_coef",
-    "entropy_coef",
-    "tis_clip",
-)
-
-
-def open_backend(name: str) -> TrainBackend:
-    """The training library by name, imported only when asked for."""
-    if name == "torch":
-        from actors.trainer.torch_backend import TorchBackend
-
-        return TorchBackend()
-    if name == "none":
-        return NullBackend()
-    raise Refused(f"train backend {name!r} is unknown. Choose torch or none.")
+STEP_KNOBS = ("lr", "clip_grad", "eps_clip", "eps_clip_high", "kl_loss_coef", "entropy_coef", "tis_clip")
 
 
 class Trainer:
@@ -76,6 +67,8 @@ class Trainer:
         self._marker = ""  # value of the state field `trainer`
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
+        self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
         self._skipped_before: tuple[str, ...] = ()
@@ -96,6 +89,7 @@ class Trainer:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()
                 tasks.create_task(self._followers.watch(), name="ranks")
+                await self._turns.take()  # engines that are up already make room for the model
                 with self._context.waiting("model and optimizer to load"):
                     await self._in_thread(self._backend.setup, self._spec.backend)
                     await self._in_thread(lower_to, COMPUTE_NICE)
@@ -142,7 +136,7 @@ class Trainer:
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
         await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, groups=inside))
-        await self._courier.publish(tasks, self._version)
+        await self._publish(tasks)
         await self._courier.wait()
         context.version = number
         if state is not None:
@@ -179,9 +173,10 @@ class Trainer:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
             began = context.clock.monotonic()
-            groups = await self._next_batch()
+            groups = await self._next_batch(tasks)
             if groups is None:
                 return
+            await self._turns.take()
             waited = context.clock.monotonic()
             result = await self._step(groups)
             if result.skipped and not spec.replay_from:
@@ -192,12 +187,13 @@ class Trainer:
             if self._version.step == 1:
                 await self._check_first_step(result.metrics)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
-                await self._courier.publish(tasks, self._version)
+                await self._publish(tasks)
             if self._save_due():
                 await self._save(tasks)
 
-    async def _next_batch(self) -> list[GroupKept] | None:
-        """Waits for groups until a batch is complete; woken by the blocking read. None when draining."""
+    async def _next_batch(self, tasks: asyncio.TaskGroup) -> list[GroupKept] | None:
+        """Waits for groups until a batch is complete; woken by the blocking read. None when draining. Shared GPUs are the
+        engines' meanwhile: several complete batches are trained in one turn."""
         context, spec, intake = self._context, self._spec, self._intake
         step = self._version.step
         if spec.replay_from:
@@ -225,6 +221,7 @@ class Trainer:
                 while await intake.fetch(64, 0.0):
                     continue
                 return [intake.ready[g] for g in made.take]
+            await self._give_turn(tasks)
             with context.waiting(f"{made.missing} of step {step + 1} on groups"):
                 await intake.fetch(64, 0.5)
         return None
@@ -305,6 +302,7 @@ class Trainer:
         metrics = {
             **result.metrics,
             **batch_metrics(groups, step=step),
+            **self._turns.times,
             "perf/wait_s": waited - began,
             "perf/train_s": trained - waited,
             "perf/step_s": trained - began,
@@ -340,6 +338,21 @@ class Trainer:
 
     # -- weights and checkpoints --------------------------------------------------------------------------------
 
+    async def _publish(self, tasks: asyncio.TaskGroup) -> None:
+        """The weights as they are now; where engines are aside until the end of our turn, then."""
+        if self._turns.shared:
+            self._unpublished = True
+        else:
+            await self._courier.publish(tasks, self._version)
+
+    async def _give_turn(self, tasks: asyncio.TaskGroup) -> None:
+        if not self._turns.shared or not self._turns.held:
+            return
+        news, self._unpublished = self._unpublished, False
+        if news:
+            await self._courier.publish(tasks, self._version)
+        await self._turns.give(publishes=news)
+
     def _save_due(self) -> bool:
         spec, step = self._spec, self._version.step
         if not spec.save:
@@ -351,31 +364,23 @@ class Trainer:
         return (interval > 0 and step % interval == 0) or step >= spec.num_rollout
 
     async def _save(self, tasks: asyncio.TaskGroup) -> None:
+        await self._turns.take()
         await self._saver.begin(tasks, self._backend.snapshot, version=self._version, metrics={})
         if not self._spec.async_save:
             await self._saver.wait()
 
     async def _end(self, tasks: asyncio.TaskGroup) -> None:
         spec, step = self._spec, self._version.step
-        await self._courier.wait(last=True)
         await self._saver.wait()
         if spec.save and self._saver.saved_step < step:
             await self._save(tasks)
             await self._saver.wait()
-            if self._saver.saved_step < step:
-                raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
+        await self._give_turn(tasks)
+        await self._courier.wait(last=True)
+        if spec.save and self._saver.saved_step < step:
+            raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
         if step >= spec.num_rollout:
             await self._say(Finished(step=step, version=self._version))
-
-
-def newest_written(weights_dir: Path) -> int:
-    """Largest version id with weights in the directory, 0 without any."""
-    return max((int(p.name[1:]) for p in weights_dir.glob("v*") if p.name[1:].isdigit()), default=0)
-
-
-def booked_as_trained(accounts: ledger.Accounts) -> int:
-    """Samples whose groups were acknowledged after a step: their entries are gone."""
-    return accounts.trained + accounts.dropped.get("masked", 0)
 
 
 async def run(context: Context, spec: TrainerSpec) -> None:

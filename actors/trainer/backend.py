@@ -56,6 +56,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     critic_lr: float | None = None  # peak rate of the critic; None = lr
     num_critic_only_steps: int = 0  # first rollouts that train the critic and leave the policy
     opd_teacher_load: str = ""  # directory of the teacher; empty = samples bring its log-probs
+    offload_target: str = "cpu"  # where `sleep` moves device memory: cpu or disk
+    offload_dir: str = ""  # directory of its file, for disk
 
 
 class BatchRefused(MilesAsyncError):
@@ -135,6 +137,14 @@ class TrainBackend(Protocol):
 
     def load(self, directory: Path) -> None:
         """Restore what a snapshot wrote; CheckpointRefused when files are missing, cut or of another model."""
+        ...
+
+    def sleep(self) -> None:
+        """Move all training state off the device, for others to use it; nothing but `wake` and `close` may follow."""
+        ...
+
+    def wake(self) -> None:
+        """Bring it back, to the last bit. Raises NoRoom when others still hold the memory."""
         ...
 
     def weights_hash(self) -> str:

@@ -20,6 +20,7 @@ import msgspec
 
 from bus import Bus, Commit
 from bus.errors import CheckpointRefused
+from bus.ledger import Accounts
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import PolicyVersion
 
@@ -203,10 +204,21 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
 
 
+def newest_written(weights_dir: Path) -> int:
+    """Largest version id with weights in the directory, 0 without any."""
+    return max((int(p.name[1:]) for p in weights_dir.glob("v*") if p.name[1:].isdigit()), default=0)
+
+
+def booked_as_trained(accounts: Accounts) -> int:
+    """Samples whose groups were acknowledged after a step: their entries are gone."""
+    return accounts.trained + accounts.dropped.get("masked", 0)
+
+
 __all__ = (
     "TRACKER",
     "BusState",
     "Consumed",
+    "booked_as_trained",
     "bus_state_file",
     "consumed_before",
     "finish",
@@ -214,6 +226,7 @@ __all__ = (
     "holds_nothing",
     "iter_dir",
     "latest",
+    "newest_written",
     "others",
     "read_bus_state",
     "restore_bus",

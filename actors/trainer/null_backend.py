@@ -46,6 +46,12 @@ class NullBackend:
     def load(self, directory: Path) -> None:
         raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to load")
 
+    def sleep(self) -> None:
+        return
+
+    def wake(self) -> None:
+        return
+
     def weights_hash(self) -> str:
         return ""
 

@@ -8,6 +8,15 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.transports.spec import CourierSpec
 
 
+class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`workers`: names of those whose engines share the trainer's GPUs and give way in its turn; empty = none does.
+    `offload`: the trainer moves its memory to the host in theirs. `deadline_s`: longest wait for all of them."""
+
+    workers: tuple[str, ...] = ()
+    offload: bool = True
+    deadline_s: float = 900.0
+
+
 class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Start-up settings. `save` empty = no checkpoints: a trainer that dies then ends the run."""
 
@@ -27,7 +36,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     ci_test: bool = False  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
+    turns: TurnSpec = TurnSpec()
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
 
 
-__all__ = ("TrainerSpec",)
+__all__ = ("TrainerSpec", "TurnSpec")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from bus.messages.base import Header, Message
@@ -50,6 +52,26 @@ class Sending(Message, frozen=True, kw_only=True, tag="policy.sending"):
 
     def header(self) -> Header:
         return Header(id=f"v{self.version.id}", version=self.version.id, note=f"workers={len(self.workers)}")
+
+
+class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
+    """Whose GPU it is, where trainer and engines share one (--colocate). trainer -> generation.
+
+    `number` counts the trainer's turns and never falls. A worker that hears "trainer" gives its engine's memory back and tells
+    event `memory released` with that number; it takes the memory again at "engines".
+    """
+
+    holder: Literal["trainer", "engines"]
+    number: int
+    publishes: bool = False  # "engines": a version newer than theirs is announced, which they load before anything else
+
+    @property
+    def mark(self) -> str:
+        """The value of the state field `turn`, from which one that starts late reads whose turn it is."""
+        return f"{self.number}:{self.holder}"
+
+    def header(self) -> Header:
+        return Header(id=f"turn{self.number}", note=self.holder)
 
 
 class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
@@ -158,6 +180,7 @@ __all__ = (
     "Restored",
     "Sending",
     "StepDone",
+    "Turn",
     "WeightManifest",
     "WeightsOnDisk",
 )

@@ -14,7 +14,7 @@ import msgspec
 
 from actors.trainer.selfcheck import checks_made, failures
 from bus.topology import BY_NAME
-from miles_async.console.explain import IDLE_WAITS, because, incomplete_text, waiting_since
+from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, incomplete_text, waiting_since
 from miles_async.console.places import owners
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
@@ -169,7 +169,7 @@ def long_waits(scene: Scene) -> Iterator[Finding]:
         since = waiting_since(actor, scene)
         if vitals.state == "stalled":
             yield Finding("error", "stalled", vitals.actor, f"{vitals.actor} is stalled: {vitals.note}", since)
-        if vitals.waits_for and not vitals.waits_for.startswith(IDLE_WAITS) and since > PATIENCE_S:
+        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, TURN_WAIT)) and since > PATIENCE_S:
             text = f"{vitals.actor} has waited {duration(since)} for {vitals.waits_for}{because(actor, scene)}"
             yield Finding("warning", "long wait", vitals.actor, text, since)
 

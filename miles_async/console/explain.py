@@ -10,6 +10,7 @@ from miles_async.console.text import duration, plural
 
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.
 IDLE_WAITS = ("an entry", "news", "slots", "announcements", "a version to measure", "a free slot")
+TURN_WAIT = "the trainer's turn"  # as long as a step takes, where engines share the trainer's GPUs
 
 
 def explain(scene: Scene) -> list[tuple[str, str]]:
@@ -60,6 +61,8 @@ def because(actor: ActorFacts, scene: Scene) -> str:
             return f": {open_text(scene)}; a slot comes free when a group is dropped, or trained and its version active"
         case "generation" if vitals.waits_for == "a current version":
             return f": {announced}" if policy.announced >= 0 else ": the trainer has announced none yet"
+        case "generation" if vitals.waits_for.startswith(TURN_WAIT):
+            return f": {plural(vitals.in_flight, 'sample')} go on afterwards" if vitals.in_flight else ""
         case "generation" | "reward" | "filter":
             return f": {open_text(scene)}"
         case "publisher" if policy.announced >= 0:
@@ -92,4 +95,4 @@ def incomplete_text(group: Incomplete, now: float) -> str:
     return f"{have} {duration(now - group.since)}; missing: {'; '.join(parts)}{more}"
 
 
-__all__ = ("IDLE_WAITS", "because", "explain", "incomplete_text", "open_text", "waiting_since")
+__all__ = ("IDLE_WAITS", "TURN_WAIT", "because", "explain", "incomplete_text", "open_text", "waiting_since")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.filter.actor import FilterSpec
-from actors.generation.actor import GenerationSpec
 from actors.partial.actor import PartialSpec
 from actors.publisher.actor import PublisherSpec
 from actors.reward.actor import RewardSpec
-from actors.router.actor import RouterSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
-from actors.trainer.transports.spec import CourierSpec
 from bus import BusConfig
+from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.settings.groups.grpo import LossAggMode
 from miles_async.settings.run import RunSettings
 
@@ -151,6 +148,8 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         num_critic_only_steps=settings.grpo.num_critic_only_steps,
         opd_teacher_load=place.teacher_dir,
         logprob_tolerance=logprob_tolerance(settings),
+        offload_target=settings.sglang.offload_train_target,
+        offload_dir=place.run_dir,
     )
 
 
@@ -174,61 +173,6 @@ def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str,
     )
 
 
-def generation_spec(
-    settings: RunSettings, place: Place, *, engine_url: str = "", gpus: Sequence[int] = ()
-) -> GenerationSpec:
-    """One worker's settings; also what an elastic worker gets (all GPUs of its host)."""
-    s = settings.sglang
-    return GenerationSpec(
-        model_path=place.model_dir,
-        engine="external" if engine_url else s.engine,
-        engine_url=engine_url,
-        threads=settings.perf.engine_threads,
-        max_running=max(1, s.sglang_server_concurrency),
-        request_deadline_s=s.sglang_request_deadline_s,
-        token_deadline_s=s.engine_token_deadline_s,
-        boot_deadline_s=s.engine_boot_deadline_s,
-        mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
-        context_length=settings.rollout.rollout_max_context_len or 0,
-        router_url=place.router_url,
-        gpus=tuple(gpus),
-        tp_size=s.rollout_num_gpus_per_engine,
-        server_command=s.sglang_server_command,
-        server_args=s.server_args,
-        seed=settings.rollout.rollout_seed,
-        exact_stream=s.pause_generation_mode == "in_place",
-        check_equal=s.check_weight_update_equal,
-    )
-
-
-def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
-    """The workers, each with its engine and GPUs; before them the router, if it is ours."""
-    s = settings.sglang
-    rooms: list[tuple[str, str, Any]] = []
-    if place.router_port:
-        port = place.router_port
-        rooms.append(("router", "router", RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args)))
-    each = s.rollout_num_gpus_per_engine
-    for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
-        gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()
-        rooms.append(
-            (f"generation-{i}", "generation", generation_spec(settings, place, engine_url=_url(url), gpus=gpus))
-        )
-    return rooms
-
-
-def courier_spec(settings: RunSettings) -> CourierSpec:
-    """How versions travel to the engines. Weights that never change stay where they are."""
-    s = settings.sglang
-    changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
-    return CourierSpec(
-        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
-        buffer_bytes=s.update_weight_buffer_size,
-        deadline_s=s.update_weight_deadline_s,
-        check_equal=s.check_weight_update_equal,
-    )
-
-
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
     """(actor name, room, its spec) in the order of start."""
     r, c = settings.rollout, settings.ckpt
@@ -249,6 +193,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 save_trigger_sentinel=c.save_trigger_sentinel or "",
                 update_weights_interval=interval,
                 courier=courier_spec(settings),
+                turns=turn_spec(settings),
                 lookahead=lookahead,
                 async_save=c.async_save,
                 backend_name="none" if settings.launch.debug_rollout_only else "torch",
@@ -382,8 +327,4 @@ def _custom(path: str | None, builtin: dict[str | None, str]) -> str:
     return path if path is not None and "." in path and path not in builtin else ""
 
 
-def _url(address: str) -> str:
-    return address if not address or "://" in address else f"http://{address}"
-
-
-__all__ = ("Place", "actor_spec", "bus_config", "generation_spec", "initial_knobs", "room_specs")
+__all__ = ("Place", "actor_spec", "bus_config", "initial_knobs", "room_specs")

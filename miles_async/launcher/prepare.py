@@ -18,8 +18,9 @@ from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, 
 from actors.trainer.saver import fingerprint_of
 from bus import Bus
 from bus.knobs.live import publish_initial
+from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.identity import Identity
-from miles_async.launcher.plan import Place, generation_spec, initial_knobs
+from miles_async.launcher.plan import Place, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.settings.catalog import catalog
+from miles_async.settings.colocate import check_memory
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
@@ -48,6 +49,7 @@ def preflight(
         check_shipped_name(settings, field, valid)
     context = check_model(settings, builtin_models)
     check_programs(settings)
+    check_memory(settings)
     prompts, held_out = check_data(settings)
     if count_tokens is not None:
         check_prompt_lengths(settings, prompts, count_tokens, context)

@@ -84,6 +84,8 @@ def _workers(v: Values) -> int:
     """Engines: those given, those that the GPUs make, or two embedded ones."""
     if v["engine"] == "external":
         return len(v["rollout_external_engine_addrs"])
+    if v["engine"] == "sglang" and v["colocate"]:
+        return int(v["actor_num_gpus_per_node"]) // int(v["rollout_num_gpus_per_engine"])
     if v["engine"] == "sglang":
         return int(v.get("rollout_num_gpus") or v["rollout_num_gpus_per_engine"]) // int(
             v["rollout_num_gpus_per_engine"]
@@ -137,6 +139,10 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),
     ("opd_type", lambda v: "sglang" if v["opd_teacher_urls"] else "megatron"),
+    ("offload", lambda v: v["colocate"]),
+    ("offload_train", lambda v: v["offload"]),
+    ("offload_rollout", lambda v: v["offload"]),
+    ("update_weight_transport", lambda v: "ipc" if v["colocate"] else "disk"),
     ("num_generation_workers", _workers),
     ("rollout_num_gpus", _gpus),
     ("rollout_gpu_ids", lambda v: tuple(range(v["rollout_num_gpus"]))),

@@ -105,6 +105,25 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
 
 
 @pytest.mark.timeout(120)
+def test_two_ranks_that_slept_train_as_if_they_had_not(
+    pair: TorchBackend, make_config: Config, make_batch: Batch, tmp_path: Path
+) -> None:
+    """Shards leave both devices; without a GPU, for a file."""
+    hashes = []
+    for away in (True, False):
+        pair.setup(make_config(offload_target="disk", offload_dir=str(tmp_path)))
+        for step in range(2):
+            pair.train_step(make_batch(step, step=step))
+            if away:
+                pair.sleep()
+                with pytest.raises(RuntimeError, match="its memory is away"):
+                    pair.snapshot()
+                pair.wake()
+        hashes.append(pair.weights_hash())
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "sizes", [{"max_tokens_per_gpu": 48}, {"use_dynamic_batch_size": False, "micro_batch_size": 2}]
 )

@@ -22,6 +22,7 @@ from bus.messages.policy import (
     Restored,
     Sending,
     StepDone,
+    Turn,
     WeightManifest,
     WeightsOnDisk,
 )
@@ -119,6 +120,7 @@ EXAMPLES: tuple[Message, ...] = (
     Finished(step=5, version=VERSION),
     WeightsOnDisk(version=VERSION, manifest=MANIFEST, instead=True),
     Sending(version=VERSION, workers=("w1", "w2")),
+    Turn(holder="engines", number=7, publishes=True),
     Activate(version=VERSION, manifest=MANIFEST, mode="in_place", workers=("w1", "w2")),
     PolicyActive(version=VERSION, serving={"w1": 7, "w2": -1}),
     KnobPatch(epoch=4, values={"lr": 1e-06, "max_waves": 3}, author="me", reason="why", wall=1700000000.5),

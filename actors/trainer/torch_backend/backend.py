@@ -28,9 +28,11 @@ from actors.trainer.torch_backend.wire import (
     Hash,
     Restore,
     Setup,
+    Sleep,
     Snap,
     Step,
     Stop,
+    Wake,
     decode,
     encode,
     pack_step,
@@ -51,9 +53,11 @@ class TorchBackend:
 
     @property
     def core(self) -> Core:
-        """The parts, after `setup`."""
+        """The parts, after `setup` and while their memory is here; asked for before other ranks are told anything."""
         if self._core is None:
             raise RuntimeError("the torch backend is used before setup(); call setup(config) first.")
+        if self._core.asleep:
+            raise RuntimeError("the torch backend is used while its memory is away; call wake() first.")
         return self._core
 
     def setup(self, config: BackendConfig) -> None:
@@ -74,24 +78,27 @@ class TorchBackend:
     def train_step(self, batch: StepBatch) -> StepResult:
         """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed) and StaleTokenError (a bug;
         nothing changed)."""
+        core = self.core
         if not self._ranks.alone:
             self._tell(pack_step(batch))
         try:
-            return train_batch(self.core, batch)
+            return train_batch(core, batch)
         except REFUSALS as error:
             raise BatchRefused(" ".join(str(error).split())) from error
 
     def copy_weights(self, *, live: bool = False) -> WeightFiles:
         """The weights as engines load them: the type the model computes in, tied tensors once."""
+        core = self.core
         self._tell(CopyWeights(live))
-        copied = self.core.copy_weights(live=live)
+        copied = core.copy_weights(live=live)
         assert copied is not None
         return copied
 
     def snapshot(self) -> TrainingState:
         """All training state, in host memory."""
+        core = self.core
         self._tell(Snap())
-        state = self.core.snapshot()
+        state = core.snapshot()
         assert state is not None
         return state
 
@@ -101,10 +108,23 @@ class TorchBackend:
         self._tell(Restore(state.scalars))
         self.core.restore(state, state.scalars)
 
+    def sleep(self) -> None:
+        """Training state of all ranks off their devices."""
+        core = self.core
+        self._tell(Sleep())
+        core.sleep()
+
+    def wake(self) -> None:
+        """Training state of all ranks back. Raises NoRoom."""
+        assert self._core is not None
+        self._tell(Wake())
+        self._core.wake()
+
     def weights_hash(self) -> str:
         """blake2b-128 over the float32 weights, names, types and shapes."""
+        core = self.core
         self._tell(Hash())
-        return self.core.weights_hash()
+        return core.weights_hash()
 
     def close(self) -> None:
         """Send the followers home and part. Not needed with one process; harmless twice."""
@@ -153,6 +173,10 @@ def _obey(core: Core, command: Command) -> None:
             core.restore(None, scalars)
         case Hash():
             core.weights_hash()
+        case Sleep():
+            core.sleep()
+        case Wake():
+            core.wake()
 
 
 __all__ = ("TorchBackend", "follow")

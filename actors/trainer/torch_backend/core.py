@@ -6,7 +6,7 @@ follower. Always true: after `restore` (and only if it did not raise) everything
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
+from actors.trainer.torch_backend.offload import Offload
 from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.plan import cost_of
@@ -73,6 +74,7 @@ class Core:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)
+        self._offload = Offload(config.offload_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
@@ -140,6 +142,34 @@ class Core:
             targets, sources = self.reference.named_weights(), self.policy.named_weights()
             for name, p in targets.items():
                 p.copy_(sources[name])
+
+    # -- the device, and others who want it ------------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        """Whether training state is off the device."""
+        return self._offload.away
+
+    def sleep(self) -> None:
+        """Weights of all models, masters and optimizer state off the device; gradients are none between steps."""
+        self._offload.store(self._resident())
+
+    def wake(self) -> None:
+        """Everything back, to the last bit."""
+        self._offload.fetch()
+
+    def _resident(self) -> Iterator[Tensor]:
+        """What lies on the device between steps; host copies (former actors) stay."""
+        critic = self.critic
+        models = (self.policy, self.reference, self.teacher, critic.model if critic else None)
+        for model in models:
+            if model is not None:
+                yield from model.parameters()
+        trained = [(self.weights, self.optimizer)] + ([(critic.weights, critic.optimizer)] if critic else [])
+        for weights, optimizer in trained:
+            yield from weights.params.values()
+            yield from optimizer.state().values()
+        yield from (t for t in self.old_actors.tensors().values() if t.device.type == self.device.type)
 
     # -- copies -------------------------------------------------------------------------------------------------
 

@@ -62,11 +62,19 @@ class Hash(msgspec.Struct, frozen=True, tag="hash"):
     """Gather the weights on rank 0, to be hashed."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Leave the device."""
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Come back to it."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The training is over."""
 
 
-Command = Setup | Step | CopyWeights | Snap | Restore | Hash | Stop
+Command = Setup | Step | CopyWeights | Snap | Restore | Hash | Sleep | Wake | Stop
 _decoder = msgspec.msgpack.Decoder(Command)
 
 
@@ -141,9 +149,11 @@ __all__ = (
     "Hash",
     "Restore",
     "Setup",
+    "Sleep",
     "Snap",
     "Step",
     "Stop",
+    "Wake",
     "decode",
     "encode",
     "pack_step",

@@ -47,6 +47,37 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             derived="0, 1, ... up to rollout_num_gpus",
         ),
     ]
+    colocate: Annotated[
+        bool,
+        doc(
+            "Engines on the trainer's GPUs. With the offload fields they take turns: engines give their memory back while a "
+            "step is trained, the trainer while they generate. Samples under way go on where they were."
+        ),
+    ] = False
+    offload: Annotated[bool, doc("Both offload_train and offload_rollout.", derived="colocate")]
+    offload_train: Annotated[bool, doc("The trainer's memory leaves the GPU in the engines' turn.", derived="offload")]
+    offload_rollout: Annotated[
+        bool,
+        doc(
+            "The engines' memory leaves the GPU in the trainer's turn. Off: there are no turns, both have room at once.",
+            derived="offload",
+        ),
+    ]
+    offload_rollout_level: Annotated[
+        tuple[Literal["kv_cache", "weight"], ...],
+        doc("What engines give back: kv_cache (with CUDA graphs), weight (kept in host memory)."),
+    ] = ("kv_cache", "weight")
+    offload_train_target: Annotated[
+        Literal["cpu", "disk"], doc("Where the trainer's memory goes: pinned host memory, or a file in the run's folder.")
+    ] = "cpu"
+    train_memory_margin_bytes: Annotated[
+        int,
+        doc(
+            "Memory of a shared GPU that the check before the start leaves to activations and the CUDA contexts.",
+            unit="bytes",
+            ge=0,
+        ),
+    ] = 4 << 30
     server_args: Annotated[
         dict[str, PassedOn],
         doc(
@@ -75,9 +106,10 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         Literal["disk", "ipc", "nccl"],
         doc(
             "How new weights reach engines that served a version before: disk through files in shared memory, ipc by mapping "
-            "the trainer's memory on its host, nccl by a broadcast (gloo on a host without GPUs). What fails goes by disk."
+            "the trainer's memory on its host, nccl by a broadcast (gloo on a host without GPUs). What fails goes by disk.",
+            derived="ipc with colocate, else disk",
         ),
-    ] = "disk"
+    ]
     update_weight_buffer_size: Annotated[
         int,
         doc("Most bytes of tensors that travel as one, for ipc and nccl; an engine needs as much room beside.", unit="bytes", ge=1),

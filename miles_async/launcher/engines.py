@@ -1,0 +1,86 @@
+"""Settings to specs of the workers and the router before them (pure), and of the ways in which weights and turns on shared
+GPUs reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from actors.generation.actor import GenerationSpec
+from actors.router.actor import RouterSpec
+from actors.trainer.spec import TurnSpec
+from actors.trainer.transports.spec import CourierSpec
+from miles_async.settings.colocate import engine_args, gives_back
+from miles_async.settings.run import RunSettings
+
+if TYPE_CHECKING:
+    from miles_async.launcher.plan import Place
+
+
+def generation_spec(
+    settings: RunSettings, place: Place, *, engine_url: str = "", gpus: Sequence[int] = (), shares: bool = False
+) -> GenerationSpec:
+    """One worker's settings; also what an elastic worker gets (all GPUs of its host). `shares`: the trainer's GPUs."""
+    s = settings.sglang
+    return GenerationSpec(
+        model_path=place.model_dir,
+        engine="external" if engine_url else s.engine,
+        engine_url=engine_url,
+        threads=settings.perf.engine_threads,
+        max_running=max(1, s.sglang_server_concurrency),
+        request_deadline_s=s.sglang_request_deadline_s,
+        token_deadline_s=s.engine_token_deadline_s,
+        boot_deadline_s=s.engine_boot_deadline_s,
+        mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
+        context_length=settings.rollout.rollout_max_context_len or 0,
+        router_url=place.router_url,
+        gpus=tuple(gpus),
+        tp_size=s.rollout_num_gpus_per_engine,
+        server_command=s.sglang_server_command,
+        server_args=(engine_args(settings) if shares else {}) | s.server_args,
+        seed=settings.rollout.rollout_seed,
+        exact_stream=s.pause_generation_mode == "in_place",
+        check_equal=s.check_weight_update_equal,
+        gives_back=gives_back(settings) if shares else (),
+    )
+
+
+def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
+    """The workers, each with its engine and GPUs; before them the router, if it is ours."""
+    s = settings.sglang
+    rooms: list[tuple[str, str, Any]] = []
+    if place.router_port:
+        port = place.router_port
+        rooms.append(("router", "router", RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args)))
+    each = s.rollout_num_gpus_per_engine
+    for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
+        gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()
+        spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)
+        rooms.append((f"generation-{i}", "generation", spec))
+    return rooms
+
+
+def courier_spec(settings: RunSettings) -> CourierSpec:
+    """How versions travel to the engines. Weights that never change stay where they are."""
+    s = settings.sglang
+    changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
+    return CourierSpec(
+        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        buffer_bytes=s.update_weight_buffer_size,
+        deadline_s=s.update_weight_deadline_s,
+        check_equal=s.check_weight_update_equal,
+    )
+
+
+def turn_spec(settings: RunSettings) -> TurnSpec:
+    """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
+    s = settings.sglang
+    names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
+    return TurnSpec(workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s)
+
+
+def _url(address: str) -> str:
+    return address if not address or "://" in address else f"http://{address}"
+
+
+__all__ = ("courier_spec", "engine_specs", "generation_spec", "turn_spec")

@@ -1,0 +1,85 @@
+"""Whole runs whose engines stand aside while the trainer works. Without a GPU nobody is in the other's way, but everything is
+done as with one: embedded engines give weights and cache back, the trainer's memory goes to a file, turns go over the bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.messages.control import Event
+from bus.messages.policy import Restored, StepDone, Turn
+from tests.crash.conftest import Launch
+from tests.crash.house import merged, until
+from tests.crash.judge import judge
+from tests.system.test_weight_transports import ON_POLICY, story, ways
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 5
+SHARED: dict[str, dict[str, Any]] = {
+    "rollout": {"num_rollout": STEPS},
+    "sglang": {
+        "num_generation_workers": 2,
+        "sglang_server_concurrency": 8,
+        "update_weight_deadline_s": 20.0,
+        "colocate": True,
+        "offload_train_target": "disk",
+    },
+}
+
+
+def turns_alternate(policy: list[Any]) -> None:
+    """First the trainer's, then one after the other, each with its number, and steps in the trainer's only."""
+    holder, number = "engines", 0
+    for message in policy:
+        if isinstance(message, StepDone):
+            assert holder == "trainer", f"step {message.step} was trained in turn {number} of the engines"
+        if isinstance(message, Turn):
+            assert message.holder != holder or message.number > number  # a trainer that died took its turn again
+            assert message.number == number + (message.holder == "trainer")
+            holder, number = message.holder, message.number
+
+
+def released(events: list[Event]) -> dict[int, set[str]]:
+    """Turn -> workers that gave their memory back for it."""
+    found: dict[int, set[str]] = {}
+    for event in events:
+        if event.kind == "memory released":
+            found.setdefault(event.data["turn"], set()).add(event.actor)
+    return found
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
+    checked = {"sglang": {"check_weight_update_equal": True}}
+    run = run_of(merged(merged(SHARED, checked), ON_POLICY if staleness == 0 else {}))
+    run.start()
+    run.finish()
+    judge(run)
+    policy, events = story(run)
+    turns_alternate(policy)
+    both = {"generation-0", "generation-1"}
+    assert all(who == both for who in released(events).values()) and len(released(events)) > 1
+    assert "ipc" in ways(events)
+    steps = [m.metrics for m in policy if isinstance(m, StepDone)]
+    assert len(steps) == STEPS and all("perf/turn_s" in metrics for metrics in steps)
+    if staleness == 0:
+        gaps = [metrics["train/train_rollout_logprob_abs_diff"] for metrics in steps]
+        assert max(gaps) < 1e-4, gaps
+
+
+def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch) -> None:
+    """At the stop the engines leave for good, so the trainer does not wait for them to save its last step."""
+    run = run_of(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}}))
+    run.start()
+    until("step 2", lambda: run.step() >= 2, seconds=90)
+    run.drain()
+    stopped_at = run.saved()
+    run.start()
+    run.finish()
+    judge(run)
+    policy, _ = story(run)
+    restored = [m.step for m in policy if isinstance(m, Restored)]
+    assert restored[-1] == stopped_at >= 2, restored
+    turns_alternate(policy)
