@@ -109,8 +109,8 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, tags: Sequence[str] = ()) -> None:
-        """Give memory back for another user: tags weights, kv_cache, cuda_graph; none means all. Only between
-        `pause("abort")` and `resume`: RequestRefused, with nothing given back, while requests are at work. What weights
+        """Give memory back for another user: tags weights, kv_cache, cuda_graph; none means all. Only while paused, with all
+        requests aborted: RequestRefused, with nothing given back, while any is at work. What weights
         hold afterwards is the engine's choice (SGLang keeps them with --enable-weights-cpu-backup only)."""
         ...
 

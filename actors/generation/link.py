@@ -220,7 +220,7 @@ class EngineLink:
             async with deadline(self._control_deadline_s, "release of the engine's memory"):
                 if isinstance(engine, RoutedEngine):
                     await engine.leave()
-                await engine.pause("abort")
+                await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                 while not await self._released(engine, tags):
                     await self._context.clock.sleep(0.05)
         except (EngineUnavailable, DeadlineExceeded) as error:
@@ -229,12 +229,12 @@ class EngineLink:
                 await self._process.stop()
 
     async def _released(self, engine: Engine, tags: Sequence[str]) -> bool:
-        """Whether it could be given back; not while a request is at work that was on its way at the pause."""
+        """Whether it could be given back; not while a request is at work that was on its way before."""
         try:
+            await engine.abort_all()
             await engine.release_memory(tags)
         except RequestRefused as error:
             self._context.log.info("memory is not released yet: %s", error)
-            await engine.abort_all()
             return False
         return True
 
