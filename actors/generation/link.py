@@ -218,8 +218,6 @@ class EngineLink:
             if self.broken.is_set():
                 raise EngineUnavailable("the engine was stalled when its memory was wanted")
             async with deadline(self._control_deadline_s, "release of the engine's memory"):
-                if isinstance(engine, RoutedEngine):
-                    await engine.leave()
                 await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                 while not await self._released(engine, tags):
                     await self._context.clock.sleep(0.05)
@@ -229,7 +227,8 @@ class EngineLink:
                 await self._process.stop()
 
     async def _released(self, engine: Engine, tags: Sequence[str]) -> bool:
-        """Whether it could be given back; not while a request is at work that was on its way before."""
+        """Whether it could be given back; not while a request is at work that was on its way before, or that a router sent from
+        a peer who has not heard of the turn: such a peer sends it again."""
         try:
             await engine.abort_all()
             await engine.release_memory(tags)
@@ -246,8 +245,6 @@ class EngineLink:
             async with deadline(self._control_deadline_s, "return of the engine's memory"):
                 await engine.resume_memory(self.released)
                 await engine.resume()
-                if isinstance(engine, RoutedEngine):
-                    await engine.join()
         except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
             await self.fail(error)
             return

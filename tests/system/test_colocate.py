@@ -52,7 +52,8 @@ def released(events: list[Event]) -> dict[int, set[str]]:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
-    checked = {"sglang": {"check_weight_update_equal": True}}
+    """With the bound at 2 behind a router, which may send a request to an engine that has just stood aside."""
+    checked = {"sglang": {"check_weight_update_equal": True, "use_router": staleness == 2}}
     run = run_of(merged(merged(SHARED, checked), ON_POLICY if staleness == 0 else {}))
     run.start()
     run.finish()
