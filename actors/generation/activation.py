@@ -113,7 +113,7 @@ class Loader:
             for i, bucket in enumerate(plan.buckets):
                 version = label if i == last else None
                 if plan.transport == "ipc":
-                    await engine.update_weights_from_tensor(bucket.handles, version)
+                    await engine.update_weights_from_tensor(bucket.handles, version, bucket.quick)
                 else:
                     await engine.update_weights_from_distributed(bucket.tensors, plan.group, version)
         except RequestRefused as error:

@@ -302,11 +302,11 @@ class Worker:
         except VersionUnknown as error:
             if link.routed:
                 return "again"  # a peer's engine is ahead of what we heard, or serves what we never will
-            await link.fail(error)
+            await link.fail(error, of=engine)
             self._changed.set()
             return "engine"
         except EngineUnavailable as error:
-            await link.fail(error)
+            await link.fail(error, of=engine)
             self._changed.set()
             return "engine"
         except RequestRefused as error:

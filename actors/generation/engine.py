@@ -97,6 +97,10 @@ class Engine(Protocol):
         """Requests of everyone on this engine end with what was handed out; paused ones at once."""
         ...
 
+    async def end_running(self, patience_s: float) -> None:
+        """As `abort_all` if requests from here are on their way, and wait until these have ended, not longer than this."""
+        ...
+
     async def pause(self, mode: PauseMode) -> None:
         """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep
         their keys and values; abort: they end."""
@@ -123,8 +127,11 @@ class Engine(Protocol):
         not fit; call it between `pause` and `resume`."""
         ...
 
-    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None) -> None:
-        """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only."""
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
+    ) -> None:
+        """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only. `quick`:
+        handles for an engine that said in `info` that it runs our loader."""
         ...
 
     async def init_weights_update_group(

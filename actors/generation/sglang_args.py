@@ -12,6 +12,8 @@ from actors.runtime.child import ArgValue, flag_name
 
 MODULE = "sglang.launch_server"
 STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
+LOADER = "actors.generation.quick_load.load"
+"""Our function inside SGLang, as its flag and its weight updates name it."""
 
 
 def default_command() -> tuple[str, ...]:
@@ -42,7 +44,9 @@ def server_args(
     if context_length:
         args["context-length"] = context_length
     args |= {flag_name(name): value for name, value in given.items()}
+    theirs = args.get("custom-weight-loader") or ()
+    args["custom-weight-loader"] = (*(theirs if isinstance(theirs, tuple | list) else (str(theirs),)), LOADER)
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 
-__all__ = ("MODULE", "STREAM_INTERVAL", "default_command", "server_args")
+__all__ = ("LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")

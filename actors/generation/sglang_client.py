@@ -24,6 +24,8 @@ from actors.generation.engine import (
     PauseMode,
     RequestRefused,
 )
+from actors.generation.sglang_args import LOADER
+from actors.generation.sglang_wire import body_of, decode_event, message_in
 from actors.generation.sse import SseParser
 from bus.messages.weights import TensorMeta
 
@@ -33,31 +35,6 @@ _ERROR_CHARS = 300
 FLAT = "flattened_bucket"
 IDLE_S = 5.0  # an engine's time to end what was aborted
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-class _Reason(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None
-
-
-class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
-    weight_version: str | None = None
-    finish_reason: _Reason | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
-class _Event(msgspec.Struct):
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: _Error | None = None
-
-
-_decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class SGLangClient:
@@ -83,6 +60,11 @@ class SGLangClient:
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
+        self._runs_our_loader = False  # as `info` said
+        self._quiet = asyncio.Event()  # nothing is flying
+        self._quiet.set()
+        self._waits: set[asyncio.Timeout] = set()
+        self._closed = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         # The engine knows the request by another name: unique among all clients and attempts, and no name is a prefix of
@@ -90,6 +72,7 @@ class SGLangClient:
         name = f"{self._nonce}-{next(self._numbers):08d}-{request.rid}"
         names = self._flying.setdefault(request.rid, set())
         names.add(name)
+        self._quiet.clear()
         try:
             async with aclosing(self._stream(request, name)) as chunks:
                 async for chunk in chunks:
@@ -98,13 +81,17 @@ class SGLangClient:
             names.discard(name)
             if not names:
                 self._flying.pop(request.rid, None)
+            if not self._flying:
+                self._quiet.set()
 
     async def _stream(self, request: GenerateRequest, name: str) -> AsyncGenerator[Chunk, None]:
+        if self._closed:
+            raise EngineUnavailable(f"{self.base_url} was given up before request {request.rid} was sent.")
         end_s = asyncio.get_running_loop().time() + self._request_deadline_s
         headers = {"Content-Type": "application/json"}
         if request.routing_key is not None:
             headers["X-SMG-Routing-Key"] = request.routing_key
-        call = self._http.post(f"{self.base_url}/generate", data=_body(request, name), headers=headers)
+        call = self._http.post(f"{self.base_url}/generate", data=body_of(request, name), headers=headers)
         response = await self._within(call.__aenter__(), end_s, request.rid, 0)
         try:
             if response.status != 200:
@@ -133,7 +120,7 @@ class SGLangClient:
 
     def _chunk(self, payload: bytes, rid: str, seen: int) -> Chunk:
         try:
-            event = _decode_event(payload)
+            event = decode_event(payload)
         except msgspec.DecodeError as error:
             raise EngineUnavailable(
                 f"{self.base_url} sent an event of request {rid} that is not understood: {error}."
@@ -173,6 +160,12 @@ class SGLangClient:
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
 
+    async def end_running(self, patience_s: float) -> None:
+        if self._flying:
+            await self.abort_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._quiet.wait(), patience_s)
+
     async def pause(self, mode: PauseMode) -> None:
         await self._post("/pause_generation", {"mode": mode})
 
@@ -206,10 +199,13 @@ class SGLangClient:
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
         await self._post("/update_weights_from_disk", body)
 
-    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None) -> None:
+    async def update_weights_from_tensor(
+        self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
+    ) -> None:
+        is_quick = bool(quick) and self._runs_our_loader
         body = {
-            "serialized_named_tensors": handles,
-            "load_format": FLAT,
+            "serialized_named_tensors": quick if is_quick else handles,
+            "load_format": LOADER if is_quick else FLAT,
             "weight_version": version,
             "flush_cache": False,
         }
@@ -270,9 +266,15 @@ class SGLangClient:
         )
 
     async def info(self) -> Mapping[str, Any]:
-        return await self._get("/server_info")
+        info = await self._get("/server_info")
+        self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
+        return info
 
     async def close(self) -> None:
+        """Requests under way end at once, as EngineUnavailable: aiohttp would leave those that wait for a chunk waiting."""
+        self._closed = True
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
         await self._http.close()
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
@@ -294,6 +296,8 @@ class SGLangClient:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if self._closed:
+            raise EngineUnavailable(f"{self.base_url}{path} was not asked: this engine was given up.")
         try:
             async with asyncio.timeout(self._control_deadline_s):
                 async with self._http.request(method, self.base_url + path, data=data, headers=headers) as response:
@@ -311,11 +315,19 @@ class SGLangClient:
         """One wait of a stream, under both deadlines."""
         left_s = end_s - asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(min(left_s, self._token_deadline_s)):
-                return await wait
+            async with asyncio.timeout(min(left_s, self._token_deadline_s)) as limit:
+                self._waits.add(limit)
+                try:
+                    return await wait
+                finally:
+                    self._waits.discard(limit)
         except aiohttp.ClientError as error:
             raise self._broken_off(rid, seen, error) from None
         except TimeoutError:
+            if self._closed:
+                raise EngineUnavailable(
+                    f"{self.base_url} was given up while request {rid} had {seen} tokens; they are valid."
+                ) from None
             whole = left_s <= self._token_deadline_s
             name, limit_s = ("request", self._request_deadline_s) if whole else ("token", self._token_deadline_s)
             raise EngineUnavailable(
@@ -334,47 +346,10 @@ class SGLangClient:
         self._raise_status(response.status, text, what)
 
     def _raise_status(self, status: int, text: str, what: str) -> NoReturn:
-        message = " ".join(_message(text).split())[:_ERROR_CHARS]
+        message = " ".join(message_in(text).split())[:_ERROR_CHARS]
         if status in (400, 404, 413, 422):
             raise RequestRefused(f"{self.base_url} refused {what} (HTTP {status}): {message}")
         raise EngineUnavailable(f"{self.base_url} failed {what} (HTTP {status}): {message}")
-
-
-def _body(request: GenerateRequest, name: str) -> bytes:
-    sampling: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "max_new_tokens": request.max_new_tokens,
-        "ignore_eos": request.ignore_eos,
-    }
-    if request.stop_token_ids:
-        sampling["stop_token_ids"] = request.stop_token_ids
-    if request.sampling_seed is not None:
-        sampling["sampling_seed"] = request.sampling_seed
-    body: dict[str, Any] = {
-        "rid": name,
-        "input_ids": request.input_ids,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": True,
-    }
-    if request.extra_key is not None:
-        body["extra_key"] = request.extra_key
-    return msgspec.json.encode(body)
-
-
-def _message(text: str) -> str:
-    """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
-    if isinstance(value, dict):
-        inner = value.get("error", value)
-        if isinstance(inner, dict) and "message" in inner:
-            return str(inner["message"])
-    return text
 
 
 def _say(error: BaseException) -> str:

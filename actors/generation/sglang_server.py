@@ -10,6 +10,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ class _NotOurs(EngineUnavailable):
 
 
 async def _until_ready(url: str, label: str) -> None:
-    """Waits for /health, then for the label we gave, then for one token."""
+    """Waits for /health, then for the label we gave, then for one token. The server is then as after a warm-up."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
         while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
             await asyncio.sleep(POLL_S)
@@ -182,6 +183,10 @@ async def _until_ready(url: str, label: str) -> None:
         meta = answer.get("meta_info") or {}
         if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
             raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
+        # What lives now lives for good: Python's collector need not walk it again and again while requests run.
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with http.post(f"{url}/freeze_gc") as response:
+                await response.read()
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -71,6 +72,43 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
         await client.close()
     for runner in runners:
         await runner.cleanup()
+
+
+async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
+    """A chunk is waited for, another request waits for its answer to begin: both would hang until their deadline."""
+    here, on = asyncio.Event(), asyncio.Event()
+
+    async def generate(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if not here.is_set():
+            await response.prepare(http)
+            await response.write(event(2, PAIRS[:2]))
+        here.set()
+        await on.wait()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = SGLangClient(
+        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=30, control_deadline_s=5
+    )
+    stream = client.generate(REQUEST)
+    assert (await anext(stream)).token_ids == [11, 12]
+    waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
+    while len(client._waits) < 2:  # noqa: ASYNC110 - the second request is on its way
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await client.close()
+        for error, seen in zip(await asyncio.gather(*waits, return_exceptions=True), (0, 2), strict=True):
+            assert isinstance(error, EngineUnavailable) and f"had {seen} tokens" in str(error)
+    for call in (chunks_of(client), client.resume()):
+        with pytest.raises(EngineUnavailable, match="given up"):
+            await call
+    on.set()
+    await runner.cleanup()
 
 
 async def chunks_of(client: SGLangClient) -> list[Chunk]:

@@ -129,6 +129,19 @@ async def test_a_pause_in_abort_mode_ends_all_with_their_partials(client: SGLang
     assert len((await late).token_ids) == 5
 
 
+async def test_running_requests_are_ended_and_waited_for(client: SGLangClient, target: Target) -> None:
+    await client.end_running(10.0)  # nothing runs
+    streams = {rid: client.generate(long_request(rid)) for rid in ("one", "two")}
+    firsts = {rid: await anext(stream) for rid, stream in streams.items()}
+    ends = [asyncio.create_task(rest(stream, firsts[rid])) for rid, stream in streams.items()]
+    await client.end_running(10.0)
+    assert client.flying("one") == client.flying("two") == ()
+    for chunks in await asyncio.gather(*ends):
+        assert chunks[-1].finish == "abort" and 0 < len(tokens_of(chunks)) < LONG
+        expected = target.oracle.logprobs(PROMPT, tokens_of(chunks))
+        assert logprobs_of(chunks) == pytest.approx(expected, abs=target.logprob_tolerance)
+
+
 async def test_retraction_is_counted(http: Http) -> None:
     asking = asyncio.create_task(http.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
     await until_async(lambda: _at_work(http, 1), "the request runs")

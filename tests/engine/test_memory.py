@@ -40,6 +40,7 @@ async def test_an_engine_answers_the_same_after_it_gave_memory_back(
     http: Http, client: SGLangClient, tags: list[str]
 ) -> None:
     before = await http.generate(PROMPT, **SAMPLING)
+    sums = await client.weights_checksum()
     await client.pause("abort")
     await client.release_memory(tags)
     assert (await client.health()).weight_version == "default"
@@ -51,6 +52,7 @@ async def test_an_engine_answers_the_same_after_it_gave_memory_back(
     for answer in (await waiting, await http.generate(PROMPT, **SAMPLING)):
         assert answer["output_ids"] == before["output_ids"]
         assert answer["meta_info"]["output_token_logprobs"] == before["meta_info"]["output_token_logprobs"]
+    assert await client.weights_checksum() == sums
 
 
 @pytest.mark.usefixtures("saver")

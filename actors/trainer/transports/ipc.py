@@ -30,7 +30,7 @@ class IpcSender:
     ) -> None:
         self._buffers = buffers or (FlatBuffers(limit_bytes) if limit_bytes else FlatBuffers())
         self._tp_size = tp_size
-        self._handles: list[tuple[str, ...]] = []
+        self._handles: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def prepare(
         self,
@@ -52,7 +52,7 @@ class IpcSender:
         if self._buffers.flat[0].is_cuda:
             torch.cuda.synchronize()  # another process reads these bytes next
         pairs = zip(self._buffers.buckets, self._handles, strict=True)
-        buckets = tuple(msgspec.structs.replace(bucket, handles=handles) for bucket, handles in pairs)
+        buckets = tuple(msgspec.structs.replace(b, handles=handles, quick=quick) for b, (handles, quick) in pairs)
         plan = WeightPlan(transport="ipc", buckets=buckets, workers=workers, deadline_s=deadline_s, whole=whole)
         write_plan(directory, plan)
         return WeightManifest(
@@ -62,16 +62,20 @@ class IpcSender:
             n_bytes=sum(bucket.n_bytes for bucket in buckets),
         )
 
-    def _export(self, index: int) -> tuple[str, ...]:
+    def _export(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Handles of a buffer for SGLang's own loader, and for ours inside SGLang."""
         if not self._buffers.flat[index].is_cuda:
             handle = FileHandle(path=str(self._buffers.files[index]), tensors=self._buffers.buckets[index].tensors)
-            return (msgspec.json.encode(handle).decode(),) * self._tp_size
+            return (msgspec.json.encode(handle).decode(),) * self._tp_size, ()
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()  # handles then name the GPU by its id, not by a position that differs per process
-        body = {"flattened_tensor": self._buffers.flat[index], "metadata": _metadata(self._buffers.buckets[index])}
-        return (MultiprocessingSerializer.serialize(body, output_str=True),) * self._tp_size
+        flat, bucket = self._buffers.flat[index], self._buffers.buckets[index]
+        layout = msgspec.json.encode([index, bucket.tensors]).decode()  # quick_load.Layout
+        bodies = ({"flattened_tensor": flat, "metadata": _metadata(bucket)}, [(layout, flat)])
+        whole, quick = (MultiprocessingSerializer.serialize(body, output_str=True) for body in bodies)
+        return (whole,) * self._tp_size, (quick,) if self._tp_size == 1 else ()
 
     def close(self) -> None:
         """Free the buffers; handles given out are dead then."""

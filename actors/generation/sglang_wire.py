@@ -1,0 +1,72 @@
+"""What SGLang's /generate is sent and answers, as far as we read it (pure)."""
+
+from typing import Any
+
+import msgspec
+
+from actors.generation.engine import GenerateRequest
+
+
+class Reason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    weight_version: str | None = None
+    finish_reason: Reason | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class Error(msgspec.Struct):
+    message: str = ""
+
+
+class Event(msgspec.Struct):
+    meta_info: Meta = msgspec.field(default_factory=Meta)
+    error: Error | None = None
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+
+
+def body_of(request: GenerateRequest, name: str) -> bytes:
+    sampling: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_new_tokens": request.max_new_tokens,
+        "ignore_eos": request.ignore_eos,
+    }
+    if request.stop_token_ids:
+        sampling["stop_token_ids"] = request.stop_token_ids
+    if request.sampling_seed is not None:
+        sampling["sampling_seed"] = request.sampling_seed
+    body: dict[str, Any] = {
+        "rid": name,
+        "input_ids": request.input_ids,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+    }
+    if request.extra_key is not None:
+        body["extra_key"] = request.extra_key
+    return msgspec.json.encode(body)
+
+
+def message_in(text: str) -> str:
+    """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        if isinstance(inner, dict) and "message" in inner:
+            return str(inner["message"])
+    return text
+
+
+__all__ = ("Event", "body_of", "decode_event", "message_in")
