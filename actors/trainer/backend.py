@@ -58,6 +58,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     opd_teacher_load: str = ""  # directory of the teacher; empty = samples bring its log-probs
     offload_target: str = "cpu"  # where `sleep` moves device memory: cpu or disk
     offload_dir: str = ""  # directory of its file, for disk
+    true_on_policy: bool = False  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
 
 
 class BatchRefused(MilesAsyncError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.generation.actor import GenerationSpec
 from actors.router.actor import RouterSpec
+from actors.runtime.child import ArgValue
 from actors.trainer.spec import TurnSpec
 from actors.trainer.transports.spec import CourierSpec
 from miles_async.settings.colocate import engine_args, gives_back
@@ -15,6 +16,9 @@ from miles_async.settings.run import RunSettings
 
 if TYPE_CHECKING:
     from miles_async.launcher.plan import Place
+
+EXACT: dict[str, ArgValue] = {"enable-deterministic-inference": True, "attention-backend": "fa3"}
+"""What true_on_policy_mode asks of engines."""
 
 
 def generation_spec(
@@ -37,7 +41,9 @@ def generation_spec(
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
-        server_args=(engine_args(settings) if shares else {}) | s.server_args,
+        server_args=(engine_args(settings) if shares else {})
+        | (EXACT if settings.model.true_on_policy_mode else {})
+        | s.server_args,
         seed=settings.rollout.rollout_seed,
         exact_stream=s.pause_generation_mode == "in_place",
         check_equal=s.check_weight_update_equal,

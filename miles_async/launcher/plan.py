@@ -150,11 +150,14 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         logprob_tolerance=logprob_tolerance(settings),
         offload_target=settings.sglang.offload_train_target,
         offload_dir=place.run_dir,
+        true_on_policy=settings.model.true_on_policy_mode,
     )
 
 
 def logprob_tolerance(settings: RunSettings) -> float:
     """Mean |trainer - engine| log-prob with equal weights: the embedded engine runs the trainer's model in float32."""
+    if settings.model.true_on_policy_mode:
+        return 1e-9
     exact = settings.sglang.engine == "embedded" and settings.model.model_dtype == "float32"
     return 1e-4 if exact else 0.03
 

@@ -98,7 +98,26 @@ def balance_has_something_to_measure(s: RunSettings) -> None:
         )
 
 
+def equal_logprobs_have_what_they_need(s: RunSettings) -> None:
+    """true_on_policy_mode repeats one engine's kernels on one GPU."""
+    if not s.model.true_on_policy_mode:
+        return
+    backend = s.sglang.server_args.get("attention-backend", "fa3")
+    for field, value, wanted in (
+        ("engine", s.sglang.engine, "sglang"),
+        ("model_dtype", s.model.model_dtype, "bfloat16"),
+        ("actor_num_gpus_per_node", s.perf.actor_num_gpus_per_node, 1),
+        ("rollout_num_gpus_per_engine", s.sglang.rollout_num_gpus_per_engine, 1),
+        ("--sglang-attention-backend", backend, "fa3"),
+    ):
+        if value != wanted:
+            raise refusal(
+                field, value, f"true_on_policy_mode needs {show(wanted)}", f"Set it to {wanted}, or leave the mode out."
+            )
+
+
 RULES = (
+    equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
     loss_is_reduced_one_way,
     ranks_have_work,

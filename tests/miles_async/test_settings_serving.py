@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.cli.flags import parse_flags
+from miles_async.launcher.engines import engine_specs
+from miles_async.launcher.plan import Place, backend_config, logprob_tolerance
 from miles_async.settings import RunSettings, SettingsError, dump_toml, load, settings_from
 from miles_async.settings.load import Loaded
 from miles_async.settings.serving import check_programs, notes
@@ -133,6 +135,27 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, table: str, flags
 def settings(**fields: object) -> RunSettings:
     base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math"}
     return settings_from(**{**base, **fields})
+
+
+def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
+    fields = {"engine": "sglang", "model_dtype": "bfloat16", "true_on_policy_mode": True}
+    s = settings(**fields, server_args={"stream-interval": "8"})
+    place = Place(run_dir="", model_dir="m", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=3, fingerprint="")
+    [worker] = [spec for _, role, spec in engine_specs(s, place) if role == "generation"]
+    assert worker.server_args == {
+        "enable-deterministic-inference": True, "attention-backend": "fa3", "stream-interval": "8"
+    }  # fmt: skip
+    assert backend_config(s, place).true_on_policy and logprob_tolerance(s) < 1e-6
+    for change, says in (
+        ({"model_dtype": "float32"}, "model_dtype = 'float32': true_on_policy_mode needs 'bfloat16'"),
+        ({"engine": "embedded"}, "engine = 'embedded'"),
+        ({"actor_num_gpus_per_node": 2, "global_batch_size": 8}, "actor_num_gpus_per_node = 2"),
+        ({"rollout_num_gpus_per_engine": 2}, "rollout_num_gpus_per_engine = 2"),
+        ({"server_args": {"attention-backend": "triton"}}, "sglang-attention-backend = 'triton'"),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            settings(**fields | change)
+        assert says in str(refused.value)
 
 
 def test_the_routers_own_parser_knows_the_names() -> None:

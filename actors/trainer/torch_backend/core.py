@@ -21,6 +21,7 @@ from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, chec
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
+from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
 from actors.trainer.torch_backend.offload import Offload
 from actors.trainer.torch_backend.old_actors import OldActors
@@ -56,6 +57,8 @@ class Core:
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)
+        if config.true_on_policy and self.fp8 is not None:
+            raise Refused("true_on_policy_mode: engines that serve FP8 compute other log-probs. Leave the mode out.")
         self.reference: Policy | None = None
         if self.objective.needs_ref_logp:
             self.reference = self._load(config.ref_load or config.hf_checkpoint, trainable=False)
@@ -83,7 +86,7 @@ class Core:
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
-        return policy
+        return MatchedPolicy(policy.hf) if self.config.true_on_policy else policy
 
     def _load_teacher(self) -> Policy | None:
         """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""

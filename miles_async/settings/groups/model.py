@@ -24,6 +24,16 @@ class ModelSettings(Group, frozen=True, kw_only=True):
         doc("Type of the policy's weights and activations. float32 on CPU, bfloat16 on GPU."),
     ] = "float32"
 
+    true_on_policy_mode: Annotated[
+        bool,
+        doc(
+            "Log-probs of trainer and engine equal to the last bit: engines run SGLang's deterministic mode with "
+            "FlashAttention-3, and the trainer computes with the same kernels in the same order. For dense Qwen3 models in "
+            "bfloat16 on Hopper, one GPU for the trainer and one for each engine; SGLang must be installed beside the trainer. "
+            "Both get slower."
+        ),
+    ] = False
+
     @property
     def builtin_name(self) -> str | None:
         """Name of the builtin model, or None for a directory."""
