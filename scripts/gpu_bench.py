@@ -3,33 +3,34 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning colocate, and nccl and e2e, which need two GPUs (the
-trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a number, is left out when that file
-is complete, and does not begin when the budget is short: run the command again until it says that all is there.
-`--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate, and nccl and e2e,
+which need two GPUs (the trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a number, is
+left out when that file is complete, and does not begin when the budget is short: run the command again until it says that
+all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import gpu_e2e
-import gpu_judge as judge
+import gpu_exact
+import gpu_memory
 import gpu_parts as parts
 import gpu_publish
-import numpy as np
 
 GPU_ARGS: dict[str, Any] = {
     "attention-backend": "fa3",
@@ -50,7 +51,9 @@ class Bench:
         self.models = Path(args.models)
         self.models.mkdir(parents=True, exist_ok=True)
         self.end = time.monotonic() + args.budget_s
-        self.results: dict[str, Any] = {}
+        self._servers = AsyncExitStack()
+        self._wanted: tuple[Path, tuple[int, ...], str] | None = None
+        self._running: tuple[str, dict[str, Any]] = ("", {})
         self.vocab = int((parts.QWEN3 | parts.SHAPES[args.shape])["vocab_size"])
 
     @property
@@ -64,14 +67,35 @@ class Bench:
         base = {} if self.args.engine == "embedded" else dict(GPU_ARGS)
         return base | json.loads(self.args.server_args) | {k.replace("_", "-"): v for k, v in changes.items()}
 
-    def server(self, model: Path, name: str, gpus: tuple[int, ...] | None = None, **changes: Any) -> Any:
-        """A server of this bench's kind on `gpus` (default: --gpu)."""
+    @asynccontextmanager
+    async def server(
+        self, model: Path, name: str, gpus: tuple[int, ...] | None = None, **changes: Any
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """A server of this bench's kind on `gpus` (default: --gpu). It outlives the step if that went well, for a next one
+        that asks for the same; its weights are then those of the last update."""
         if gpus is None:
             gpus = () if self.args.engine == "embedded" else (self.args.gpu,)
-        return parts.server(
-            self.args.engine, model, self.scratch / name, args=self.engine_args(**changes), max_running=self.args.max_running,
-            gpus=gpus,
-        )  # fmt: skip
+        wanted = (model, gpus, json.dumps(self.engine_args(**changes), default=str))
+        if self._wanted != wanted:
+            await self.stop_server()
+            made = parts.server(
+                self.args.engine, model, self.scratch / name, args=self.engine_args(**changes),
+                max_running=self.args.max_running, gpus=gpus,
+            )  # fmt: skip
+            self._running = await self._servers.enter_async_context(made)
+            self._wanted = wanted
+            while self.args.hold and not self.args.hold.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        try:
+            yield self._running
+        except BaseException:
+            await self.stop_server()
+            raise
+
+    async def stop_server(self) -> None:
+        """End the server that runs, if any."""
+        self._wanted = None
+        await self._servers.aclose()
 
     def save(self, step: str, values: dict[str, Any], *, done: bool) -> None:
         """Write what is known of a step."""
@@ -86,11 +110,18 @@ class Bench:
         file.write_text(json.dumps(head | values | {"machine": parts.facts_of_machine()}, indent=2, default=str))
         print(f"[{step}] {json.dumps(values, default=str)[:1500]}", flush=True)
 
+    def save_logs(self) -> None:
+        """The ends of all logs, for whoever asks why a step failed or was slow."""
+        with (self.out / "logs.txt").open("w") as out:
+            for file in sorted([*self.scratch.rglob("log"), *self.scratch.rglob("*.log")]):
+                lines = [line for line in file.read_text(errors="replace").splitlines(True) if '"POST /' not in line]
+                out.write(f"\n===== {file.relative_to(self.scratch)}\n{''.join(lines)[-100_000:]}")
+
 
 async def throughput(b: Bench) -> None:
     """Tokens/s of the same requests: bare aiohttp; bus + worker; bus + worker + router. Interleaved, several times."""
     a = b.args
-    runs: dict[str, list[float]] = {"bare": [], "bare_stream": [], "worker": [], "router": []}
+    runs: dict[str, list[float]] = {kind: [] for kind in a.kinds}
     async with b.server(b.model(), "throughput") as (url, facts):
         await parts.bare_loop(
             url,
@@ -101,7 +132,7 @@ async def throughput(b: Bench) -> None:
         )
         for repeat in range(a.repeats):
             for name in runs:
-                if b.left_s < 60:
+                if b.left_s < 40 and a.engine == "sglang":
                     break
                 asked = parts.prompts(a.requests, a.prompt_tokens, b.vocab, 100 * repeat + len(name))
                 if name.startswith("bare"):
@@ -112,8 +143,8 @@ async def throughput(b: Bench) -> None:
                 else:
                     runs[name].append(await _through_worker(b, url, asked, f"{name}{repeat}", routed=name == "router"))
                 print(name, runs[name][-1], flush=True)
-        best = max(statistics.median(runs[n]) for n in ("bare", "bare_stream") if runs[n])
-        ratios = {n: round(statistics.median(runs[n]) / best, 4) for n in ("worker", "router") if runs[n]}
+        best = max(statistics.median(of) for n, of in runs.items() if of and n.startswith("bare"))
+        ratios = {n: round(statistics.median(of) / best, 4) for n, of in runs.items() if of}
         b.save(
             "throughput",
             {"tokens_per_s": runs, "ratio_to_best_bare": ratios, "requests": a.requests, "concurrent": a.concurrent,
@@ -148,10 +179,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("triton attention", {"attention_backend": "triton", "cuda_graph_max_bs": False}),
     ("fa3", {"cuda_graph_max_bs": False}),
     ("fa3, graphs to 512", {}),
+    ("fa3, no graphs", {"cuda_graph_max_bs": False, "disable_cuda_graph": True}),
     ("fa3, graphs to 512, no overlap", {"disable_overlap_schedule": True}),
-    ("stream interval 1", {"stream_interval": 1}),
-    ("stream interval 8", {"stream_interval": 8}),
-    ("stream interval 64", {"stream_interval": 64}),
+    ("fa3, graphs to 512, stream interval 8", {"stream_interval": 8}),
+    ("fa3, graphs to 512, stream interval 1", {"stream_interval": 1}),
 ]
 
 
@@ -162,44 +193,21 @@ async def tuning(b: Bench) -> None:
     for name, changes in VARIANTS:
         if name in known:
             continue
-        if b.left_s < 170:
+        if b.left_s < 80 and b.args.engine == "sglang":
             b.save("tuning", {"variants": known}, done=False)
             return
         try:
             async with b.server(b.model(), f"tuning-{len(known)}", **changes) as (url, facts):
                 row: dict[str, Any] = {"boot_s": facts["boot_s"], "note": facts["note"]}
-                for stream, n in itertools.product((False, True), (b.args.concurrent, 2 * b.args.concurrent)):
+                n = b.args.concurrent
+                for kind, new_tokens in (("warm", 16), ("plain", b.args.new_tokens), ("stream", b.args.new_tokens)):
                     asked = parts.prompts(2 * n, b.args.prompt_tokens, b.vocab, n)
-                    got = await parts.bare_loop(url, asked, new_tokens=b.args.new_tokens, concurrent=n, stream=stream)
-                    row[f"{'stream' if stream else 'plain'} at {n}"] = got["tokens_per_s"]
+                    got = await parts.bare_loop(url, asked, new_tokens=new_tokens, concurrent=n, stream=kind == "stream")
+                    row[kind] = got["tokens_per_s"]
         except Exception as error:  # noqa: BLE001 - a variant that does not start is a result
             row = {"failed": str(error)[:400]}
         known[name] = row
         b.save("tuning", {"variants": known}, done=len(known) == len(VARIANTS))
-
-
-async def boundary(b: Bench) -> None:
-    """An update in mid-sample, judged by the weights themselves: each token's log-prob fits the version its span names."""
-    a = b.args
-    models = [b.model(0), b.model(1)]
-    n = min(64, a.concurrent)
-    ids = parts.prompts(n, a.prompt_tokens, b.vocab, 7)
-    async with (
-        b.server(models[0], "boundary") as (url, facts),
-        parts.house(b.scratch / "boundary", concurrent=n) as house,
-    ):
-        await house.worker("generation-0", engine="external", engine_url=url)
-        await house.wait_for("joined", 1, 60)
-        await house.order(1, models[0])
-        await house.wait_for("activated", 1, 60)
-        await house.feed("edge", ids, a.new_tokens)
-        await asyncio.sleep(a.settle_s)
-        await house.order(2, models[1])
-        rollouts = [rollout for _, rollout in await house.collect(n, 300)]
-    asked = judge.asked_of("edge", ids)
-    first, second = (judge.logprobs(m, rollouts, asked, dtype="auto") for m in models)
-    verdict = judge.boundaries(rollouts, first, second)
-    b.save("boundary", {"samples": n, **verdict, "server": facts}, done=True)
 
 
 async def kill(b: Bench) -> None:
@@ -209,6 +217,7 @@ async def kill(b: Bench) -> None:
     a = b.args
     n = 2 * a.concurrent
     model = b.model()
+    await b.stop_server()
     async with parts.house(b.scratch / "kill", concurrent=a.concurrent, partial_save_tokens=64) as house:
         await house.actor("partial", "partial", PartialSpec())
         await house.worker(
@@ -246,51 +255,19 @@ def _server_pid(worker: int) -> int:
     return int(children[0])
 
 
-async def logprobs(b: Bench, name: str = "logprobs", **changes: Any) -> None:
-    """Engine against trainer on sampled tokens: mean and largest difference of log-probs."""
-    a = b.args
-    n = min(64, a.concurrent)
-    ids = parts.prompts(n, a.prompt_tokens, b.vocab, 11)
-    async with (
-        b.server(b.model(), name, **changes) as (url, facts),
-        parts.house(b.scratch / name, concurrent=n) as house,
-    ):
-        await house.worker("generation-0", engine="external", engine_url=url)
-        await house.wait_for("joined", 1, 60)
-        await house.order(1, b.model())
-        await house.wait_for("activated", 1, 60)
-        await house.feed("lp", ids, a.new_tokens)
-        rollouts = [rollout for _, rollout in await house.collect(n, 300)]
-    rows = {}
-    for dtype in ("auto", "float32"):
-        trainer = np.concatenate(judge.logprobs(b.model(), rollouts, judge.asked_of("lp", ids), dtype=dtype))
-        engine = np.concatenate([np.frombuffer(r.response.logprobs, np.float32) for r in rollouts])
-        gap = np.abs(engine - trainer)
-        rows[dtype] = {
-            "mean": float(gap.mean()), "max": float(gap.max()), "p99": float(np.quantile(gap, 0.99)),
-            "exactly_equal": float((gap == 0).mean()), "mean_logprob": float(engine.mean()), "tokens": len(engine),
-        }  # fmt: skip
-    b.save(name, {"difference": rows, "server": facts}, done=True)
-
-
-async def deterministic(b: Bench) -> None:
-    """The same with SGLang's batch-invariant kernels."""
-    changes = (
-        {} if b.args.engine == "embedded" else {"enable_deterministic_inference": True, "attention_backend": "triton"}
-    )
-    await logprobs(b, "deterministic", **changes)
-
-
 # step -> what runs it, seconds it needs at least
 STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
-    "throughput": (throughput, 240.0),
-    "disk": (gpu_publish.disk, 200.0),
-    "ipc": (gpu_publish.ipc, 200.0),
-    "boundary": (boundary, 170.0),
-    "kill": (kill, 300.0),
-    "logprobs": (logprobs, 170.0),
-    "deterministic": (deterministic, 170.0),
-    "tuning": (tuning, 170.0),
+    "throughput": (throughput, 90.0),
+    "disk": (gpu_publish.disk, 60.0),
+    "ipc": (gpu_publish.ipc, 60.0),
+    "boundary": (gpu_exact.boundary, 170.0),
+    "kill": (kill, 160.0),
+    "logprobs": (gpu_exact.logprobs, 170.0),
+    "deterministic": (gpu_exact.deterministic, 130.0),
+    "tuning": (tuning, 80.0),
+    "memory": (gpu_memory.memory, 40.0),
+    "conformance": (gpu_memory.conformance, 90.0),
+    "fp8": (gpu_memory.fp8, 120.0),
     "nccl": (gpu_publish.nccl, 200.0),
     "e2e": (gpu_e2e.e2e, 300.0),
     "colocate": (gpu_e2e.colocate, 240.0),
@@ -323,7 +300,10 @@ async def run(b: Bench, steps: list[str]) -> int:
         except Exception as error:  # noqa: BLE001 - the other steps go on; this one's file says why it is missing
             failed += 1
             b.save(step, {"failed": f"{type(error).__name__}: {error}"[:2000]}, done=False)
+            traceback.print_exc()
         print(f"[{step}] took {time.monotonic() - began:.1f} s", flush=True)
+    await b.stop_server()
+    b.save_logs()
     missing = [step for step in steps if not complete(b.out, step)]
     print(f"missing: {', '.join(missing)}" if missing else "all there", flush=True)
     return 1 if failed else 0
@@ -351,9 +331,16 @@ def main() -> int:
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--updates", type=int, default=5)
+    loads = ("idle", "loaded")
+    parser.add_argument("--loads", nargs="+", choices=loads, default=loads, help="what engines do during updates")
     parser.add_argument("--bucket-mib", type=int, default=2048, help="largest bucket of ipc and nccl")
     parser.add_argument("--e2e-runs", nargs="*", help="only these runs of e2e (default: all, with the ratios)")
     parser.add_argument("--train-steps", type=int, default=10, help="training steps of each run of e2e")
+    kinds = ("bare", "bare_stream", "worker", "router")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="what throughput compares")
+    parser.add_argument(
+        "--hold", type=Path, help="once the first server is up, wait for this file: boots of benches may overlap"
+    )
     parser.add_argument("--settle-s", type=float, default=0.8, help="time before something happens in mid-sample")
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--again", action="store_true", help="measure what is there already")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +10,73 @@ import gpu_parts  # noqa: F401 - puts the repository on the path
 import numpy as np
 
 
-def logprobs(model: Path, rollouts: list[Any], asked: dict[str, list[int]], *, dtype: str) -> list[np.ndarray]:
-    """Log-probs of the responses under a model, by the trainer's own forward."""
+def logprobs(
+    model: Path, rollouts: list[Any], asked: dict[str, list[int]], *, dtype: str, matched: bool = False
+) -> list[np.ndarray]:
+    """Log-probs of the responses under a model, by the trainer's own forward, or by the one that repeats the engine's."""
     import torch
 
-    from actors.trainer.backend import BatchSample
-    from actors.trainer.objective.samples import TrainSample
+    policy, device = _policy(model, dtype, matched)
+    packed = _packed(rollouts, asked)
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(rollouts), 16):
+            group = range(start, min(start + 16, len(rollouts)))
+            values, _ = policy(packed.micro_batch(list(group), device))
+            found += [part.float().cpu().numpy() for part in values.split([rollouts[i].response.n_tokens for i in group])]
+    del policy
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def gradients(model: Path, rollouts: list[Any], asked: dict[str, list[int]]) -> dict[str, float]:
+    """Gradient of the summed log-probs: the matched forward's against the plain one's, and the seconds of each."""
+    import torch
+
+    found, seconds = {}, {}
+    for matched in (False, True):
+        policy, device = _policy(model, "auto", matched, trainable=True)
+        batch = _packed(rollouts, asked).micro_batch(range(len(rollouts)), device)
+        for _ in range(2):  # the first one compiles
+            policy.zero_grad()
+            began = time.monotonic()
+            policy(batch)[0].sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[matched] = time.monotonic() - began
+        found[matched] = {name: p.grad.double() for name, p in policy.named_weights().items()}
+        del policy
+    apart = sum(float((found[True][name] - g).square().sum()) for name, g in found[False].items()) ** 0.5
+    size = sum(float(g.square().sum()) for g in found[False].values()) ** 0.5
+    return {"relative_difference": apart / size, "plain_s": round(seconds[False], 4), "matched_s": round(seconds[True], 4)}
+
+
+def _policy(model: Path, dtype: str, matched: bool, *, trainable: bool = False) -> tuple[Any, Any]:
     from actors.trainer.torch_backend.core import narrow
-    from actors.trainer.torch_backend.layout import PackedBatch
+    from actors.trainer.torch_backend.matched import FORMULAS, MatchedPolicy
     from actors.trainer.torch_backend.model import load_policy, resolve_device, resolve_dtype
 
     device = resolve_device("auto")
-    policy = load_policy(str(model), trainable=False).to(device)
+    policy = load_policy(str(model), trainable=trainable).to(device)
     narrow(policy, resolve_dtype(dtype, device))
+    if matched:
+        policy = MatchedPolicy(policy.hf, None if device.type == "cuda" else FORMULAS)
+    return policy, device
+
+
+def _packed(rollouts: list[Any], asked: dict[str, list[int]]) -> Any:
+    from actors.trainer.backend import BatchSample
+    from actors.trainer.objective.samples import TrainSample
+    from actors.trainer.torch_backend.layout import PackedBatch
+
     samples = []
     for rollout in rollouts:
         ids = np.frombuffer(rollout.response.tokens, np.int32)
         prompt = np.array(asked[rollout.task.sample_id], np.int32)
         train = TrainSample(rollout.task.sample_id, rollout.task.group_id, len(ids), 0.0, prompt_length=len(prompt))
         samples.append(BatchSample(prompt, ids, 1.0, train))
-    packed = PackedBatch(samples)
-    found = []
-    with torch.no_grad():
-        for start in range(0, len(samples), 16):
-            group = range(start, min(start + 16, len(samples)))
-            values, _ = policy(packed.micro_batch(list(group), device))
-            lengths = [len(samples[i].response_tokens) for i in group]
-            found += [part.float().cpu().numpy() for part in values.split(lengths)]
-    del policy
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found
+    return PackedBatch(samples)
 
 
 def asked_of(name: str, ids: list[list[int]]) -> dict[str, list[int]]:

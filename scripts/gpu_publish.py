@@ -21,6 +21,7 @@ from actors.generation.sglang_client import SGLangClient
 from bus import Out
 from bus.messages.policy import Sending, WeightManifest
 from bus.messages.versions import PolicyVersion
+from bus.plans import read_plan
 from bus.topology import POLICY
 
 Prepare = Callable[[int], Awaitable[WeightManifest]]
@@ -30,10 +31,10 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
     """`updates` activations with nothing running, then as many under full load. `prepare(number)` makes the manifest."""
     a = b.args
     number = first
-    rows: dict[str, list[dict[str, float]]] = {"idle": [], "loaded": []}
+    rows: dict[str, list[dict[str, float]]] = {load: [] for load in a.loads}
     told = len(await house.events("activated"))
     loaded: asyncio.Task[Any] | None = None
-    n = 6 * a.concurrent
+    n = 3 * a.concurrent
     for mode, times in rows.items():
         if mode == "loaded":
             await house.feed(name, parts.prompts(n, a.prompt_tokens, b.vocab, 5), a.new_tokens)
@@ -53,8 +54,7 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
             )
             number += 1
             await asyncio.sleep(0.2 if mode == "idle" else 1.0)
-    assert loaded is not None
-    rollouts = [rollout for _, rollout in await loaded]
+    rollouts = [] if loaded is None else [rollout for _, rollout in await loaded]
     return {
         "updates": rows,
         **{
@@ -80,7 +80,7 @@ def _median(rows: list[dict[str, float]]) -> float:
     return statistics.median(row["pause_s"] for row in rows)
 
 
-async def _checksum(url: str) -> dict[str, Any]:
+async def checksum(url: str) -> dict[str, Any]:
     """The engine's own checksums; empty where it has none."""
     client = SGLangClient(url, request_deadline_s=60, token_deadline_s=60, control_deadline_s=60)
     try:
@@ -159,25 +159,30 @@ def _versions(b: Any, device: str) -> list[dict[str, Any]]:
 
 async def ipc(b: Any) -> None:
     """CUDA IPC with trainer and engine on one GPU; then the engine's checksums against those after a load from disk."""
+    from actors.trainer.transports.flat import FlatBuffers
     from actors.trainer.transports.ipc import IpcSender
 
-    device = f"cuda:{b.args.gpu}"
+    device = "cpu" if b.args.engine == "embedded" else f"cuda:{b.args.gpu}"
     async with (
         b.server(b.model(0), "ipc") as (url, facts),
         parts.house(b.scratch / "ipc", concurrent=b.args.concurrent) as house,
     ):
         await _worker(house, url, b.model(0))
         versions = await asyncio.to_thread(_versions, b, device)
-        sender = IpcSender(limit_bytes=b.args.bucket_mib << 20)
+        sender = IpcSender(buffers=FlatBuffers(b.args.bucket_mib << 20, shared=b.scratch / "ipc-flat"))
         plans = b.scratch / "ipc-plans"
 
         async def prepare(number: int) -> WeightManifest:
             return await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
 
         found = await _measure(b, house, url, prepare, "ipc", first=2)
-        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + 2 * b.args.updates)}
+        last = 1 + len(b.args.loads) * b.args.updates
+        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, last)}
         n_bytes = parts.manifest(b.model(0)).n_bytes
-        copy_s = _copy_time(versions[0], device)
+        copy_s = _copy_time(versions[0], device) if device != "cpu" else None
+        b.save("ipc", {"n_bytes": n_bytes, "plain_copy_s": copy_s, **found, "server": facts}, done=False)
+        if "loaded" in b.args.loads:
+            found["parts"] = await _parts_of_a_pause(b, url, plans / str(last))
         sender.close()
     rate = round(n_bytes / found["median_pause_idle_s"])
     b.save(
@@ -185,7 +190,6 @@ async def ipc(b: Any) -> None:
         {
             "n_bytes": n_bytes,
             "plain_copy_s": copy_s,
-            "bucket_mib": b.args.bucket_mib,
             **found,
             "bytes_per_s": rate,
             "server": facts,
@@ -194,13 +198,62 @@ async def ipc(b: Any) -> None:
     )
 
 
+async def _parts_of_a_pause(b: Any, url: str, plan_folder: Path) -> dict[str, Any]:
+    """Seconds of each call of a pause, medians: by SGLang's own loader and by ours, idle and with requests at work."""
+    client = SGLangClient(url, request_deadline_s=60, token_deadline_s=60, control_deadline_s=60)
+    await client.info()
+    buckets = read_plan(plan_folder).buckets
+    rows: dict[str, Any] = {"any_call": [], "own loader, idle": [], "our loader, idle": []}
+
+    async def update(quick: bool) -> None:
+        for bucket in buckets:
+            await client.update_weights_from_tensor(bucket.handles, None, bucket.quick if quick else ())
+
+    async def timed(**calls: Callable[[], Awaitable[Any]]) -> dict[str, float]:
+        row = {}
+        for name, call in calls.items():
+            began = time.monotonic()
+            await call()
+            row[name] = time.monotonic() - began
+        return row | {"all": sum(row.values())}
+
+    async def retract() -> None:
+        await client.pause("retract")
+
+    async def in_place() -> None:
+        await client.pause("in_place")
+
+    for _ in range(7):
+        rows["any_call"].append(await timed(call=lambda: client.set_version("parts")))
+        for quick in (False, True):
+            row = await timed(pause=retract, update=lambda quick=quick: update(quick), resume=client.resume)
+            rows[f"{'our' if quick else 'own'} loader, idle"].append(row)
+    n = b.args.concurrent
+    for name, calls in {
+        "loaded, retract and abort": {"pause": retract, "abort": client.abort_all},
+        "loaded, in place": {"pause": in_place},
+    }.items():
+        rows[name] = []
+        for _ in range(2):
+            asked = parts.prompts(n, b.args.prompt_tokens, b.vocab, 3)
+            load = asyncio.create_task(parts.bare_loop(url, asked, new_tokens=1024, concurrent=n, stream=True))
+            await asyncio.sleep(1.5)
+            rows[name].append(await timed(**calls, update=lambda: update(True), resume=client.resume))
+            await client.abort_all()
+            await load
+    await client.close()
+    return {
+        name: {call: round(statistics.median(row[call] for row in of), 5) for call in of[0]} for name, of in rows.items()
+    }
+
+
 async def _verify(b: Any, house: parts.House, url: str, last: int) -> dict[str, Any]:
     """Whether the engine holds, tensor by tensor, what a load of the same version from disk gives."""
-    pushed = await _checksum(url)
+    pushed = await checksum(url)
     told = len(await house.events("activated"))
     await house.order(last + 1, b.model(last % 2))
     await house.wait_for("activated", told + 1, 120)
-    loaded = await _checksum(url)
+    loaded = await checksum(url)
     return {"tensors_compared": len(loaded), "equal_to_disk": pushed == loaded and "unavailable" not in loaded}
 
 
@@ -245,7 +298,7 @@ async def nccl(b: Any) -> None:
         found = await _measure(b, house, url, prepare, "nccl", first=2)
         for task in sending:
             await task
-        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + 2 * b.args.updates)}
+        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + len(b.args.loads) * b.args.updates)}
         n_bytes = parts.manifest(b.model(0)).n_bytes
         copy_s = _copy_time(versions[0], f"cuda:{gpus[0]}")
         sender.close()
@@ -255,7 +308,6 @@ async def nccl(b: Any) -> None:
         {
             "n_bytes": n_bytes,
             "plain_copy_s": copy_s,
-            "bucket_mib": b.args.bucket_mib,
             **found,
             "bytes_per_s": rate,
             "server": facts,
