@@ -222,6 +222,7 @@ class EngineLink:
             if self.broken.is_set():
                 raise EngineUnavailable("the engine was stalled when its memory was wanted")
             async with deadline(self._control_deadline_s, "release of the engine's memory"):
+                await engine.end_running(LAST_STEP_S)
                 await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                 while not await self._released(engine, tags):
                     await self._context.clock.sleep(0.05)

@@ -29,10 +29,12 @@ def server_args(
     given: Mapping[str, ArgValue],
     context_length: int = 0,
     exact_stream: bool = False,
+    quick_load: bool = True,
 ) -> dict[str, ArgValue]:
     """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
 
-    exact_stream: a chunk per token, so that a weight update without an abort has an exact boundary.
+    exact_stream: a chunk per token, so that a weight update without an abort has an exact boundary. quick_load: the server's
+    Python has this package, whose loader it can import.
     """
     args: dict[str, ArgValue] = {
         "grammar-backend": "none",
@@ -44,8 +46,9 @@ def server_args(
     if context_length:
         args["context-length"] = context_length
     args |= {flag_name(name): value for name, value in given.items()}
-    theirs = args.get("custom-weight-loader") or ()
-    args["custom-weight-loader"] = (*(theirs if isinstance(theirs, tuple | list) else (str(theirs),)), LOADER)
+    if quick_load:
+        theirs = args.get("custom-weight-loader") or ()
+        args["custom-weight-loader"] = (*(theirs if isinstance(theirs, tuple | list) else (str(theirs),)), LOADER)
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 

@@ -100,6 +100,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         given=spec.server_args,
         context_length=spec.context_length,
         exact_stream=spec.exact_stream,
+        quick_load=not spec.server_command,  # another program's Python need not have our package
     )
     return SGLangServer(
         model_path=spec.model_path,
