@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,10 +89,17 @@ def test_tail_prints_readable_fields(whole):
     assert "body=" not in out
 
 
+def listen_to_ctrl_c():
+    """As in a terminal: what a shell starts in the background, these tests perhaps, ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_tail_follows_until_ctrl_c(whole):
     words = [sys.executable, "-u", "-m", "miles_async", "bus", "tail", "verdicts", "-n", "1", "--json"]
     words += ["--runs-dir", str(whole.runs_dir)]
-    child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c
+    )
     try:
         assert child.stdout is not None
         assert json.loads(child.stdout.readline())["group"] == "g2"
@@ -104,7 +112,7 @@ def test_tail_follows_until_ctrl_c(whole):
         whole.tell(more)
         line = json.loads(child.stdout.readline())
         assert (line["group"], line["note"]) == ("g3", "dropped: zero_std_1")
-        child.send_signal(2)
+        child.send_signal(signal.SIGINT)
         assert child.wait(DEADLINE_S) == 0
         assert child.stderr is not None
         assert child.stderr.read() == ""
