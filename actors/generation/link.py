@@ -102,7 +102,6 @@ class EngineLink:
                 self.serving = None
                 self._damaged_at = None
                 self.released = ()
-                self.open.set()
                 self._loader.forget()
                 self.broken.clear()
                 context.note = self._process.note if self._process is not None else self.kind.note
@@ -211,25 +210,26 @@ class EngineLink:
         )
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give the engine's memory to the trainer; requests end and wait at `open`. An engine that does not give it in time is
-        ended, which gives all of it."""
+        """Give the engine's memory to the trainer; requests end and wait at `open`. An engine that does not give it in time, or
+        is broken, is ended, which gives all of it."""
         engine = self.engine
-        if engine is None or self.released:
+        missing = tuple(tag for tag in tags if tag not in self.released)  # some are away after an update that failed half-way
+        if engine is None or not missing:
             return
-        self.open.clear()
-        self.released = tuple(tags)
-        try:
-            if self.broken.is_set():
-                raise EngineUnavailable("the engine was stalled when its memory was wanted")
-            async with deadline(self._control_deadline_s, "release of the engine's memory"):
-                await engine.end_running(LAST_STEP_S)
-                await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
-                while not await self._released(engine, tags):
-                    await self._context.clock.sleep(0.05)
-        except (EngineUnavailable, DeadlineExceeded) as error:
-            await self.fail(error)
-            if self._process is not None:
-                await self._process.stop()
+        if not self.broken.is_set():
+            self.open.clear()
+            self.released = tuple(tags)
+            try:
+                async with deadline(self._control_deadline_s, "release of the engine's memory"):
+                    await engine.end_running(LAST_STEP_S)
+                    await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
+                    while not await self._released(engine, missing):
+                        await self._context.clock.sleep(0.05)
+                return
+            except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
+                await self.fail(error)
+        if self._process is not None:
+            await self._process.stop()
 
     async def _released(self, engine: Engine, tags: Sequence[str]) -> bool:
         """Whether it could be given back; not while a request is at work that was on its way before, or that a router sent from

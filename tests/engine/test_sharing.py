@@ -1,0 +1,154 @@
+"""A generation worker whose engine shares its memory with a trainer: turns told on a real bus, a real engine process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from actors.generation.actor import Worker
+from actors.generation.spec import GenerationSpec
+from actors.runtime.context import Context
+from bus import Bus, Commit, Out
+from bus.messages.policy import Turn
+from bus.messages.samples import RolloutDone
+from bus.topology import ACTIVE, POLICY, PROMPTS, ROLLOUTS
+from tests.actors.house import messages, open_bus, running, until
+from tests.engine.models import Oracle
+from tests.engine.test_worker import PROMPT, TOKENS, _length, _progress, events, order, sample
+
+TAGS = ("kv_cache", "cuda_graph", "weights")
+Models = Callable[[str], tuple[Path, Path]]
+
+
+async def tell(bus: Bus, holder: Any, number: int, *, publishes: bool = False) -> None:
+    """As the trainer says it."""
+    turn = Turn(holder=holder, number=number, publishes=publishes)
+    await bus.commit(Commit(append=(Out(POLICY, turn),), state={"turn": turn.mark}))
+
+
+async def released(bus: Bus, turn: int) -> bool:
+    return any(event.data["turn"] == turn for event in await events(bus, "memory released"))
+
+
+async def told(bus: Bus, kind: str, n: int) -> bool:
+    return len(await events(bus, kind)) == n
+
+
+def engines() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "actors.generation.embedded" in " ".join(p.cmdline())]
+
+
+@asynccontextmanager
+async def sharing(
+    redis_url: str, run_name: str, model: Path, run_dir: Path, **fields: Any
+) -> AsyncIterator[tuple[Bus, Worker]]:
+    """A worker that gives everything back, after the trainer's first turn, with version 1 of `model`."""
+    made: list[Worker] = []
+    spec = GenerationSpec(model_path=str(model), gives_back=TAGS, **fields)
+
+    async def body(context: Context, given: GenerationSpec) -> None:
+        made.append(Worker(context, given))
+        await made[0].run()
+
+    async with (
+        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30}) as bus,
+        running(bus, "generation-0", body, spec, run_dir=str(run_dir)),
+    ):
+        await tell(bus, "trainer", 1)
+        await until(lambda: released(bus, 1))
+        assert not engines(), "the engine boots before the trainer has left"
+        await tell(bus, "engines", 1)
+        await until(lambda: told(bus, "joined", 1), deadline_s=30)
+        await bus.append([Out(ACTIVE, order(1, model))])
+        await until(lambda: told(bus, "activated", 1))
+        yield bus, made[0]
+
+
+async def test_samples_under_way_wait_for_the_end_of_the_trainers_turn(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    first, second = models("qwen3")
+    async with sharing(redis_url, run_name, first, tmp_path) as (bus, worker):
+        await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+        await until(lambda: _progress(worker), deadline_s=30)
+        await tell(bus, "trainer", 2)
+        await until(lambda: released(bus, 2))
+        assert [r.n_tokens < TOKENS for r in worker._running.values()] == [True, True]
+        await tell(bus, "engines", 2)
+        await until(lambda: _progress(worker) if not worker._link.released else _no(), deadline_s=30)
+        await tell(bus, "trainer", 3)
+        await until(lambda: released(bus, 3))
+        await bus.append([Out(ACTIVE, order(2, second))])  # ordered while away: loaded before anything else
+        await tell(bus, "engines", 3, publishes=True)
+        await until(lambda: _length(bus, 2), deadline_s=60)
+        rollouts = [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
+    for rollout in rollouts:
+        response = rollout.response
+        assert [span.version for span in response.spans] == [1, 2] and rollout.resumed_tokens == 0
+        old = response.spans[0].n
+        tokens = np.frombuffer(response.tokens, np.int32).tolist()
+        expected = Oracle(first).logprobs(PROMPT, tokens[:old])
+        expected += Oracle(second).logprobs(PROMPT + tokens[:old], tokens[old:])
+        assert np.abs(np.frombuffer(response.logprobs, np.float32) - np.array(expected)).max() < 1e-3
+
+
+async def _no() -> bool:
+    return False
+
+
+async def test_an_engine_that_does_not_give_its_memory_is_ended(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    first, _ = models("qwen3")
+    async with sharing(redis_url, run_name, first, tmp_path, control_deadline_s=2.0) as (bus, _):
+        (process,) = engines()
+        os.kill(process.pid, signal.SIGSTOP)
+        await tell(bus, "trainer", 2)
+        await until(lambda: released(bus, 2), deadline_s=30)
+        assert not engines() and await told(bus, "engine stalled", 1)
+        await tell(bus, "engines", 2)
+        await until(lambda: told(bus, "joined", 2), deadline_s=30)
+
+
+async def test_an_engine_whose_update_failed_half_way_is_ended_when_the_trainer_wants_the_memory(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    """Its weights were back already, and would not be given again by one that is broken."""
+    first, _ = models("qwen3")
+    wrong, _ = models("llama")
+    async with sharing(redis_url, run_name, first, tmp_path) as (bus, _):
+        await tell(bus, "trainer", 2)
+        await until(lambda: released(bus, 2))
+        await bus.append([Out(ACTIVE, order(2, wrong))])
+        await tell(bus, "engines", 2, publishes=True)
+        await until(lambda: told(bus, "engine stalled", 1), deadline_s=30)
+        await tell(bus, "trainer", 3)
+        await until(lambda: released(bus, 3), deadline_s=60)
+        left = engines()
+        assert not left or await told(bus, "joined", 2)
+
+
+@pytest.mark.parametrize("holder", ["trainer", "engines"])
+async def test_a_worker_that_starts_late_reads_whose_turn_it_is(
+    holder: str, redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    first, _ = models("qwen3")
+    spec = GenerationSpec(model_path=str(first), gives_back=TAGS)
+
+    async def body(context: Context, given: GenerationSpec) -> None:
+        await Worker(context, given).run()
+
+    async with open_bus(redis_url, run_name) as bus:
+        await tell(bus, holder, 7)
+        async with running(bus, "generation-0", body, spec, run_dir=str(tmp_path)):
+            kind = "memory released" if holder == "trainer" else "joined"
+            await until(lambda: told(bus, kind, 1), deadline_s=30)
+            assert bool(engines()) == (holder == "engines")
