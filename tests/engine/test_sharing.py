@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,14 @@ async def told(bus: Bus, kind: str, n: int) -> bool:
     return len(await events(bus, kind)) == n
 
 
-def engines() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "actors.generation.embedded" in " ".join(p.cmdline())]
+def engines(run_dir: Path) -> list[psutil.Process]:
+    """Those of this run; other tests of this process have their own."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ended while we looked
+            if str(run_dir) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 @asynccontextmanager
@@ -64,7 +70,7 @@ async def sharing(
     ):
         await tell(bus, "trainer", 1)
         await until(lambda: released(bus, 1))
-        assert not engines(), "the engine boots before the trainer has left"
+        assert not engines(run_dir), "the engine boots before the trainer has left"
         await tell(bus, "engines", 1)
         await until(lambda: told(bus, "joined", 1), deadline_s=30)
         await bus.append([Out(ACTIVE, order(1, model))])
@@ -109,11 +115,11 @@ async def test_an_engine_that_does_not_give_its_memory_is_ended(
 ) -> None:
     first, _ = models("qwen3")
     async with sharing(redis_url, run_name, first, tmp_path, control_deadline_s=2.0) as (bus, _):
-        (process,) = engines()
+        (process,) = engines(tmp_path)
         os.kill(process.pid, signal.SIGSTOP)
         await tell(bus, "trainer", 2)
         await until(lambda: released(bus, 2), deadline_s=30)
-        assert not engines() and await told(bus, "engine stalled", 1)
+        assert not engines(tmp_path) and await told(bus, "engine stalled", 1)
         await tell(bus, "engines", 2)
         await until(lambda: told(bus, "joined", 2), deadline_s=30)
 
@@ -132,7 +138,7 @@ async def test_an_engine_whose_update_failed_half_way_is_ended_when_the_trainer_
         await until(lambda: told(bus, "engine stalled", 1), deadline_s=30)
         await tell(bus, "trainer", 3)
         await until(lambda: released(bus, 3), deadline_s=60)
-        left = engines()
+        left = engines(tmp_path)
         assert not left or await told(bus, "joined", 2)
 
 
@@ -151,4 +157,4 @@ async def test_a_worker_that_starts_late_reads_whose_turn_it_is(
         async with running(bus, "generation-0", body, spec, run_dir=str(tmp_path)):
             kind = "memory released" if holder == "trainer" else "joined"
             await until(lambda: told(bus, kind, 1), deadline_s=30)
-            assert bool(engines()) == (holder == "engines")
+            assert bool(engines(tmp_path)) == (holder == "engines")
