@@ -37,7 +37,8 @@ class Decoder(Generic[M]):
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadMessage(f"undecodable message on stream {self._stream}: {error}") from error
+            reason = str(error).encode("unicode_escape").decode()  # it may quote the sender's bytes: one line, no control codes
+            raise BadMessage(f"undecodable message on stream {self._stream}: {reason}") from error
 
 
 __all__ = ("MAX_BODY_BYTES", "Decoder", "encode")

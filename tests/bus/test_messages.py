@@ -104,6 +104,13 @@ def test_no_bytes_at_all_do_anything_but_decode_or_be_refused(body: bytes) -> No
             continue
 
 
+def test_a_refusal_quotes_bytes_from_outside_in_one_line_and_without_control_codes() -> None:
+    body = encode(a_group()).replace(b"group.kept", b"\n\x1b[2J.kept")
+    with pytest.raises(BadMessage, match=r"undecodable message on stream groups: .*\\n\\x1b\[2J.kept") as caught:
+        decode("groups", body)
+    assert str(caught.value).isprintable()
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_damaged_messages_are_refused_or_decode_but_never_raise_anything_else(data: st.DataObject) -> None:
