@@ -93,7 +93,7 @@ class Offload:
                     f"the trainer needs {wanted / 2**30:.1f} GiB of {cuda[0]} for its turn and {free / 2**30:.1f} GiB are free: "
                     "something else holds its memory. See nvidia-smi; engines share it by --offload-rollout-level."
                 )
-            time.sleep(0.1)
+            time.sleep(0.1)  # the driver tells nobody when it has cleaned up; we are in the training's own thread
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage:
