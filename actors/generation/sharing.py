@@ -37,8 +37,7 @@ class Sharing:
     async def open(self) -> None:
         """Read what was said last."""
         if self._tags and (mark := await self._context.bus.state("turn")):
-            number, _, holder = mark.partition(":")
-            self.hear(Turn(holder="engines" if holder == "engines" else "trainer", number=int(number)))
+            self.hear(Turn.of_mark(mark))
 
     def hear(self, turn: Turn) -> None:
         """The trainer takes its turn, or gives it."""

@@ -98,9 +98,7 @@ class Turns:
         return found
 
     async def give(self, *, publishes: bool) -> None:
-        """The engines' turn. `publishes`: a version they do not have is announced."""
-        if not self.shared or not self.held:
-            return
+        """The engines' turn; only while it is ours. `publishes`: a version they do not have is announced."""
         began = self._context.clock.monotonic()
         if self._spec.offload:
             await self._in_thread(self._backend.sleep)

@@ -70,6 +70,12 @@ class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
         """The value of the state field `turn`, from which one that starts late reads whose turn it is."""
         return f"{self.number}:{self.holder}"
 
+    @classmethod
+    def of_mark(cls, mark: str) -> Turn:
+        """Inverse of `mark`; what it published is not told any more."""
+        number, _, holder = mark.partition(":")
+        return cls(holder="engines" if holder == "engines" else "trainer", number=int(number))
+
     def header(self) -> Header:
         return Header(id=f"turn{self.number}", note=self.holder)
 

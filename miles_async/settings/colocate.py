@@ -1,7 +1,7 @@
 """Rules and checks of engines on the trainer's GPUs (--colocate): who is there, and whether both have room.
 
-The rules are pure. `check_memory` reads the sizes in the model directory and asks nvidia-smi; where either is silent it checks
-what it knows, and SGLang's own estimate has the last word.
+The rules are pure. `check_memory` reads the sizes in the model directory and asks nvidia-smi; where either is silent
+nothing is checked here, and SGLang's own estimate has the only word.
 """
 
 import json
