@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -31,6 +30,7 @@ import gpu_exact
 import gpu_memory
 import gpu_parts as parts
 import gpu_publish
+import gpu_speed
 
 GPU_ARGS: dict[str, Any] = {
     "attention-backend": "fa3",
@@ -118,98 +118,6 @@ class Bench:
                 out.write(f"\n===== {file.relative_to(self.scratch)}\n{''.join(lines)[-100_000:]}")
 
 
-async def throughput(b: Bench) -> None:
-    """Tokens/s of the same requests: bare aiohttp; bus + worker; bus + worker + router. Interleaved, several times."""
-    a = b.args
-    runs: dict[str, list[float]] = {kind: [] for kind in a.kinds}
-    async with b.server(b.model(), "throughput") as (url, facts):
-        await parts.bare_loop(
-            url,
-            parts.prompts(a.concurrent, 64, b.vocab, 1),
-            new_tokens=min(64, a.new_tokens),
-            concurrent=a.concurrent,
-            stream=True,
-        )
-        for repeat in range(a.repeats):
-            for name in runs:
-                if b.left_s < 40 and a.engine == "sglang":
-                    break
-                asked = parts.prompts(a.requests, a.prompt_tokens, b.vocab, 100 * repeat + len(name))
-                if name.startswith("bare"):
-                    got = await parts.bare_loop(
-                        url, asked, new_tokens=a.new_tokens, concurrent=a.concurrent, stream=name == "bare_stream"
-                    )
-                    runs[name].append(got["tokens_per_s"])
-                else:
-                    runs[name].append(await _through_worker(b, url, asked, f"{name}{repeat}", routed=name == "router"))
-                print(name, runs[name][-1], flush=True)
-        best = max(statistics.median(of) for n, of in runs.items() if of and n.startswith("bare"))
-        ratios = {n: round(statistics.median(of) / best, 4) for n, of in runs.items() if of}
-        b.save(
-            "throughput",
-            {"tokens_per_s": runs, "ratio_to_best_bare": ratios, "requests": a.requests, "concurrent": a.concurrent,
-             "new_tokens": a.new_tokens, "prompt_tokens": a.prompt_tokens, "server": facts},
-            done=all(len(r) == a.repeats for r in runs.values()),
-        )  # fmt: skip
-
-
-async def _through_worker(b: Bench, url: str, asked: list[list[int]], name: str, *, routed: bool) -> float:
-    """Tokens/s from the first prompt on the bus to the last rollout on it."""
-    a = b.args
-    async with parts.house(b.scratch / f"t-{name}", concurrent=a.concurrent) as house:
-
-        async def measure(router_url: str) -> float:
-            await house.worker("generation-0", engine="external", engine_url=url, router_url=router_url)
-            await house.wait_for("joined", 1, 60)
-            await house.order(1, b.model())
-            await house.wait_for("activated", 1, 60)
-            began = time.monotonic()
-            await house.feed(name, asked, a.new_tokens)
-            found = await house.collect(len(asked), 300)
-            tokens = sum(rollout.response.n_tokens for _, rollout in found)
-            return round(tokens / (found[-1][0] - began), 1)
-
-        if not routed:
-            return await measure("")
-        async with parts.router(b.scratch) as (router_url, _):
-            return await measure(router_url)
-
-
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("triton attention", {"attention_backend": "triton", "cuda_graph_max_bs": False}),
-    ("fa3", {"cuda_graph_max_bs": False}),
-    ("fa3, graphs to 512", {}),
-    ("fa3, no graphs", {"cuda_graph_max_bs": False, "disable_cuda_graph": True}),
-    ("fa3, graphs to 512, no overlap", {"disable_overlap_schedule": True}),
-    ("fa3, graphs to 512, stream interval 8", {"stream_interval": 8}),
-    ("fa3, graphs to 512, stream interval 1", {"stream_interval": 1}),
-]
-
-
-async def tuning(b: Bench) -> None:
-    """Tokens/s of server settings, plain and streamed, each with a boot of its own."""
-    file = b.out / "tuning.json"
-    known = json.loads(file.read_text()).get("variants", {}) if file.exists() and not b.args.again else {}
-    for name, changes in VARIANTS:
-        if name in known:
-            continue
-        if b.left_s < 80 and b.args.engine == "sglang":
-            b.save("tuning", {"variants": known}, done=False)
-            return
-        try:
-            async with b.server(b.model(), f"tuning-{len(known)}", **changes) as (url, facts):
-                row: dict[str, Any] = {"boot_s": facts["boot_s"], "note": facts["note"]}
-                n = b.args.concurrent
-                for kind, new_tokens in (("warm", 16), ("plain", b.args.new_tokens), ("stream", b.args.new_tokens)):
-                    asked = parts.prompts(2 * n, b.args.prompt_tokens, b.vocab, n)
-                    got = await parts.bare_loop(url, asked, new_tokens=new_tokens, concurrent=n, stream=kind == "stream")
-                    row[kind] = got["tokens_per_s"]
-        except Exception as error:  # noqa: BLE001 - a variant that does not start is a result
-            row = {"failed": str(error)[:400]}
-        known[name] = row
-        b.save("tuning", {"variants": known}, done=len(known) == len(VARIANTS))
-
-
 async def kill(b: Bench) -> None:
     """kill -9 of the server in mid-run: every sample still ends once; how long until tokens are made again."""
     from actors.partial.actor import PartialSpec
@@ -257,14 +165,14 @@ def _server_pid(worker: int) -> int:
 
 # step -> what runs it, seconds it needs at least
 STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
-    "throughput": (throughput, 90.0),
+    "throughput": (gpu_speed.throughput, 90.0),
     "disk": (gpu_publish.disk, 60.0),
     "ipc": (gpu_publish.ipc, 60.0),
     "boundary": (gpu_exact.boundary, 170.0),
     "kill": (kill, 160.0),
     "logprobs": (gpu_exact.logprobs, 170.0),
     "deterministic": (gpu_exact.deterministic, 130.0),
-    "tuning": (tuning, 80.0),
+    "tuning": (gpu_speed.tuning, 150.0),
     "memory": (gpu_memory.memory, 40.0),
     "conformance": (gpu_memory.conformance, 90.0),
     "fp8": (gpu_memory.fp8, 120.0),
@@ -336,8 +244,12 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=2048, help="largest bucket of ipc and nccl")
     parser.add_argument("--e2e-runs", nargs="*", help="only these runs of e2e (default: all, with the ratios)")
     parser.add_argument("--train-steps", type=int, default=10, help="training steps of each run of e2e")
-    kinds = ("bare", "bare_stream", "worker", "router")
-    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="what throughput compares")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=gpu_speed.KINDS, default=gpu_speed.KINDS, help="what throughput compares"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=sorted(gpu_speed.VARIANTS), default=list(gpu_speed.VARIANTS), help="what tuning compares"
+    )
     parser.add_argument(
         "--hold", type=Path, help="once the first server is up, wait for this file: boots of benches may overlap"
     )

@@ -143,6 +143,12 @@ async def server(
 # -- load without the bus ------------------------------------------------------------------------------------------
 
 
+def lengths(n: int, mean: int, seed: int) -> list[int]:
+    """New tokens of requests that end one by one, as real ones do: evenly from a quarter to seven quarters of the mean."""
+    draw = random.Random(seed)
+    return [draw.randint(max(1, mean // 4), mean * 7 // 4) for _ in range(n)]
+
+
 def prompts(n: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     """Random token ids, no two alike, so that no prefix is shared."""
     draw = random.Random(seed)
@@ -153,18 +159,20 @@ async def bare_loop(
     url: str,
     asked: list[list[int]],
     *,
-    new_tokens: int,
+    new_tokens: int | list[int],
     concurrent: int,
     stream: bool,
     headers: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """The same requests by nothing but aiohttp. Tokens/s over all, from the first request to the last answer."""
+    """The same requests by nothing but aiohttp. Tokens/s over all, from the first request to the last answer. `new_tokens`:
+    of each request, or of all."""
     slots = asyncio.Semaphore(concurrent)
-    sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+    lengths = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(asked)
     made = 0
 
-    async def one(http: aiohttp.ClientSession, ids: list[int]) -> None:
+    async def one(http: aiohttp.ClientSession, ids: list[int], length: int) -> None:
         nonlocal made
+        sampling = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": stream}
         async with slots, http.post(f"{url}/generate", data=msgspec.json.encode(body)) as response:
             raw = await response.read()
@@ -181,7 +189,7 @@ async def bare_loop(
     content = {"Content-Type": "application/json", **(headers or {})}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=content) as http:
         began = time.monotonic()
-        await asyncio.gather(*(one(http, ids) for ids in asked))
+        await asyncio.gather(*(one(http, ids, length) for ids, length in zip(asked, lengths, strict=True)))
         seconds = time.monotonic() - began
     return {"tokens": made, "seconds": round(seconds, 3), "tokens_per_s": round(made / seconds, 1)}
 
@@ -322,7 +330,7 @@ async def house(folder: Path, *, concurrent: int, **knobs: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def router(folder: Path) -> AsyncIterator[tuple[str, Child]]:
+async def router(folder: Path, **flags: ArgValue) -> AsyncIterator[tuple[str, Child]]:
     """A sglang-router that takes requests."""
     from actors.router.args import DEFAULTS, MODULE
     from actors.router.probe import answers
@@ -330,8 +338,9 @@ async def router(folder: Path) -> AsyncIterator[tuple[str, Child]]:
 
     port = free_port(successors=1)
     child = Child()
-    address: dict[str, ArgValue] = {"host": "127.0.0.1", "port": port, "prometheus-port": port + 1}
-    await child.start(command_line((sys.executable, "-m", MODULE), DEFAULTS | address), folder / "router.log")
+    own: dict[str, ArgValue] = {n.replace("_", "-"): v for n, v in flags.items()}
+    own |= {"host": "127.0.0.1", "port": port, "prometheus-port": port + 1}
+    await child.start(command_line((sys.executable, "-m", MODULE), DEFAULTS | own), folder / "router.log")
     try:
         await until(lambda: answers("127.0.0.1", port), 30.0)
         yield f"http://127.0.0.1:{port}", child
