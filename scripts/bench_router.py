@@ -70,7 +70,9 @@ def engine(port: int) -> None:
         return answer
 
     async def said(request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "m", "served_model_name": "m", "is_generation": True, "weight_version": "1"})
+        return web.json_response(
+            {"model_path": "m", "served_model_name": "m", "is_generation": True, "weight_version": "1"}
+        )
 
     app = web.Application()
     app.router.add_post("/generate", generate)
@@ -95,7 +97,11 @@ async def stream(url: str, n: int, per_chunk: int, concurrent: int) -> float:
 
     async def one(number: int) -> None:
         request = GenerateRequest(
-            rid=str(number), input_ids=list(range(64)), max_new_tokens=TOKENS, top_k=per_chunk, routing_key=str(number // 8)
+            rid=str(number),
+            input_ids=list(range(64)),
+            max_new_tokens=TOKENS,
+            top_k=per_chunk,
+            routing_key=str(number // 8),
         )
         async with slots:
             got = [len(chunk.token_ids) async for chunk in client.generate(request)]
@@ -113,7 +119,9 @@ async def measure(requests: int, concurrent: int) -> list[dict[str, Any]]:
     """A row per set of flags and shape."""
     folder = Path(mkdtemp(prefix="bench-router-"))
     server, engine_port = Child(), free_port()
-    await server.start([sys.executable, __file__, "--engine", str(engine_port)], folder / "engine.log", dict(os.environ))
+    await server.start(
+        [sys.executable, __file__, "--engine", str(engine_port)], folder / "engine.log", dict(os.environ)
+    )
     rows = []
     try:
         for name, flags in FLAGS.items():
@@ -122,7 +130,9 @@ async def measure(requests: int, concurrent: int) -> list[dict[str, Any]]:
                 "host": "127.0.0.1", "port": port, "prometheus-port": port + 1, "worker-urls": f"http://127.0.0.1:{engine_port}",
             }  # fmt: skip
             router = Child()
-            await router.start(command_line((sys.executable, "-m", MODULE), DEFAULTS | own | flags), folder / f"{port}.log")
+            await router.start(
+                command_line((sys.executable, "-m", MODULE), DEFAULTS | own | flags), folder / f"{port}.log"
+            )
             try:
                 async with asyncio.timeout(30):
                     while not await answers("127.0.0.1", port):  # noqa: ASYNC110

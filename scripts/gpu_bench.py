@@ -3,10 +3,10 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate, and nccl and e2e,
-which need two GPUs (the trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a number, is
-left out when that file is complete, and does not begin when the budget is short: run the command again until it says that
-all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate, and nccl, e2e, exact
+and lost, which need two GPUs (the trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it has a
+number, is left out when that file is complete, and does not begin when the budget is short: run the command again until it
+says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
 
 from __future__ import annotations
@@ -179,8 +179,11 @@ STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "nccl": (gpu_publish.nccl, 200.0),
     "e2e": (gpu_e2e.e2e, 300.0),
     "colocate": (gpu_e2e.colocate, 240.0),
+    "exact": (gpu_e2e.exact, 200.0),
+    "lost": (gpu_e2e.lost, 200.0),
 }
-ONE_GPU = [step for step in STEPS if step not in ("nccl", "e2e")]
+TWO_GPUS = ("nccl", "e2e", "exact", "lost")
+ONE_GPU = [step for step in STEPS if step not in TWO_GPUS]
 
 
 def complete(out: Path, step: str) -> bool:
@@ -220,7 +223,11 @@ async def run(b: Bench, steps: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "steps", nargs="*", default=ONE_GPU, metavar="STEP", help=f"of {', '.join(STEPS)} (default: all that need one GPU)"
+        "steps",
+        nargs="*",
+        default=ONE_GPU,
+        metavar="STEP",
+        help=f"of {', '.join(STEPS)} (default: all that need one GPU)",
     )
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument(
@@ -248,7 +255,11 @@ def main() -> int:
         "--kinds", nargs="+", choices=gpu_speed.KINDS, default=gpu_speed.KINDS, help="what throughput compares"
     )
     parser.add_argument(
-        "--variants", nargs="+", choices=sorted(gpu_speed.VARIANTS), default=list(gpu_speed.VARIANTS), help="what tuning compares"
+        "--variants",
+        nargs="+",
+        choices=sorted(gpu_speed.VARIANTS),
+        default=list(gpu_speed.VARIANTS),
+        help="what tuning compares",
     )
     parser.add_argument(
         "--hold", type=Path, help="once the first server is up, wait for this file: boots of benches may overlap"

@@ -4,6 +4,9 @@
                 efficiency is max(rollout alone, train alone) / step time. Training alone is what the trainer is busy with in the
                 on-policy run, where nothing else works meanwhile
     colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
+    exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
+    lost        kill -9 of an SGLang server in mid-run: of one of two engines (one GPU, updates from disk), of the only one (nccl).
+                The trainer's idle time is what it waited for batches after the kill, beyond its usual wait
 
 Step times are means over the steps after the first ones: generation starts ahead of the trainer, so a median flatters.
 """
@@ -16,6 +19,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +30,7 @@ WARM = 3  # first steps, with compilation and an empty pipeline, are left out
 
 async def e2e(b: Any) -> None:
     """Step times of the runs on two GPUs, one result."""
-    apart = ["--update-weight-transport", "nccl"]
-    if b.args.engine == "sglang":
-        apart += ["--rollout-num-gpus", "1", "--rollout-gpu-ids", str(b.args.gpu + 1)]
+    apart = _apart(b)
     found = await _runs(
         b,
         "e2e",
@@ -52,6 +54,29 @@ async def e2e(b: Any) -> None:
     )
 
 
+def _apart(b: Any, engines: int = 1, transport: str = "nccl") -> list[str]:
+    """Engines on the GPU next to the trainer's."""
+    flags = ["--update-weight-transport", transport]
+    if b.args.engine == "sglang":
+        return [*flags, "--rollout-num-gpus", str(engines), "--rollout-gpu-ids", *[str(b.args.gpu + 1)] * engines]
+    return [*flags, "--num-generation-workers", str(engines)]
+
+
+async def exact(b: Any) -> None:
+    """Differences of log-probs in a whole run of the mode that promises none."""
+    flags = [*_apart(b), "--max-weight-staleness", "0"]
+    found = await _runs(b, "exact", {"plain": flags, "true-on-policy": [*flags, "--true-on-policy-mode"]})
+    b.save("exact", {"runs": found}, done=not b.args.e2e_runs)
+
+
+async def lost(b: Any) -> None:
+    """What a killed server costs a whole run."""
+    half = ["--sglang-mem-fraction-static", "0.9", "--sglang-max-total-tokens", "160000"]
+    two = [*_apart(b, 2, "disk"), *(half if b.args.engine == "sglang" else [])]
+    found = await _runs(b, "lost", {"one-of-two": two, "the-only-one": _apart(b)}, kill_after=WARM + 2)
+    b.save("lost", {"runs": found}, done=not b.args.e2e_runs)
+
+
 async def colocate(b: Any) -> None:
     """Step times of the runs on one GPU, and what a turn costs."""
     shared = ["--colocate", *([] if b.args.engine == "sglang" else ["--offload-train-target", "disk"])]
@@ -67,8 +92,8 @@ async def colocate(b: Any) -> None:
     b.save("colocate", {"runs": found}, done=not b.args.e2e_runs)
 
 
-async def _runs(b: Any, step: str, runs: dict[str, list[str]]) -> dict[str, Any]:
-    """Run name -> figures, for all runs or those of --e2e-runs; saved after each."""
+async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int = 0) -> dict[str, Any]:
+    """Run name -> figures, for all runs or those of --e2e-runs; saved after each. `kill_after`: steps, 0 = never."""
     model = await asyncio.to_thread(_with_tokenizer, b.model())
     prompts = b.out / "e2e-prompts.jsonl"
     rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
@@ -76,7 +101,7 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]]) -> dict[str, Any]
     found: dict[str, Any] = {}
     for name, flags in runs.items():
         if not b.args.e2e_runs or name in b.args.e2e_runs:
-            found[name] = await _run(b, model, prompts, name, flags)
+            found[name] = await _run(b, model, prompts, name, flags, kill_after)
             b.save(step, {"runs": found}, done=False)
     return found
 
@@ -89,14 +114,30 @@ def _with_tokenizer(model: Path) -> Path:
     return model
 
 
-async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) -> dict[str, Any]:
-    """One run to its end; median seconds a step, and what it says of staleness and drops."""
+async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str], kill_after: int) -> dict[str, Any]:
+    """One run to its end; seconds a step, and what it says of staleness, pauses, drops and a kill."""
     a = b.args
     gpu = a.engine == "sglang"
     words = [
-        *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label"),
+        *(
+            "--hf-checkpoint",
+            str(model),
+            "--prompt-data",
+            str(prompts),
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+        ),
         *("--rm-type", "deterministic_random", "--num-rollout", str(a.train_steps), "--rollout-batch-size", "32"),
-        *("--n-samples-per-prompt", "8", "--rollout-max-response-len", str(a.new_tokens), "--max-weight-staleness", "2"),
+        *(
+            "--n-samples-per-prompt",
+            "8",
+            "--rollout-max-response-len",
+            str(a.new_tokens),
+            "--max-weight-staleness",
+            "2",
+        ),
         *("--use-tis", "--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         *("--name", f"e2e-{name}", "--engine", a.engine, "--sglang-server-concurrency", str(a.concurrent)),
         *("--update-weight-buffer-size", str(a.bucket_mib << 20), *flags),
@@ -105,7 +146,7 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
         words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "32768"]
         for flag, value in b.engine_args().items():
             words += [f"--sglang-{flag}", str(value)]
-    else:
+    elif "--num-generation-workers" not in flags:
         words += ["--num-generation-workers", "1"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(parts.REPO), os.environ.get("PYTHONPATH", "")])}
     log = b.out / f"e2e-{name}.log"
@@ -113,14 +154,16 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "miles_async", "train", *words), stdout=file, stderr=file, env=env
         )
+        metrics = b.scratch / "runs" / f"e2e-{name}" / "metrics.jsonl"
+        killing = asyncio.create_task(_kill(process.pid, metrics, kill_after))
         try:
             code = await process.wait()
         finally:
             if process.returncode is None:
                 process.terminate()
                 await process.wait()
-    lines = (b.scratch / "runs" / f"e2e-{name}" / "metrics.jsonl").read_text().splitlines() if code == 0 else []
-    rows = [json.loads(line) for line in lines]
+            killing.cancel()
+    rows = _rows(metrics) if code == 0 else []
     done = [row for row in rows if row["kind"] == "step"]
     steps, walls = [row["metrics"] for row in done], [row["wall"] for row in done]
     if code != 0 or len(steps) <= WARM:
@@ -139,4 +182,47 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) 
         "staleness": statistics.mean(m.get("train/staleness", 0.0) for m in late),
         "logprob_difference": max(m.get("train/train_rollout_logprob_abs_diff", 0.0) for m in late),
         "drops": len(dropped),
+        "pause_s": [round(row["pause_s"], 4) for row in rows if row["kind"] == "activated"][1:],
+        **(_after(killing.result(), rows) if kill_after else {}),
+    }
+
+
+def _rows(metrics: Path) -> list[dict[str, Any]]:
+    text = metrics.read_text() if metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+async def _kill(run: int, metrics: Path, after: int) -> float:
+    """Kill the oldest server of a run once it has made `after` steps; when that was."""
+    import psutil
+
+    while after == 0 or sum(row["kind"] == "step" for row in _rows(metrics)) < after:  # noqa: ASYNC110
+        await asyncio.sleep(0.2)
+    servers = [
+        child
+        for child in psutil.Process(run).children(recursive=True)
+        if {"sglang.launch_server", "actors.generation.embedded"} & set(child.cmdline())
+    ]
+    min(servers, key=lambda child: child.create_time()).kill()
+    return time.time()
+
+
+def _after(killed: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What followed a kill, in seconds after it."""
+    steps = [row for row in rows if row["kind"] == "step"]
+    waits = [(row["wall"], row["metrics"].get("perf/wait_s", 0.0)) for row in steps]
+    usual = statistics.median(wait for wall, wait in waits[WARM:] if wall < killed)
+    faults = [row for row in rows if row["kind"] == "fault" and row["wall"] > killed - 1]
+    lost = {row["actor"] for row in faults if row["event"] == "engine stalled"}
+    back = [row["wall"] - killed for row in rows if row["kind"] == "activated" and row["actor"] in lost]
+    return {
+        "killed_after_steps": sum(wall < killed for wall, _ in waits),
+        "steps_in_all": len(steps),
+        "groups_trained": sum(len(row["groups"]) for row in steps),
+        "groups_trained_once": len({group for row in steps for group in row["groups"]}),
+        "serving_again_s": round(min(s for s in back if s > 0), 2) if any(s > 0 for s in back) else None,
+        "trainer_idle_s": round(sum(max(0.0, wait - usual) for wall, wait in waits if wall > killed), 2),
+        "faults": [
+            f"{row['wall'] - killed:.2f} s {row['actor']}: {row['event']}: {row['text'][:120]}" for row in faults
+        ],
     }

@@ -150,7 +150,11 @@ def _fp8_directory(b: Any, seed: int) -> Path:
     if target.exists():
         return target
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     beside = source.with_name(f".{source.name}-fp8-config")
     beside.mkdir(exist_ok=True)
     (beside / "config.json").write_text(json.dumps(config, indent=2))

@@ -243,7 +243,8 @@ async def _parts_of_a_pause(b: Any, url: str, plan_folder: Path) -> dict[str, An
             await load
     await client.close()
     return {
-        name: {call: round(statistics.median(row[call] for row in of), 5) for call in of[0]} for name, of in rows.items()
+        name: {call: round(statistics.median(row[call] for row in of), 5) for call in of[0]}
+        for name, of in rows.items()
     }
 
 
@@ -298,7 +299,10 @@ async def nccl(b: Any) -> None:
         found = await _measure(b, house, url, prepare, "nccl", first=2)
         for task in sending:
             await task
-        found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, 1 + len(b.args.loads) * b.args.updates)}
+        found |= {
+            "bucket_mib": b.args.bucket_mib,
+            **await _verify(b, house, url, 1 + len(b.args.loads) * b.args.updates),
+        }
         n_bytes = parts.manifest(b.model(0)).n_bytes
         copy_s = _copy_time(versions[0], f"cuda:{gpus[0]}")
         sender.close()
