@@ -1,6 +1,7 @@
 """Whole runs of gpu_bench.py through `miles-async train`: random weights of a real shape, random rewards, real everything else.
 
-    e2e         one GPU trains, one generates: asynchronous at max staleness 2, strictly on-policy, rollouts alone. Async
+    e2e         one GPU trains, one generates: asynchronous at max staleness 2 (two ways to pause), strictly on-policy, rollouts
+                alone. Async
                 efficiency is max(rollout alone, train alone) / step time. Training alone is what the trainer is busy with in the
                 on-policy run, where nothing else works meanwhile
     colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
@@ -36,19 +37,21 @@ async def e2e(b: Any) -> None:
         "e2e",
         {
             "async": apart,
+            "async-in-place": [*apart, "--pause-generation-mode", "in_place"],
             "on-policy": [*apart, "--max-weight-staleness", "0"],
             "rollout-alone": [*apart, "--debug-rollout-only"],
         },
     )
     if b.args.e2e_runs:
         return
-    step, rollout, train = found["async"]["step_s"], found["rollout-alone"]["step_s"], found["on-policy"]["train_s"]
+    alone = max(found["rollout-alone"]["step_s"], found["on-policy"]["train_s"])
+    ways = {name: found[name]["step_s"] for name in ("async", "async-in-place")}
     b.save(
         "e2e",
         {
             "runs": found,
-            "async_efficiency": round(max(rollout, train) / step, 4),
-            "on_policy_ratio": round(found["on-policy"]["step_s"] / step, 4),
+            "async_efficiency": {name: round(alone / step_s, 4) for name, step_s in ways.items()},
+            "on_policy_ratio": {name: round(found["on-policy"]["step_s"] / step_s, 4) for name, step_s in ways.items()},
         },
         done=True,
     )

@@ -14,7 +14,8 @@ import numpy as np
 
 
 async def boundary(b: Any) -> None:
-    """An update in mid-sample, judged by the weights themselves: each token's log-prob fits the version its span names."""
+    """Updates in mid-sample, judged by the weights themselves: each token's log-prob fits the version its span names. Paused in
+    place, what comes after the update has keys of both versions, so there only the old version's part is compared."""
     a = b.args
     models = [b.model(0), b.model(1)]
     n = min(64, a.concurrent)
@@ -23,18 +24,24 @@ async def boundary(b: Any) -> None:
         b.server(models[0], "boundary") as (url, facts),
         parts.house(b.scratch / "boundary", concurrent=n) as house,
     ):
-        await house.worker("generation-0", engine="external", engine_url=url)
+        await house.worker("generation-0", engine="external", engine_url=url, census=facts["census"])
         await house.wait_for("joined", 1, 60)
-        await house.order(1, models[0])
-        await house.wait_for("activated", 1, 60)
-        await house.feed("edge", ids, a.new_tokens)
-        await asyncio.sleep(a.settle_s)
-        await house.order(2, models[1])
-        rollouts = [rollout for _, rollout in await house.collect(n, 300)]
-    asked = judge.asked_of("edge", ids)
-    first, second = (judge.logprobs(m, rollouts, asked, dtype="auto") for m in models)
-    verdict = judge.boundaries(rollouts, first, second)
-    b.save("boundary", {"samples": n, **verdict, "server": facts}, done=True)
+        made: dict[str, list[Any]] = {}
+        for number, mode in ((1, "retract"), (3, "in_place")):
+            await house.order(number, models[0])
+            await house.wait_for("activated", number, 60)
+            await house.feed(mode, ids, a.new_tokens)
+            await asyncio.sleep(a.settle_s)
+            await house.order(number + 1, models[1], mode)
+            made[mode] = [rollout for _, rollout in await house.collect(n, 300)]
+        pauses = [event.data for event in await house.events("activated")]
+    await b.stop_server()
+    verdicts = {}
+    for mode, rollouts in made.items():
+        asked = judge.asked_of(mode, ids)
+        first, second = (judge.logprobs(m, rollouts, asked, dtype="auto") for m in models)
+        verdicts[mode] = judge.boundaries(rollouts, first, second)
+    b.save("boundary", {"samples": n, **verdicts, "activations": pauses, "server": facts}, done=True)
 
 
 async def sampled(b: Any, url: str, name: str, ids: list[list[int]], model: Path | None = None) -> list[Any]:

@@ -94,18 +94,25 @@ def boundaries(rollouts: list[Any], one: list[np.ndarray], two: list[np.ndarray]
 
     `one`, `two`: log-probs of every token under versions 1 and 2. The cut that fits best is the one with the smallest sum
     of differences: version 1 before it, version 2 after it. A single token may fit the wrong version by chance (about one
-    in a hundred does), so a cut can be off by one without being wrong; more than that cannot be chance.
+    in a hundred does), so a cut can be off by one without being wrong; more than that cannot be chance. `old_part`: largest
+    difference to the first version before the span's end; `crossings_seen`: samples whose next token is not that version's.
     """
     offsets: list[int] = []
-    worst = 0.0
+    worst = old_part = 0.0
+    seen = 0
     for rollout, first, second in zip(rollouts, one, two, strict=True):
         engine = np.frombuffer(rollout.response.logprobs, np.float32)
         spans = [(span.version, span.n) for span in rollout.response.spans]
         own = np.concatenate([np.full(count, version) for version, count in spans])
+        own = np.where(own == own[0], 1, 2)
+        n_old = int((own == 1).sum())
+        apart = np.abs(engine - first)
+        old_part = max(old_part, float(apart[:n_old].max()))
+        seen += n_old < len(apart) and bool(apart[n_old] > 0.05)
         worst = max(worst, float(np.abs(engine - np.where(own == 1, first, second)).max()))
         before = np.concatenate([[0.0], np.cumsum(np.abs(engine - first))])
         after = np.concatenate([np.cumsum(np.abs(engine - second)[::-1])[::-1], [0.0]])
-        offsets.append(int((before + after).argmin()) - int((own == 1).sum()))
+        offsets.append(int((before + after).argmin()) - n_old)
     return {
         "samples_across_versions": sum(len(r.response.spans) > 1 for r in rollouts),
         "tokens": sum(r.response.n_tokens for r in rollouts),
@@ -113,4 +120,6 @@ def boundaries(rollouts: list[Any], one: list[np.ndarray], two: list[np.ndarray]
         "cuts_off_by_one": sum(abs(offset) == 1 for offset in offsets),
         "cuts_further_off": [offset for offset in offsets if abs(offset) > 1],
         "largest_difference_to_own_version": worst,
+        "old_part": old_part,
+        "crossings_seen": seen,
     }

@@ -28,33 +28,36 @@ Prepare = Callable[[int], Awaitable[WeightManifest]]
 
 
 async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name: str, *, first: int) -> dict[str, Any]:
-    """`updates` activations with nothing running, then as many under full load. `prepare(number)` makes the manifest."""
+    """`updates` activations with nothing running, then as many under full load, in two ways to pause. `prepare(number)` makes the
+    manifest."""
     a = b.args
     number = first
     rows: dict[str, list[dict[str, float]]] = {load: [] for load in a.loads}
     told = len(await house.events("activated"))
     loaded: asyncio.Task[Any] | None = None
+    rollouts: list[Any] = []
     n = 3 * a.concurrent
     for mode, times in rows.items():
-        if mode == "loaded":
-            await house.feed(name, parts.prompts(n, a.prompt_tokens, b.vocab, 5), a.new_tokens)
+        if mode != "idle":
+            rollouts += [] if loaded is None else [rollout for _, rollout in await loaded]
+            await house.feed(f"{name}-{mode}", parts.prompts(n, a.prompt_tokens, b.vocab, 5), a.new_tokens)
             loaded = asyncio.create_task(house.collect(n, 400))
             await asyncio.sleep(2.0)
         for _ in range(a.updates):
             began = time.monotonic()
             what = await prepare(number)
             prepared = time.monotonic() - began
-            await house.order(number, what)
+            await house.order(number, what, "in_place" if mode == "in_place" else "retract")
             if what.transport != "disk":
                 await _send(house, number)
             told += 1
             event = (await house.wait_for("activated", told, 120))[-1]
             times.append(
-                {"prepare_s": round(prepared, 5), "pause_s": event.data["pause_s"], "total_s": event.data["total_s"]}
+                {"prepare_s": round(prepared, 5), **{key: event.data[key] for key in ("pause_s", "total_s", "requests")}}
             )
             number += 1
             await asyncio.sleep(0.2 if mode == "idle" else 1.0)
-    rollouts = [] if loaded is None else [rollout for _, rollout in await loaded]
+    rollouts += [] if loaded is None else [rollout for _, rollout in await loaded]
     return {
         "updates": rows,
         **{
@@ -104,14 +107,14 @@ async def disk(b: Any) -> None:
         b.server(models[0], "disk") as (url, facts),
         parts.house(b.scratch / "disk", concurrent=b.args.concurrent) as house,
     ):
-        await _worker(house, url, models[0])
+        await _worker(house, url, models[0], facts)
         found = await _measure(b, house, url, prepare, "disk", first=2)
     rate = round(n_bytes / found["median_pause_idle_s"])
     b.save("disk", {"n_bytes": n_bytes, "write_s": write_s, **found, "bytes_per_s": rate, "server": facts}, done=True)
 
 
-async def _worker(house: parts.House, url: str, model: Path) -> None:
-    await house.worker("generation-0", engine="external", engine_url=url)
+async def _worker(house: parts.House, url: str, model: Path, facts: dict[str, Any]) -> None:
+    await house.worker("generation-0", engine="external", engine_url=url, census=facts["census"])
     await house.wait_for("joined", 1, 60)
     await house.order(1, model)
     await house.wait_for("activated", 1, 60)
@@ -167,7 +170,7 @@ async def ipc(b: Any) -> None:
         b.server(b.model(0), "ipc") as (url, facts),
         parts.house(b.scratch / "ipc", concurrent=b.args.concurrent) as house,
     ):
-        await _worker(house, url, b.model(0))
+        await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
         sender = IpcSender(buffers=FlatBuffers(b.args.bucket_mib << 20, shared=b.scratch / "ipc-flat"))
         plans = b.scratch / "ipc-plans"
@@ -269,7 +272,7 @@ async def nccl(b: Any) -> None:
         b.server(b.model(0), "nccl", gpus=gpus) as (url, facts),
         parts.house(b.scratch / "nccl", concurrent=b.args.concurrent) as house,
     ):
-        await _worker(house, url, b.model(0))
+        await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
         from actors.trainer.transports.flat import FlatBuffers
 

@@ -52,14 +52,14 @@ async def throughput(b: Any) -> None:
                 else:
                     runs[name].append(await _through_worker(b, url, asked, f"{name}{repeat}", routed=name == "router"))
                 print(name, runs[name][-1], flush=True)
-        best = max(statistics.median(of) for n, of in runs.items() if of and n in ("bare", "bare_stream"))
-        ratios = {n: round(statistics.median(of) / best, 4) for n, of in runs.items() if of}
-        b.save(
-            "throughput",
-            {"tokens_per_s": runs, "ratio_to_best_bare": ratios, "requests": a.requests, "concurrent": a.concurrent,
-             "new_tokens": a.new_tokens, "prompt_tokens": a.prompt_tokens, "server": facts},
-            done=all(len(r) == a.repeats for r in runs.values()),
-        )  # fmt: skip
+            best = max(statistics.median(of) for n, of in runs.items() if of and n in ("bare", "bare_stream"))
+            ratios = {n: round(statistics.median(of) / best, 4) for n, of in runs.items() if of}
+            b.save(
+                "throughput",
+                {"tokens_per_s": runs, "ratio_to_best_bare": ratios, "requests": a.requests, "concurrent": a.concurrent,
+                 "new_tokens": a.new_tokens, "prompt_tokens": a.prompt_tokens, "server": facts},
+                done=all(len(r) == a.repeats for r in runs.values()),
+            )  # fmt: skip
 
 
 async def _bare(b: Any, url: str, asked: list[list[int]], name: str) -> float:
@@ -67,7 +67,17 @@ async def _bare(b: Any, url: str, asked: list[list[int]], name: str) -> float:
     if name != "bare_router":
         return (await parts.bare_loop(url, asked, **load))["tokens_per_s"]
     async with parts.router(b.scratch, worker_urls=url) as (router_url, _):
+        await parts.until(lambda: _routes(router_url), 60.0)
         return (await parts.bare_loop(router_url, asked, **load))["tokens_per_s"]
+
+
+async def _routes(router_url: str) -> bool:
+    """Whether the router has found its worker."""
+    try:
+        await parts.bare_loop(router_url, [[11, 12]], new_tokens=1, concurrent=1, stream=False)
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _through_worker(b: Any, url: str, asked: list[list[int]], name: str, *, routed: bool) -> float:

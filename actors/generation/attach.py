@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,22 @@ SHAPE_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """`exact`: chunks never mix tokens of two versions. `tp_size`: GPUs of the engine. `note`: what could not be checked."""
+    """`exact`: chunks never mix tokens of two versions when the engine is paused by retracting, `exact_in_place`: when it is
+    paused in place. `tp_size`: GPUs of the engine. `note`: what could not be checked."""
 
     exact: bool
     tp_size: int
     note: str = ""
+    exact_in_place: bool = False
 
 
 def describe(info: Mapping[str, Any]) -> Attached:
     """What /server_info tells about streaming and size."""
-    exact = info.get("version") == "embedded" or (
-        info.get("stream_interval", 1) == 1 and bool(info.get("skip_tokenizer_init", False))
-    )
-    return Attached(exact=exact, tp_size=int(info.get("tp_size") or 1))
+    embedded = info.get("version") == "embedded"
+    exact = embedded or (info.get("stream_interval", 1) == 1 and bool(info.get("skip_tokenizer_init", False)))
+    # With overlap SGLang keeps the result of the last step back while it is paused in place, and states the new version for it.
+    in_place = embedded or (exact and info.get("disable_overlap_schedule") is True)
+    return Attached(exact=exact, tp_size=int(info.get("tp_size") or 1), exact_in_place=in_place)
 
 
 def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path: str) -> Attached:
@@ -54,7 +57,7 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
         return found
     theirs = _config(Path(served_path))
     if theirs is None:
-        return Attached(found.exact, found.tp_size, f"{served_path} is not readable here, its shape was not compared")
+        return replace(found, note=f"{served_path} is not readable here, its shape was not compared")
     for key in SHAPE_KEYS:
         mine, its = ours.get(key), theirs.get(key)
         if None not in (mine, its) and mine != its:  # a config may leave out what its family implies
@@ -70,7 +73,7 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
         )
     context = info.get("context_length")
     note = f"context of {context} tokens" if isinstance(context, int) else ""
-    return Attached(found.exact, found.tp_size, note)
+    return replace(found, note=note)
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from actors.generation.sglang_args import GATHER
 from actors.runtime.child import ArgValue
 
 Kind = Literal["config", "port", "memory", "custom_all_reduce_ipc", "missing_kernel", "timeout", "model", "unknown"]
@@ -146,6 +147,13 @@ def next_step(launch: Launch, history: Sequence[Failure], *, given: frozenset[st
     """What to do after the failures of this boot, newest last. `given`: flags the user chose, which are not overruled
     where they are a wish about numerics (the attention backend)."""
     last = history[-1]
+    extra = [name for name in GATHER if name in launch.args and name not in given]
+    if extra and re.search(
+        "prefill.?(?:delayer|max.requests)", last.cause, re.IGNORECASE
+    ):  # an SGLang that cannot do it so
+        return _with(
+            replace(launch, args={n: v for n, v in launch.args.items() if n not in extra}), "prefill at once", {}
+        )
     again = sum(f.signature == last.signature for f in history)
     match last.kind:
         case "config" | "model":

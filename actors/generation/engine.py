@@ -6,6 +6,7 @@ Always true: a Chunk holds tokens of one policy version only, and the version is
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bus.errors import Poison, Transient
@@ -107,6 +108,11 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+    async def count(self, file: Path, version: str) -> int | None:
+        """Of an engine paused in place: have it write into `file` how many tokens each request has. Those were made by `version`
+        or before it, whatever the chunk says that brings them. How many requests have some; None where it cannot tell."""
+        ...
 
     async def flush(self) -> bool:
         """Empty the prefix cache; False if the engine declined because requests are at work or queued."""

@@ -44,6 +44,7 @@ class EngineLink:
         control_deadline_s: float = 60.0,
         verify_checksum: bool = True,
         check_equal: bool = False,
+        census: Path | None = None,
     ) -> None:
         self._context = context
         self._connect = connect
@@ -53,6 +54,7 @@ class EngineLink:
         self._control_deadline_s = control_deadline_s
         self._verify = verify_checksum
         self._check_equal = check_equal
+        self._census = census  # of a server that is not ours
         self._failures = 0
         self._loader = Loader(context.name)
         self._damaged_at: float | None = None  # since when the engine, paused, may hold parts of two versions
@@ -71,7 +73,7 @@ class EngineLink:
     def resends(self) -> bool:
         """Whether a sample that the engine aborts is to be sent again: a weight update aborts where a chunk could
         otherwise mix two versions, and behind a router any engine may do so."""
-        return not self.kind.exact or self.routed
+        return not (self.kind.exact and self.kind.exact_in_place) or self.routed
 
     @property
     def routed(self) -> bool:
@@ -144,9 +146,6 @@ class EngineLink:
                 raise
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
-        """Where a chunk could mix two versions (an engine that streams several tokens at a time), requests are ended: they
-        keep the tokens handed out, all of the old version, and go on as new requests. Most end with the step under way, before
-        the pause: to take them back out of the batch costs SGLang 60 ms for 256, and it forgets to forget them."""
         engine = self.engine
         assert engine is not None
         started = self._context.clock.monotonic()
@@ -157,17 +156,13 @@ class EngineLink:
         self.know(order)
         if plan is not None and plan.transport != "delta" and not await self._meet_trainer(engine, order, plan, given_up):
             return
-        self.serving = None
+        before, self.serving = self.serving, None
         self.open.clear()
         compared = 0
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
-                if not self.kind.exact:
-                    await engine.end_running(LAST_STEP_S)
-                await engine.pause(cast(PauseMode, order.mode) if self.kind.exact else "retract")
-                if not self.kind.exact:
-                    await engine.abort_all()
+                how = await self._pause(engine, order.mode, before)
                 fault_point(self._context.name, "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
@@ -207,7 +202,27 @@ class EngineLink:
             gpus=self.kind.tp_size,
             host=socket.gethostname(),
             compared=compared,
+            requests=how,
         )
+
+    async def _pause(self, engine: Engine, mode: str, before: PolicyVersion | None) -> str:
+        """Pause the engine, and what became of its requests. They go on where no chunk mixes two versions, or, paused in place,
+        where the engine counts the tokens that the version `before` made. Elsewhere they end: they keep the tokens handed out
+        and go on as new requests. Most end with the step under way, before the pause: to take them back out of the batch
+        costs SGLang 60 ms for 256, and it forgets to forget them."""
+        if self.kind.exact_in_place if mode == "in_place" else self.kind.exact:
+            await engine.pause(cast(PauseMode, mode))
+            return "ended" if mode == "abort" else "kept"
+        census = self._census if self._process is None else self._process.census
+        if mode == "in_place" and before is not None and census is not None and not self.routed:  # a peer's requests may be here
+            await engine.pause("in_place")
+            if await engine.count(census, str(before.id)) is not None:
+                return "kept"
+            await engine.resume()  # they could not end while it is paused
+        await engine.end_running(LAST_STEP_S)
+        await engine.pause("retract")
+        await engine.abort_all()
+        return "sent again"
 
     async def release(self, tags: Sequence[str]) -> None:
         """Give the engine's memory to the trainer; requests end and wait at `open`. An engine that does not give it in time, or

@@ -21,6 +21,8 @@ class EngineServer(Protocol):
 
     note: str
     """How it runs otherwise than it was asked to; empty when as asked."""
+    census: Path | None
+    """Where the server that runs writes how many tokens its requests have (census.py); None where it cannot."""
 
     @property
     def alive(self) -> bool: ...
@@ -54,6 +56,7 @@ class EngineProcess:
         self._spare = spare
         self.boots = 0
         self.note = ""
+        self.census: Path | None = None  # chunks of the embedded engine need none
 
     @property
     def pid(self) -> int:

@@ -13,7 +13,18 @@ from actors.runtime.child import ArgValue, flag_name
 MODULE = "sglang.launch_server"
 STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
 LOADER = "actors.generation.quick_load.load"
-"""Our function inside SGLang, as its flag and its weight updates name it."""
+CENSUS = "actors.generation.census.take"
+"""Our functions inside SGLang, as its flag and its weight updates name them."""
+PREFILL_BATCH = 64
+GATHER: dict[str, ArgValue] = {
+    "enable-prefill-delayer": True,
+    "prefill-delayer-queue-min-ratio": 0.1,
+    "prefill-delayer-max-delay-ms": 100,
+    "prefill-max-requests": PREFILL_BATCH,
+}
+"""Prompts wait up to a tenth of a second for company: samples end one by one, and a prefill for each would stop all others
+every second step. SGLang also holds prompts back, without a limit in time, while fewer slots are free than its largest
+prefill had; so there are always that many more than samples."""
 
 
 def default_command() -> tuple[str, ...]:
@@ -28,28 +39,31 @@ def server_args(
     seed: int,
     given: Mapping[str, ArgValue],
     context_length: int = 0,
-    exact_stream: bool = False,
-    quick_load: bool = True,
+    ours_inside: bool = True,
 ) -> dict[str, ArgValue]:
     """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
 
-    exact_stream: a chunk per token, so that a weight update without an abort has an exact boundary. quick_load: the server's
-    Python has this package, whose loader it can import.
+    max_running: samples at once. ours_inside: the server's Python has this package, whose functions it can import.
     """
     args: dict[str, ArgValue] = {
         "grammar-backend": "none",
-        "stream-interval": 1 if exact_stream else STREAM_INTERVAL,
+        "stream-interval": STREAM_INTERVAL,
         "incremental-streaming-output": True,
         "max-running-requests": max_running,
         "log-level": "info",
     }
     if context_length:
         args["context-length"] = context_length
-    args |= {flag_name(name): value for name, value in given.items()}
-    if quick_load:
-        theirs = args.get("custom-weight-loader") or ()
-        args["custom-weight-loader"] = (*(theirs if isinstance(theirs, tuple | list) else (str(theirs),)), LOADER)
+    theirs = {flag_name(name): value for name, value in given.items()}
+    if theirs.keys().isdisjoint({*GATHER, "disable-overlap-schedule", "max-running-requests"}):
+        args |= GATHER | {"max-running-requests": max_running + PREFILL_BATCH}
+    args |= theirs
+    if ours_inside:
+        loaders = args.get("custom-weight-loader") or ()
+        args["custom-weight-loader"] = (
+            *(loaders if isinstance(loaders, tuple | list) else (str(loaders),)), LOADER, CENSUS,
+        )  # fmt: skip
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 
-__all__ = ("LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")
+__all__ = ("CENSUS", "GATHER", "LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")

@@ -6,15 +6,19 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 """
 
 import asyncio
+import base64
 import itertools
+import pickle
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
 
+from actors.generation.census import read
 from actors.generation.engine import (
     Chunk,
     EngineHealth,
@@ -24,8 +28,8 @@ from actors.generation.engine import (
     PauseMode,
     RequestRefused,
 )
-from actors.generation.sglang_args import LOADER
-from actors.generation.sglang_wire import body_of, decode_event, message_in
+from actors.generation.sglang_args import CENSUS, LOADER
+from actors.generation.sglang_wire import body_of, decode_event, message_in, split
 from actors.generation.sse import SseParser
 from bus.messages.weights import TensorMeta
 
@@ -33,6 +37,7 @@ T = TypeVar("T")
 
 _ERROR_CHARS = 300
 FLAT = "flattened_bucket"
+NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()  # in the form that SGLang reads
 IDLE_S = 5.0  # an engine's time to end what was aborted
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -60,7 +65,11 @@ class SGLangClient:
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
-        self._runs_our_loader = False  # as `info` said
+        self._marks: dict[
+            str, list[tuple[int, str]]
+        ] = {}  # request -> (tokens, version that made them or older), rising
+        self._ours: frozenset[str] = frozenset()  # what of this package runs inside the engine, as `info` said
+        self._tp_size = 1
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
         self._waits: set[asyncio.Timeout] = set()
@@ -79,6 +88,7 @@ class SGLangClient:
                     yield chunk
         finally:
             names.discard(name)
+            self._marks.pop(name, None)
             if not names:
                 self._flying.pop(request.rid, None)
             if not self._flying:
@@ -106,14 +116,15 @@ class SGLangClient:
                     )
                 for payload in parser.feed(data):
                     chunk = self._chunk(payload, request.rid, seen)
+                    parts = split(chunk, seen, self._marks.get(name, ()))
                     seen += len(chunk.token_ids)
                     if chunk.finish is not None:
                         with suppress(EngineUnavailable):  # the sample is whole; the tail only frees the connection
                             await self._within(response.content.read(), end_s, request.rid, seen)
-                        yield chunk
+                    for part in parts:
+                        yield part
+                    if chunk.finish is not None:
                         return
-                    if chunk.token_ids:
-                        yield chunk
         finally:
             # A response that was not read to its end closes its connection, and the engine aborts the request.
             response.release()
@@ -172,6 +183,19 @@ class SGLangClient:
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 
+    async def count(self, file: Path, version: str) -> int | None:
+        if CENSUS not in self._ours:
+            return None
+        body = {"serialized_named_tensors": [NO_TENSORS] * self._tp_size, "load_format": CENSUS, "flush_cache": False}
+        await self._post("/update_weights_from_tensor", body)
+        counts = read(file).counts
+        if counts is msgspec.UNSET:
+            return None
+        for name in itertools.chain.from_iterable(self._flying.values()):
+            if name in counts:
+                self._marks.setdefault(name, []).append((counts[name], version))
+        return len(counts)
+
     async def flush(self) -> bool:
         status, text = await self._call("POST", "/flush_cache", {})
         if status not in (200, 400):
@@ -202,7 +226,7 @@ class SGLangClient:
     async def update_weights_from_tensor(
         self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
     ) -> None:
-        is_quick = bool(quick) and self._runs_our_loader
+        is_quick = bool(quick) and LOADER in self._ours
         body = {
             "serialized_named_tensors": quick if is_quick else handles,
             "load_format": LOADER if is_quick else FLAT,
@@ -267,7 +291,8 @@ class SGLangClient:
 
     async def info(self) -> Mapping[str, Any]:
         info = await self._get("/server_info")
-        self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
+        self._ours = frozenset(info.get("custom_weight_loader") or ())
+        self._tp_size = int(info.get("tp_size") or 1)
         return info
 
     async def close(self) -> None:

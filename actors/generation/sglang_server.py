@@ -19,6 +19,7 @@ import msgspec
 
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
+from actors.generation.census import VARIABLE
 from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.runtime.child import Child, command_line, free_port
 
@@ -59,6 +60,7 @@ class SGLangServer:
         self._child = Child()
         self._attempts = len(list(folder.glob("boot.*")))
         self.note = ""
+        self.census: Path | None = None
 
     @property
     def pid(self) -> int:
@@ -101,12 +103,12 @@ class SGLangServer:
         port, label = free_port(below=GRPC_SAFE), f"boot-{uuid.uuid4().hex[:12]}"
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
         words = command_line(self._command, {**args, "weight-version": label})
-        changed = {**self._launch.env, **self._visible()}
+        folder = self._folder / f"boot.{self._attempts:03d}"
+        self.census = (folder / "census.json").absolute()
+        changed = {**self._launch.env, **self._visible(), VARIABLE: str(self.census)}
         inherited = {name: value for name, value in os.environ.items() if name not in _ACTORS_OWN}
         env = {**inherited, "PYTHONUNBUFFERED": "1", **changed}
-        record = open_record(
-            self._folder / f"boot.{self._attempts:03d}", words, env, changed=changed, degraded=self._launch.degraded
-        )
+        record = open_record(folder, words, env, changed=changed, degraded=self._launch.degraded)
         try:
             await self._child.start(words, record.log, env)
         except OSError as error:

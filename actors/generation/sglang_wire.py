@@ -1,10 +1,12 @@
 """What SGLang's /generate is sent and answers, as far as we read it (pure)."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from actors.generation.engine import GenerateRequest
+from actors.generation.engine import Chunk, GenerateRequest
 
 
 class Reason(msgspec.Struct):
@@ -56,6 +58,24 @@ def body_of(request: GenerateRequest, name: str) -> bytes:
     return msgspec.json.encode(body)
 
 
+def split(chunk: Chunk, seen: int, marks: Sequence[tuple[int, str]]) -> list[Chunk]:
+    """A chunk as chunks of one version each, none of them empty but for one that only tells how the request ended. `seen`:
+    tokens of the request before this chunk. `marks`: (tokens, version), rising: the first so many were made by that version
+    or an older one; what lies behind the last mark is as the chunk states."""
+    parts: list[Chunk] = []
+    end, done = seen + len(chunk.token_ids), seen
+    for limit, version in (*marks, (end, chunk.weight_version)):
+        until = min(limit, end)
+        if until > done:
+            piece = slice(done - seen, until - seen)
+            parts.append(Chunk(chunk.token_ids[piece], chunk.logprobs[piece], version))
+            done = until
+    if chunk.finish is None:
+        return parts
+    last = parts.pop() if parts else Chunk([], [], chunk.weight_version)
+    return [*parts, replace(last, finish=chunk.finish)]
+
+
 def message_in(text: str) -> str:
     """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
     try:
@@ -69,4 +89,4 @@ def message_in(text: str) -> str:
     return text
 
 
-__all__ = ("Event", "body_of", "decode_event", "message_in")
+__all__ = ("Event", "body_of", "decode_event", "message_in", "split")

@@ -43,7 +43,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_args: dict[str, ArgValue] = {}
     """SGLang's own flags without dashes, passed on as they are."""
     seed: int = 0
-    exact_stream: bool = False
+    census: str = ""
+    """Where a server at `engine_url` writes how many tokens its requests have, if it runs our function (census.py)."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
@@ -73,6 +74,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         control_deadline_s=spec.control_deadline_s,
         verify_checksum=spec.verify_checksum,
         check_equal=spec.check_equal,
+        census=Path(spec.census) if spec.census else None,
     )
 
 
@@ -99,8 +101,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         seed=spec.seed,
         given=spec.server_args,
         context_length=spec.context_length,
-        exact_stream=spec.exact_stream,
-        quick_load=not spec.server_command,  # another program's Python need not have our package
+        ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
     return SGLangServer(
         model_path=spec.model_path,

@@ -45,7 +45,6 @@ def generation_spec(
         | (EXACT if settings.model.true_on_policy_mode else {})
         | s.server_args,
         seed=settings.rollout.rollout_seed,
-        exact_stream=s.pause_generation_mode == "in_place",
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings) if shares else (),
     )

@@ -178,11 +178,13 @@ def notes(s: RunSettings) -> Iterator[str]:
     g = s.sglang
     if g.server_args and g.sglang_server_command:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
-    interval = g.server_args.get("stream-interval")
-    if g.engine == "sglang" and g.pause_generation_mode == "in_place" and interval not in (None, 1, "1"):
+    among_others = g.use_router or g.sglang_router_ip is not None
+    elsewhere = bool(g.sglang_server_command or g.rollout_external_engine_addrs)
+    if g.engine != "embedded" and g.pause_generation_mode == "in_place" and (among_others or elsewhere):
+        why = "behind a router" if among_others else "in an SGLang that this run does not start with its own Python"
         yield (
-            f"pause_generation_mode in_place with --sglang-stream-interval {interval} acts like retract: a chunk of several "
-            "tokens could mix two versions"
+            f"pause_generation_mode in_place acts like retract {why}: tokens cannot be counted there at the moment of a weight "
+            "update, and a chunk of several could mix two versions"
         )
     if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"

@@ -16,7 +16,7 @@ import pytest
 from actors.generation.attach import check_served
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
-from actors.generation.sglang_args import server_args
+from actors.generation.sglang_args import GATHER, PREFILL_BATCH, server_args
 from actors.generation.sglang_server import SGLangServer
 from actors.runtime.child import command_line
 from tests.engine.processes import until_async
@@ -123,6 +123,35 @@ def test_kernels_the_user_chose_are_not_replaced() -> None:
     assert next_step(Launch({"attention-backend": "fa3"}, {}), [failure], given=chosen).launch is None
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        "launch_server.py: error: unrecognized arguments: --enable-prefill-delayer --prefill-delayer-queue-min-ratio 0.1",
+        "launch_server.py: error: unrecognized arguments: --prefill-max-requests 64",
+        "AssertionError: To use PrefillDelayer, disable_overlap_schedule must be False.",
+    ],
+)
+def test_an_sglang_that_cannot_gather_prompts_does_without(log: str) -> None:
+    launch = Launch(server_args(tp_size=1, max_running=8, seed=1, given={"dtype": "half"}), {})
+    failure = classify(log, exit_code=1)
+    answer = next_step(launch, [failure], given=frozenset({"dtype"}))
+    assert answer.launch is not None and answer.launch.degraded == ("prefill at once",)
+    assert not GATHER.keys() & answer.launch.args.keys() and answer.launch.args["dtype"] == "half"
+    assert next_step(answer.launch, [failure, failure], given=frozenset()).launch is None
+    chosen = Launch(dict.fromkeys(GATHER, 1), {})
+    again = next_step(chosen, [failure], given=frozenset(GATHER))
+    assert again.launch is None or again.launch is chosen  # what the user chose is not taken away
+
+
+def test_prompts_are_gathered_unless_the_user_has_a_say_in_it() -> None:
+    plain = server_args(tp_size=1, max_running=256, seed=1, given={})
+    assert plain.items() >= GATHER.items()
+    assert plain["max-running-requests"] == 256 + PREFILL_BATCH  # fewer free slots would hold prompts back without a limit
+    for own in ({"prefill-max-requests": 8}, {"disable_overlap_schedule": True}, {"max-running-requests": 100}):
+        args = server_args(tp_size=1, max_running=256, seed=1, given=own)
+        assert "enable-prefill-delayer" not in args and args["max-running-requests"] in (100, 256)
+
+
 def test_arguments_become_words_and_what_the_run_decides_is_not_overruled() -> None:
     args = server_args(
         tp_size=2,
@@ -194,7 +223,9 @@ async def test_a_server_that_starts_leaves_its_whole_contract(
         assert url.startswith("http://127.0.0.1:") and server.alive and server.note == "" and events == []
         [attempt] = attempts(tmp_path)
         assert attempt["outcome"] == "ready" and attempt["url"] == url and attempt["visible_gpus"] == "5,6"
-        assert attempt["environment_set_by_us"] == {"CUDA_VISIBLE_DEVICES": "5,6"}
+        census = str(tmp_path / "engines" / "boot.001" / "census.json")
+        assert attempt["environment_set_by_us"] == {"CUDA_VISIBLE_DEVICES": "5,6", "MILES_ASYNC_CENSUS": census}
+        assert server.census == Path(census)
         assert attempt["environment_beyond_a_login_shell"]["SOME_API_KEY"] == "(set, not shown)"
         assert "torch" in attempt["versions"] and "--mem-fraction-static" in attempt["argv"]
         script = (tmp_path / "engines" / "boot.001" / "reproduce.sh").read_text()
@@ -327,4 +358,7 @@ def test_only_one_token_a_chunk_without_a_detokenizer_is_exact() -> None:
     for interval, skip, exact in ((1, True, True), (1, False, False), (16, True, False)):
         info = {"stream_interval": interval, "skip_tokenizer_init": skip}
         assert check_served("u", info, "", "").exact is exact
-    assert check_served("u", {"version": "embedded", "stream_interval": 16}, "", "").exact
+        assert not check_served("u", info, "", "").exact_in_place  # the newest token comes after the pause
+        assert check_served("u", info | {"disable_overlap_schedule": True}, "", "").exact_in_place is exact
+    embedded = check_served("u", {"version": "embedded", "stream_interval": 16}, "", "")
+    assert embedded.exact and embedded.exact_in_place

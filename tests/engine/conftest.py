@@ -1,7 +1,8 @@
 """Engines under test: the embedded one as a real process on tiny random models, or any running server.
 
 Set MILES_ASYNC_TEST_ENGINE_URL and MILES_ASYNC_TEST_ENGINE_MODEL (directory the server can read, of the model it serves) to
-run the conformance suite against a real SGLang server instead.
+run the conformance suite against a real SGLang server instead; .._OTHER names a model of the same shape with other weights,
+.._CENSUS the file where its census function writes (actors/generation/census.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Target:
     other: Oracle
     embedded: bool
     logprob_tolerance: float
+    census: Path | None = None
 
 
 @contextmanager
@@ -93,7 +95,9 @@ def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, P
     if request.param == "given":
         url, model_dir = os.environ["MILES_ASYNC_TEST_ENGINE_URL"], Path(os.environ["MILES_ASYNC_TEST_ENGINE_MODEL"])
         other_dir = Path(os.environ.get("MILES_ASYNC_TEST_ENGINE_OTHER", model_dir))
-        yield Target(url, "given", model_dir, other_dir, Oracle(model_dir), Oracle(other_dir), False, 0.1)
+        file = os.environ.get("MILES_ASYNC_TEST_ENGINE_CENSUS", "")
+        oracles = Oracle(model_dir), Oracle(other_dir)
+        yield Target(url, "given", model_dir, other_dir, *oracles, False, 0.1, Path(file) if file else None)
         return
     first, second = models(request.param)
     with engine_process(first) as (url, _):

@@ -70,7 +70,7 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
 
         async with open_bus(redis_url, run_name, knobs=knobs) as bus, running(bus, "generation-0", body, spec):
             await until(lambda: events(bus, "joined"))
-            made[0]._link.kind = Attached(exact=exact, tp_size=1)
+            made[0]._link.kind = Attached(exact=exact, tp_size=1, exact_in_place=exact)
             await bus.append([Out(ACTIVE, order(1, first))])
             await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
             await until(lambda: _progress(made[0]), deadline_s=30)

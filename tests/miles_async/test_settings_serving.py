@@ -177,7 +177,10 @@ def test_a_program_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_surprising_is_noted() -> None:
-    s = settings(engine="sglang", pause_generation_mode="in_place", server_args={"stream-interval": "8"})
-    assert any("acts like retract" in note for note in notes(s))
+    for own, why in (({"use_router": True}, "behind a router"), ({"sglang_server_command": ("serve",)}, "own Python")):
+        s = settings(engine="sglang", pause_generation_mode="in_place", **own)
+        assert any("acts like retract" in note and why in note for note in notes(s))
+    s = settings(engine="sglang", pause_generation_mode="in_place")
+    assert not any("acts like retract" in note for note in notes(s))
     s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
     assert any("share a GPU" in note for note in notes(s))

@@ -1,0 +1,206 @@
+"""Version boundaries where chunks hold several tokens: the count inside SGLang, what the client makes of it, a whole update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.generation import census
+from actors.generation.actor import Worker
+from actors.generation.engine import Chunk
+from actors.generation.sglang_wire import split
+from actors.generation.spec import GenerationSpec
+from actors.runtime.context import Context
+from bus import Out
+from bus.messages.policy import Activate, WeightManifest
+from bus.messages.samples import RolloutDone
+from bus.messages.versions import PolicyVersion
+from bus.topology import ACTIVE, PROMPTS, ROLLOUTS
+from tests.actors.house import messages, open_bus, running, until
+from tests.engine.conftest import engine_process
+from tests.engine.models import Oracle
+from tests.engine.rechunk import Rechunked
+from tests.engine.test_worker import PROMPT, TOKENS, _length, _progress, events, sample
+
+# -- the count inside SGLang ---------------------------------------------------------------------------------------
+
+
+def request(rid: str, tokens: int, *, finished: bool = False, retracted: bool = False, chunked: int = 0) -> Any:
+    return SimpleNamespace(
+        rid=rid, output_ids=[1] * tokens, finished=lambda: finished, is_retracted=retracted, is_chunked=chunked
+    )
+
+
+def batch(*reqs: Any, extends: bool = False) -> Any:
+    return SimpleNamespace(reqs=list(reqs), forward_mode=SimpleNamespace(is_extend=lambda: extends))
+
+
+def scheduler(**changes: Any) -> Any:
+    fields = {
+        "_engine_paused": True, "spec_algorithm": SimpleNamespace(is_none=lambda: True), "pp_size": 1, "dp_size": 1, "tp_rank": 0,
+        "waiting_queue": [], "running_batch": batch(), "last_batch": None, "result_queue": [],
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changes))
+
+
+def test_a_step_whose_result_is_kept_back_counts() -> None:
+    a, b = request("a", 5), request("b", 9)
+    decoding = batch(a, b)
+    found = census.count(scheduler(running_batch=decoding, last_batch=decoding, result_queue=[(batch(a, b), None)]))
+    assert found.counts == {"a": 6, "b": 10}
+
+
+def test_a_prefill_kept_back_makes_a_first_token_unless_more_of_the_prompt_is_to_come() -> None:
+    new, long = request("new", 0), request("long", 0, chunked=1)
+    running, extend = request("old", 7), batch(new, long, extends=True)
+    found = census.count(
+        scheduler(
+            running_batch=batch(running),
+            last_batch=extend,
+            result_queue=[(extend, None)],
+            waiting_queue=[request("w", 3)],
+        )
+    )
+    assert found.counts == {"new": 1, "long": 0, "old": 7, "w": 3}
+
+
+def test_ended_requests_are_left_out_and_those_taken_back_make_nothing_more() -> None:
+    reqs = [request("done", 4, finished=True), request("back", 4, retracted=True)]
+    found = census.count(scheduler(waiting_queue=[reqs[1]], result_queue=[(batch(*reqs), None)]))
+    assert found.counts == {"back": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"_engine_paused": False}, "not paused"),
+        ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative"),
+        ({"pp_size": 2}, "spread over schedulers"),
+        ({"dp_size": 4}, "spread over schedulers"),
+    ],
+)
+def test_what_cannot_be_counted_is_told(changes: dict[str, Any], word: str) -> None:
+    found = census.count(scheduler(**changes))
+    assert word in found.unknown and found.counts is msgspec.UNSET
+
+
+class Scheduler:
+    """As SGLang calls its loader functions: through a worker and a model runner."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(vars(scheduler(**fields)))
+
+    def update_weights_from_tensor(self) -> None:
+        self.tp_worker_update()
+
+    def tp_worker_update(self) -> None:
+        census.take(object(), [])
+
+
+def test_the_function_finds_its_scheduler_and_writes_what_the_worker_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "census.json"
+    monkeypatch.setenv(census.VARIABLE, str(file))
+    assert "no census" in census.read(file).unknown
+    Scheduler(running_batch=batch(request("a", 2))).update_weights_from_tensor()
+    assert census.read(file) == census.Census(counts={"a": 2})
+    unknown = Scheduler()
+    del unknown.__dict__["last_batch"]  # another SGLang
+    unknown.update_weights_from_tensor()
+    assert "last_batch" in census.read(file).unknown
+    Scheduler(tp_rank=1, running_batch=batch(request("b", 8))).update_weights_from_tensor()
+    assert "last_batch" in census.read(file).unknown  # one rank speaks for all
+    census.take(object(), [])
+    assert "not found" in census.read(file).unknown
+
+
+# -- what the client makes of it -----------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    ends=st.booleans(),
+)
+def test_chunks_are_cut_at_every_mark_and_nothing_is_lost(sizes: list[int], cuts: list[int], ends: bool) -> None:
+    marks = [(tokens, f"v{i}") for i, tokens in enumerate(sorted(cuts))]
+    seen, got = 0, []
+    for i, size in enumerate(sizes):
+        ids = list(range(seen, seen + size))
+        last = ends and i == len(sizes) - 1
+        parts = split(Chunk(ids, [float(t) for t in ids], "now", "length" if last else None), seen, marks)
+        assert all(part.token_ids for part in parts)
+        assert [part.finish for part in parts] == [None] * (len(parts) - 1) + ["length" if last else None]
+        got += [
+            (t, lp, part.weight_version) for part in parts for t, lp in zip(part.token_ids, part.logprobs, strict=True)
+        ]
+        seen += size
+    assert [(t, lp) for t, lp, _ in got] == [(t, float(t)) for t in range(seen)]
+    for token, _, version in got:
+        assert version == next((name for limit, name in marks if token < limit), "now")
+
+
+def test_an_end_without_tokens_is_still_told() -> None:
+    assert split(Chunk([], [], "2", "abort"), 8, [(8, "1")]) == [Chunk([], [], "2", "abort")]
+    assert split(Chunk([], [], "2"), 8, []) == []
+
+
+# -- a whole update ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
+async def test_samples_go_on_through_an_update_in_place_with_an_exact_boundary(
+    redis_url: str, run_name: str, tmp_path: Path, models: Callable[[str], tuple[Path, Path]], counts: bool
+) -> None:
+    first, second = models("qwen3")
+    with engine_process(first, "--stream-interval", "1") as (engine_url, _):
+        server = Rechunked(engine_url, tmp_path, counts=counts)
+        made: list[Worker] = []
+
+        async def body(context: Context, given: GenerationSpec) -> None:
+            made.append(Worker(context, given))
+            made[0]._link._process = server
+            await made[0].run()
+
+        def order(number: int, directory: Path) -> Activate:
+            manifest = WeightManifest(path=str(directory))
+            return Activate(version=PolicyVersion(id=number, step=number), manifest=manifest, mode="in_place")
+
+        spec = GenerationSpec(engine="external", model_path=str(first))
+        knobs = {"partial_save_tokens": 1 << 30}
+        async with open_bus(redis_url, run_name, knobs=knobs) as bus, running(bus, "generation-0", body, spec):
+            await until(lambda: events(bus, "joined"))
+            await bus.append([Out(ACTIVE, order(1, first))])
+            await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+            await until(lambda: _progress(made[0]), deadline_s=30)
+            await bus.append([Out(ACTIVE, order(2, second))])
+            await until(lambda: _length(bus, 2), deadline_s=40)
+            rollouts = [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
+            told = [event.data["requests"] for event in await events(bus, "activated")]
+    assert told == ["sent again", "kept" if counts else "sent again"]  # the first order found no version before it
+    assert server.calls.count("/abort_request") == (
+        1 if counts else 3
+    )  # of the first order; of requests under way, and paused
+    for rollout in rollouts:
+        response = rollout.response
+        assert [span.version for span in response.spans] == [1, 2]
+        old = response.spans[0].n
+        tokens = np.frombuffer(response.tokens, np.int32).tolist()
+        logprobs = np.frombuffer(response.logprobs, np.float32)
+        before, after = tokens[:old], tokens[old:]
+        new = (
+            Oracle(second).logprobs_after(Oracle(first), PROMPT, before, after)  # they kept their keys
+            if counts
+            else Oracle(second).logprobs(PROMPT + before, after)
+        )
+        assert logprobs == pytest.approx(Oracle(first).logprobs(PROMPT, before) + new, abs=1e-3)
+        assert len(tokens) == TOKENS or rollout.finish == "stop"
