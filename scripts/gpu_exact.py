@@ -24,7 +24,7 @@ async def boundary(b: Any) -> None:
         b.server(models[0], "boundary") as (url, facts),
         parts.house(b.scratch / "boundary", concurrent=n) as house,
     ):
-        await house.worker("generation-0", engine="external", engine_url=url, census=facts["census"])
+        await house.worker("generation-0", engine="external", engine_url=url, inside=facts["inside"])
         await house.wait_for("joined", 1, 60)
         made: dict[str, list[Any]] = {}
         for number, mode in ((1, "retract"), (3, "in_place")):

@@ -123,7 +123,7 @@ async def conformance(b: Any) -> None:
             "MILES_ASYNC_TEST_ENGINE_URL": url,
             "MILES_ASYNC_TEST_ENGINE_MODEL": str(folder / "first"),
             "MILES_ASYNC_TEST_ENGINE_OTHER": str(folder / "second"),
-            "MILES_ASYNC_TEST_ENGINE_CENSUS": facts["census"],
+            "MILES_ASYNC_TEST_ENGINE_INSIDE": facts["inside"],
         }
         words = ["-m", "pytest", "-q", "-rA", "--tb=short", "-p", "no:cacheprovider", "-W", "default"]
         files = [f"tests/engine/{name}.py" for name in SUITE]

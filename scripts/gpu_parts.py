@@ -134,7 +134,7 @@ async def server(
     began = time.monotonic()
     url = await engine.start()
     facts |= {"boot_s": round(time.monotonic() - began, 2), "note": engine.note, "pid": engine.pid}
-    facts["census"] = str(engine.census or "")
+    facts["inside"] = str(engine.inside or "")
     try:
         yield url, facts
     finally:

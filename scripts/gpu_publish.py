@@ -114,7 +114,7 @@ async def disk(b: Any) -> None:
 
 
 async def _worker(house: parts.House, url: str, model: Path, facts: dict[str, Any]) -> None:
-    await house.worker("generation-0", engine="external", engine_url=url, census=facts["census"])
+    await house.worker("generation-0", engine="external", engine_url=url, inside=facts["inside"])
     await house.wait_for("joined", 1, 60)
     await house.order(1, model)
     await house.wait_for("activated", 1, 60)

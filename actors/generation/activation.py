@@ -110,6 +110,8 @@ class Loader:
             if plan.transport == "delta":
                 await engine.update_weights_from_disk(manifest.path, label)
                 return
+            if plan.transport == "nccl" and await engine.receive(plan.buckets, plan.group, label):
+                return
             for i, bucket in enumerate(plan.buckets):
                 version = label if i == last else None
                 if plan.transport == "ipc":

@@ -6,11 +6,10 @@ Always true: a Chunk holds tokens of one policy version only, and the version is
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bus.errors import Poison, Transient
-from bus.messages.weights import TensorMeta
+from bus.messages.weights import Bucket, TensorMeta
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Finish = Literal["stop", "length", "abort"]
@@ -109,9 +108,9 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def count(self, file: Path, version: str) -> int | None:
-        """Of an engine paused in place: have it write into `file` how many tokens each request has. Those were made by `version`
-        or before it, whatever the chunk says that brings them. How many requests have some; None where it cannot tell."""
+    async def pause_counted(self, version: str) -> int | None:
+        """Pause in place and count the tokens of each request: those were made by `version` or before it, whatever the chunk says
+        that brings them. How many requests there are; None, and nothing is paused, where the engine cannot tell."""
         ...
 
     async def flush(self) -> bool:
@@ -150,6 +149,11 @@ class Engine(Protocol):
         self, tensors: Sequence[TensorMeta], group: str, version: str | None
     ) -> None:
         """Receive one flat bucket from rank 0 of a group and load it; paused engines only."""
+        ...
+
+    async def receive(self, buckets: Sequence[Bucket], group: str, version: str) -> bool:
+        """The same for all buckets of a version, in the engine's own process; False, and nothing was received, where that
+        cannot be done."""
         ...
 
     async def destroy_weights_update_group(self, group: str) -> None:

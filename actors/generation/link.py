@@ -36,7 +36,7 @@ class EngineLink:
     def __init__(
         self,
         context: Context,
-        connect: Callable[[str], Engine],
+        connect: Callable[[str, Path | None], Engine],
         *,
         process: EngineServer | None,
         url: str = "",
@@ -44,7 +44,7 @@ class EngineLink:
         control_deadline_s: float = 60.0,
         verify_checksum: bool = True,
         check_equal: bool = False,
-        census: Path | None = None,
+        inside: Path | None = None,
     ) -> None:
         self._context = context
         self._connect = connect
@@ -54,7 +54,7 @@ class EngineLink:
         self._control_deadline_s = control_deadline_s
         self._verify = verify_checksum
         self._check_equal = check_equal
-        self._census = census  # of a server that is not ours
+        self._inside = inside  # of a server that is not ours: see EngineServer
         self._failures = 0
         self._loader = Loader(context.name)
         self._damaged_at: float | None = None  # since when the engine, paused, may hold parts of two versions
@@ -95,7 +95,7 @@ class EngineLink:
                     await self.engine.close()
                     self.engine = None
                 url = await self._process.start() if self._process is not None else self._url
-                self.engine = self._connect(url)
+                self.engine = self._connect(url, self._inside if self._process is None else self._process.inside)
                 async with deadline(self._control_deadline_s, f"health of the engine at {url}"):
                     health = await self.engine.health()
                     info = await self.engine.info()
@@ -213,12 +213,8 @@ class EngineLink:
         if self.kind.exact_in_place if mode == "in_place" else self.kind.exact:
             await engine.pause(cast(PauseMode, mode))
             return "ended" if mode == "abort" else "kept"
-        census = self._census if self._process is None else self._process.census
-        if mode == "in_place" and before is not None and census is not None and not self.routed:  # a peer's requests may be here
-            await engine.pause("in_place")
-            if await engine.count(census, str(before.id)) is not None:
-                return "kept"
-            await engine.resume()  # they could not end while it is paused
+        if mode == "in_place" and before is not None and await engine.pause_counted(str(before.id)) is not None:
+            return "kept"
         await engine.end_running(LAST_STEP_S)
         await engine.pause("retract")
         await engine.abort_all()

@@ -21,8 +21,8 @@ class EngineServer(Protocol):
 
     note: str
     """How it runs otherwise than it was asked to; empty when as asked."""
-    census: Path | None
-    """Where the server that runs writes how many tokens its requests have (census.py); None where it cannot."""
+    inside: Path | None
+    """Folder of the letters to our function inside the server that runs (inside.py); None where there is none."""
 
     @property
     def alive(self) -> bool: ...
@@ -56,7 +56,7 @@ class EngineProcess:
         self._spare = spare
         self.boots = 0
         self.note = ""
-        self.census: Path | None = None  # chunks of the embedded engine need none
+        self.inside: Path | None = None
 
     @property
     def pid(self) -> int:

@@ -1,8 +1,8 @@
 """Weights from the trainer's flat buckets into SGLang's model, without SGLang's loop over tensors.
 
-Runs inside the scheduler process of SGLang, as one of its --custom-weight-loader functions (never in a worker). The model's
-own `load_weights` runs once and is watched; from then on the copies it made are made again, all in one call, and the
-mapping of the trainer's buffer stays open.
+Runs inside the scheduler process of SGLang, as one of its --custom-weight-loader functions (never in a worker), or for
+inside.py. The model's own `load_weights` runs once and is watched; from then on the copies it made are made again, all in
+one call, and the mapping of the trainer's buffer stays open.
 Always true: what is repeated are the copies that the engine's own loader made for the same names, shapes and buffer. Where
 that did anything but views, plain copies and constants, or where a parameter has moved since, the engine's own loader runs instead.
 """
@@ -10,7 +10,7 @@ that did anything but views, plain copies and constants, or where a parameter ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,12 @@ class _Known:
 
 
 class QuickLoad:
-    """What one process loads into one model. Owns the mappings of the trainer's buffers, one a bucket."""
+    """What one process loads into one model. Owns the mappings of the trainer's buffers, one a bucket, and the buffer that
+    takes what is broadcast, as large as the largest bucket."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
+        self._landing: Tensor | None = None
 
     def bucket(self, model: Any, text: str, flat: Tensor, *, mapped: bool) -> bool:
         """All tensors of one bucket into the model; whether that took the short way. `mapped`: the buffer is the trainer's
@@ -76,7 +78,28 @@ class QuickLoad:
         return False
 
 
+    def receive(self, model: Any, layouts: Sequence[str], group: Any) -> None:
+        """One version, bucket by bucket, from rank 0 of a group; on the GPU when this returns."""
+        sizes = [n_bytes_of(msgspec.json.decode(text, type=Layout)) for text in layouts]
+        device = next(model.parameters()).device
+        if self._landing is None or self._landing.numel() < max(sizes):
+            self._known.clear()
+            self._landing = None  # free before the larger one is taken
+            self._landing = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        for text, size in zip(layouts, sizes, strict=True):
+            flat = self._landing[:size]
+            torch.distributed.broadcast(flat, src=0, group=group)
+            self.bucket(model, text, flat, mapped=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 _process = QuickLoad()
+
+
+def receive(model: Any, layouts: Sequence[str], group: Any) -> None:
+    """QuickLoad.receive of this process."""
+    _process.receive(model, layouts, group)
 
 
 def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -91,6 +114,11 @@ def _is_mapped(tensor: Tensor) -> bool:
 
     here = StorageWeakRef(tensor.untyped_storage()).cdata
     return any(ref.cdata == here for ref in shared_cache.values())
+
+
+def n_bytes_of(layout: Layout) -> int:
+    """Bytes of a flat bucket."""
+    return sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in layout.tensors)
 
 
 def views(flat: Tensor, layout: Layout) -> Iterable[tuple[str, Tensor]]:
@@ -149,4 +177,4 @@ def _is_view(func: Any) -> bool:
     return not written and bool(func._schema.arguments) and func._schema.arguments[0].alias_info is not None
 
 
-__all__ = ("Layout", "QuickLoad", "load", "views")
+__all__ = ("Layout", "QuickLoad", "load", "n_bytes_of", "receive", "views")

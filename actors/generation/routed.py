@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
+from typing import Any
 
 from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, RouteBroken
 from actors.generation.router_client import RouterClient, RouterGone
@@ -21,8 +23,8 @@ ROUTER_S = 5.0
 class RoutedEngine(SGLangClient):
     """Our own engine at `base_url`, and a router before all engines. Same deadlines as SGLangClient."""
 
-    def __init__(self, base_url: str, router_url: str, **deadlines: float) -> None:
-        super().__init__(base_url, **deadlines)
+    def __init__(self, base_url: str, router_url: str, *, inside: Path | None = None, **deadlines: Any) -> None:
+        super().__init__(base_url, inside=inside, **deadlines)
         self._front = SGLangClient(router_url, **deadlines)
         self._router = RouterClient(router_url, deadline_s=min(ROUTER_S, deadlines["control_deadline_s"]))
         self._peers: dict[str, SGLangClient] = {}
@@ -51,6 +53,9 @@ class RoutedEngine(SGLangClient):
             self._open = False
             await self.health()  # EngineUnavailable here is the fault of our own engine
             raise RouteBroken(str(error)) from error
+
+    async def pause_counted(self, version: str) -> int | None:
+        return None  # our engine runs requests of peers, who would have to know its counts before the next chunk
 
     async def join(self) -> None:
         """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""

@@ -13,7 +13,7 @@ from actors.runtime.child import ArgValue, flag_name
 MODULE = "sglang.launch_server"
 STREAM_INTERVAL = 32  # tokens per streamed chunk: one per token costs more than making it
 LOADER = "actors.generation.quick_load.load"
-CENSUS = "actors.generation.census.take"
+INSIDE = "actors.generation.inside.run"
 """Our functions inside SGLang, as its flag and its weight updates name them."""
 PREFILL_BATCH = 64
 GATHER: dict[str, ArgValue] = {
@@ -61,9 +61,9 @@ def server_args(
     if ours_inside:
         loaders = args.get("custom-weight-loader") or ()
         args["custom-weight-loader"] = (
-            *(loaders if isinstance(loaders, tuple | list) else (str(loaders),)), LOADER, CENSUS,
+            *(loaders if isinstance(loaders, tuple | list) else (str(loaders),)), LOADER, INSIDE,
         )  # fmt: skip
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
 
 
-__all__ = ("CENSUS", "GATHER", "LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")
+__all__ = ("GATHER", "INSIDE", "LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")

@@ -6,9 +6,7 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 """
 
 import asyncio
-import base64
 import itertools
-import pickle
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -18,7 +16,6 @@ from typing import Any, NoReturn, TypeVar
 import aiohttp
 import msgspec
 
-from actors.generation.census import read
 from actors.generation.engine import (
     Chunk,
     EngineHealth,
@@ -28,16 +25,16 @@ from actors.generation.engine import (
     PauseMode,
     RequestRefused,
 )
-from actors.generation.sglang_args import CENSUS, LOADER
+from actors.generation.inside_client import Inside
+from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_wire import body_of, decode_event, message_in, split
 from actors.generation.sse import SseParser
-from bus.messages.weights import TensorMeta
+from bus.messages.weights import Bucket, TensorMeta
 
 T = TypeVar("T")
 
 _ERROR_CHARS = 300
 FLAT = "flattened_bucket"
-NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()  # in the form that SGLang reads
 IDLE_S = 5.0  # an engine's time to end what was aborted
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -46,11 +43,18 @@ class SGLangClient:
     """One engine (or router) at `base_url`.
 
     request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
-    first token included). control_deadline_s: any other call. Must be created inside a running event loop.
+    first token included). control_deadline_s: any other call. inside: folder of the letters to our function in the server.
+    Must be created inside a running event loop.
     """
 
     def __init__(
-        self, base_url: str, *, request_deadline_s: float, token_deadline_s: float, control_deadline_s: float
+        self,
+        base_url: str,
+        *,
+        request_deadline_s: float,
+        token_deadline_s: float,
+        control_deadline_s: float,
+        inside: Path | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._request_deadline_s = request_deadline_s
@@ -68,8 +72,8 @@ class SGLangClient:
         self._marks: dict[
             str, list[tuple[int, str]]
         ] = {}  # request -> (tokens, version that made them or older), rising
-        self._ours: frozenset[str] = frozenset()  # what of this package runs inside the engine, as `info` said
-        self._tp_size = 1
+        self._runs_our_loader = False  # as `info` said
+        self._inside = Inside(inside, self._post)
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
         self._waits: set[asyncio.Timeout] = set()
@@ -183,13 +187,13 @@ class SGLangClient:
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 
-    async def count(self, file: Path, version: str) -> int | None:
-        if CENSUS not in self._ours:
+    async def pause_counted(self, version: str) -> int | None:
+        if not self._inside.able:
             return None
-        body = {"serialized_named_tensors": [NO_TENSORS] * self._tp_size, "load_format": CENSUS, "flush_cache": False}
-        await self._post("/update_weights_from_tensor", body)
-        counts = read(file).counts
-        if counts is msgspec.UNSET:
+        await self.pause("in_place")
+        counts = await self._inside.counts()
+        if counts is None:
+            await self.resume()
             return None
         for name in itertools.chain.from_iterable(self._flying.values()):
             if name in counts:
@@ -226,7 +230,7 @@ class SGLangClient:
     async def update_weights_from_tensor(
         self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
     ) -> None:
-        is_quick = bool(quick) and LOADER in self._ours
+        is_quick = bool(quick) and self._runs_our_loader
         body = {
             "serialized_named_tensors": quick if is_quick else handles,
             "load_format": LOADER if is_quick else FLAT,
@@ -262,6 +266,15 @@ class SGLangClient:
         }
         await self._post("/update_weights_from_distributed", body)
 
+    async def receive(self, buckets: Sequence[Bucket], group: str, version: str) -> bool:
+        answer = await self._inside.receive(buckets, group)
+        if answer is None:
+            return False
+        if answer.failed:
+            raise RequestRefused(f"{self.base_url} did not receive version {version}: {answer.failed}")
+        await self.set_version(version)
+        return True
+
     async def destroy_weights_update_group(self, group: str) -> None:
         with suppress(RequestRefused):  # it is gone already
             await self._post("/destroy_weights_update_group", {"group_name": group})
@@ -291,8 +304,8 @@ class SGLangClient:
 
     async def info(self) -> Mapping[str, Any]:
         info = await self._get("/server_info")
-        self._ours = frozenset(info.get("custom_weight_loader") or ())
-        self._tp_size = int(info.get("tp_size") or 1)
+        self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
+        self._inside.hear(info)
         return info
 
     async def close(self) -> None:

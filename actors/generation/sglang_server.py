@@ -19,8 +19,8 @@ import msgspec
 
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
-from actors.generation.census import VARIABLE
 from actors.generation.engine import BootRefused, EngineUnavailable
+from actors.generation.inside import VARIABLE
 from actors.runtime.child import Child, command_line, free_port
 
 Report = Callable[[str, str], Awaitable[None]]
@@ -60,7 +60,7 @@ class SGLangServer:
         self._child = Child()
         self._attempts = len(list(folder.glob("boot.*")))
         self.note = ""
-        self.census: Path | None = None
+        self.inside: Path | None = None
 
     @property
     def pid(self) -> int:
@@ -104,8 +104,8 @@ class SGLangServer:
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
         words = command_line(self._command, {**args, "weight-version": label})
         folder = self._folder / f"boot.{self._attempts:03d}"
-        self.census = (folder / "census.json").absolute()
-        changed = {**self._launch.env, **self._visible(), VARIABLE: str(self.census)}
+        self.inside = folder.absolute()
+        changed = {**self._launch.env, **self._visible(), VARIABLE: str(self.inside)}
         inherited = {name: value for name, value in os.environ.items() if name not in _ACTORS_OWN}
         env = {**inherited, "PYTHONUNBUFFERED": "1", **changed}
         record = open_record(folder, words, env, changed=changed, degraded=self._launch.degraded)

@@ -43,8 +43,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_args: dict[str, ArgValue] = {}
     """SGLang's own flags without dashes, passed on as they are."""
     seed: int = 0
-    census: str = ""
-    """Where a server at `engine_url` writes how many tokens its requests have, if it runs our function (census.py)."""
+    inside: str = ""
+    """Folder of the letters to our function inside the server at `engine_url`, if it runs it (inside.py)."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
@@ -57,13 +57,13 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         "control_deadline_s": spec.control_deadline_s,
     }
 
-    def connect(url: str) -> Engine:
+    def connect(url: str, inside: Path | None) -> Engine:
         from actors.generation.routed import RoutedEngine
         from actors.generation.sglang_client import SGLangClient
 
         if spec.router_url:
-            return RoutedEngine(url, spec.router_url, **deadlines)
-        return SGLangClient(url, **deadlines)
+            return RoutedEngine(url, spec.router_url, inside=inside, **deadlines)
+        return SGLangClient(url, inside=inside, **deadlines)
 
     return EngineLink(
         context,
@@ -74,7 +74,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         control_deadline_s=spec.control_deadline_s,
         verify_checksum=spec.verify_checksum,
         check_equal=spec.check_equal,
-        census=Path(spec.census) if spec.census else None,
+        inside=Path(spec.inside) if spec.inside else None,
     )
 
 

@@ -223,9 +223,9 @@ async def test_a_server_that_starts_leaves_its_whole_contract(
         assert url.startswith("http://127.0.0.1:") and server.alive and server.note == "" and events == []
         [attempt] = attempts(tmp_path)
         assert attempt["outcome"] == "ready" and attempt["url"] == url and attempt["visible_gpus"] == "5,6"
-        census = str(tmp_path / "engines" / "boot.001" / "census.json")
-        assert attempt["environment_set_by_us"] == {"CUDA_VISIBLE_DEVICES": "5,6", "MILES_ASYNC_CENSUS": census}
-        assert server.census == Path(census)
+        inside = tmp_path / "engines" / "boot.001"
+        assert attempt["environment_set_by_us"] == {"CUDA_VISIBLE_DEVICES": "5,6", "MILES_ASYNC_INSIDE": str(inside)}
+        assert server.inside == inside
         assert attempt["environment_beyond_a_login_shell"]["SOME_API_KEY"] == "(set, not shown)"
         assert "torch" in attempt["versions"] and "--mem-fraction-static" in attempt["argv"]
         script = (tmp_path / "engines" / "boot.001" / "reproduce.sh").read_text()

@@ -2,7 +2,7 @@
 
 Set MILES_ASYNC_TEST_ENGINE_URL and MILES_ASYNC_TEST_ENGINE_MODEL (directory the server can read, of the model it serves) to
 run the conformance suite against a real SGLang server instead; .._OTHER names a model of the same shape with other weights,
-.._CENSUS the file where its census function writes (actors/generation/census.py).
+.._INSIDE the folder of letters to our function inside it (actors/generation/inside.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Target:
     other: Oracle
     embedded: bool
     logprob_tolerance: float
-    census: Path | None = None
+    inside: Path | None = None
 
 
 @contextmanager
@@ -95,9 +95,9 @@ def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, P
     if request.param == "given":
         url, model_dir = os.environ["MILES_ASYNC_TEST_ENGINE_URL"], Path(os.environ["MILES_ASYNC_TEST_ENGINE_MODEL"])
         other_dir = Path(os.environ.get("MILES_ASYNC_TEST_ENGINE_OTHER", model_dir))
-        file = os.environ.get("MILES_ASYNC_TEST_ENGINE_CENSUS", "")
+        folder = os.environ.get("MILES_ASYNC_TEST_ENGINE_INSIDE", "")
         oracles = Oracle(model_dir), Oracle(other_dir)
-        yield Target(url, "given", model_dir, other_dir, *oracles, False, 0.1, Path(file) if file else None)
+        yield Target(url, "given", model_dir, other_dir, *oracles, False, 0.1, Path(folder) if folder else None)
         return
     first, second = models(request.param)
     with engine_process(first) as (url, _):
@@ -122,8 +122,13 @@ async def target(booted: Target) -> AsyncIterator[Target]:
 @pytest.fixture
 async def client(target: Target) -> AsyncIterator[SGLangClient]:
     client = SGLangClient(
-        target.url, request_deadline_s=60.0, token_deadline_s=30.0, control_deadline_s=CONTROL_DEADLINE_S
+        target.url,
+        request_deadline_s=60.0,
+        token_deadline_s=30.0,
+        control_deadline_s=CONTROL_DEADLINE_S,
+        inside=target.inside,
     )
+    await client.info()
     yield client
     await client.close()
 

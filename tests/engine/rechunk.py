@@ -1,5 +1,5 @@
 """An embedded engine that streams as SGLang does: several tokens a chunk, one step kept back, and only the version that is
-served when a chunk leaves. It counts tokens for our census as our function inside SGLang would."""
+served when a chunk leaves. It counts tokens as our function inside SGLang would."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
-from actors.generation.sglang_args import CENSUS
+from actors.generation.inside import Answer, Order
+from actors.generation.sglang_args import INSIDE
 
 QUIET_S = 0.1
 
@@ -41,7 +43,7 @@ class Rechunked:
         self._streams: dict[str, Stream] = {}
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
-        self.census = folder / "census.json"
+        self.inside = folder
         self.calls: list[str] = []
 
     async def start(self) -> str:
@@ -67,7 +69,7 @@ class Rechunked:
         async with self._http.get(f"{self._engine_url}/server_info") as answer:
             info = await answer.json()
         return web.json_response(
-            info | {"version": "0.5.12", "stream_interval": self._per_chunk, "custom_weight_loader": [CENSUS]}
+            info | {"version": "0.5.12", "stream_interval": self._per_chunk, "custom_weight_loader": [INSIDE]}
         )
 
     async def _pass(self, request: web.Request) -> web.Response:
@@ -81,15 +83,17 @@ class Rechunked:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
 
     async def _take(self, request: web.Request) -> web.Response:
-        assert (await request.json())["load_format"] == CENSUS
-        self.calls.append("census")
+        assert (await request.json())["load_format"] == INSIDE
+        order = msgspec.json.decode((self.inside / "order.json").read_bytes(), type=Order)
+        self.calls.append(order.what)
         before, now = -1, 0
         while before != now:  # what the engine made is still on its way here
             await asyncio.sleep(QUIET_S)
             before, now = now, sum(len(stream.pairs) for stream in self._streams.values())
         counts = {rid: len(stream.pairs) for rid, stream in self._streams.items() if stream.finish is None}
-        found = {"counts": counts} if self._counts else {"unknown": "no attribute 'running_batch'"}
-        self.census.write_text(json.dumps(found))
+        unknown = "" if self._counts else "no attribute 'running_batch'"
+        answer = Answer(number=order.number, counts=counts, unknown=unknown)
+        (self.inside / "answer.json").write_bytes(msgspec.json.encode(answer))
         return web.json_response({"success": True, "message": "Success"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

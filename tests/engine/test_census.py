@@ -7,14 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation import census
 from actors.generation.actor import Worker
+from actors.generation.census import CannotCount, count
 from actors.generation.engine import Chunk
 from actors.generation.sglang_wire import split
 from actors.generation.spec import GenerationSpec
@@ -54,14 +53,14 @@ def scheduler(**changes: Any) -> Any:
 def test_a_step_whose_result_is_kept_back_counts() -> None:
     a, b = request("a", 5), request("b", 9)
     decoding = batch(a, b)
-    found = census.count(scheduler(running_batch=decoding, last_batch=decoding, result_queue=[(batch(a, b), None)]))
-    assert found.counts == {"a": 6, "b": 10}
+    found = count(scheduler(running_batch=decoding, last_batch=decoding, result_queue=[(batch(a, b), None)]))
+    assert found == {"a": 6, "b": 10}
 
 
 def test_a_prefill_kept_back_makes_a_first_token_unless_more_of_the_prompt_is_to_come() -> None:
     new, long = request("new", 0), request("long", 0, chunked=1)
     running, extend = request("old", 7), batch(new, long, extends=True)
-    found = census.count(
+    found = count(
         scheduler(
             running_batch=batch(running),
             last_batch=extend,
@@ -69,13 +68,13 @@ def test_a_prefill_kept_back_makes_a_first_token_unless_more_of_the_prompt_is_to
             waiting_queue=[request("w", 3)],
         )
     )
-    assert found.counts == {"new": 1, "long": 0, "old": 7, "w": 3}
+    assert found == {"new": 1, "long": 0, "old": 7, "w": 3}
 
 
 def test_ended_requests_are_left_out_and_those_taken_back_make_nothing_more() -> None:
     reqs = [request("done", 4, finished=True), request("back", 4, retracted=True)]
-    found = census.count(scheduler(waiting_queue=[reqs[1]], result_queue=[(batch(*reqs), None)]))
-    assert found.counts == {"back": 4}
+    found = count(scheduler(waiting_queue=[reqs[1]], result_queue=[(batch(*reqs), None)]))
+    assert found == {"back": 4}
 
 
 @pytest.mark.parametrize(
@@ -88,39 +87,17 @@ def test_ended_requests_are_left_out_and_those_taken_back_make_nothing_more() ->
     ],
 )
 def test_what_cannot_be_counted_is_told(changes: dict[str, Any], word: str) -> None:
-    found = census.count(scheduler(**changes))
-    assert word in found.unknown and found.counts is msgspec.UNSET
+    with pytest.raises(CannotCount, match=word):
+        count(scheduler(**changes))
 
 
-class Scheduler:
-    """As SGLang calls its loader functions: through a worker and a model runner."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(vars(scheduler(**fields)))
-
-    def update_weights_from_tensor(self) -> None:
-        self.tp_worker_update()
-
-    def tp_worker_update(self) -> None:
-        census.take(object(), [])
-
-
-def test_the_function_finds_its_scheduler_and_writes_what_the_worker_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "census.json"
-    monkeypatch.setenv(census.VARIABLE, str(file))
-    assert "no census" in census.read(file).unknown
-    Scheduler(running_batch=batch(request("a", 2))).update_weights_from_tensor()
-    assert census.read(file) == census.Census(counts={"a": 2})
-    unknown = Scheduler()
-    del unknown.__dict__["last_batch"]  # another SGLang
-    unknown.update_weights_from_tensor()
-    assert "last_batch" in census.read(file).unknown
-    Scheduler(tp_rank=1, running_batch=batch(request("b", 8))).update_weights_from_tensor()
-    assert "last_batch" in census.read(file).unknown  # one rank speaks for all
-    census.take(object(), [])
-    assert "not found" in census.read(file).unknown
+def test_another_scheduler_than_known_is_told() -> None:
+    other = scheduler()
+    del other.last_batch
+    with pytest.raises(CannotCount, match=r"not as this package knows it.*last_batch"):
+        count(other)
+    with pytest.raises(CannotCount, match="not found"):
+        count(None)
 
 
 # -- what the client makes of it -----------------------------------------------------------------------------------

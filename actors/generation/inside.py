@@ -1,0 +1,119 @@
+"""What this package does inside SGLang's scheduler process, as one of its --custom-weight-loader functions (never in a worker),
+and the letters a worker exchanges with it.
+
+An update without tensors calls `run`; order and answer are files in the server's boot folder. Two orders:
+count     tokens of each request, of an engine paused in place (census.py)
+receive   all buckets of a version over a group that SGLang joined, into a buffer that is kept, and from there by quick_load.py
+Always true: an answer of `unknown` means that nothing was touched. Weights are all there, on the GPU, when `receive` is answered
+without `failed`; otherwise they are to be discarded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+VARIABLE = "MILES_ASYNC_INSIDE"
+"""Environment of the server: the folder of the letters."""
+_DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """`layouts`: of each bucket in turn, as quick_load.Layout in JSON."""
+
+    number: int
+    what: Literal["count", "receive"]
+    group: str = ""
+    layouts: tuple[str, ...] = ()
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`number`: that of the order. `counts`: request -> tokens made; one that is not named has none, or has ended."""
+
+    number: int
+    counts: dict[str, int] = {}
+    unknown: str = ""
+    failed: str = ""
+
+
+def run(model: Any, named: Iterable[Any]) -> None:
+    """Called by SGLang with its model and no tensors."""
+    folder = Path(os.environ[VARIABLE])
+    order = msgspec.json.decode((folder / "order.json").read_bytes(), type=Order)
+    frame = sys._getframe()
+    scheduler = _owner(frame, "running_batch", "waiting_queue")
+    if order.what == "count":
+        answer = _count(order, scheduler)
+    else:
+        answer = _receive(order, model, _owner(frame, "_model_update_group"))
+    if getattr(scheduler, "tp_rank", 0) == 0:
+        _write(folder / "answer.json", answer)
+    elif answer.failed:
+        raise RuntimeError(answer.failed)  # the answer of the first rank does not know; this ends the engine
+
+
+def _count(order: Order, scheduler: Any) -> Answer:
+    import torch
+
+    from actors.generation.census import CannotCount, count
+
+    try:
+        counts = count(scheduler)
+    except CannotCount as error:
+        return Answer(number=order.number, unknown=str(error))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the step kept back has left the GPU before any weight changes
+    return Answer(number=order.number, counts=counts)
+
+
+def _receive(order: Order, model: Any, runner: Any) -> Answer:
+    from actors.generation.quick_load import receive
+
+    group = None if runner is None else runner._model_update_group.get(order.group)
+    if group is None:
+        return Answer(number=order.number, unknown=f"SGLang's membership in group {order.group} was not found")
+    try:
+        receive(model, order.layouts, group)
+    except Exception as error:  # noqa: BLE001 - whatever it was, weights may be half changed, and SGLang must not end
+        return Answer(number=order.number, failed=f"{type(error).__name__}: {error}"[:500])
+    return Answer(number=order.number)
+
+
+def _owner(frame: Any, *names: str) -> Any:
+    """Whoever called, some frames up, and has these attributes; None if nobody does."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if all(hasattr(owner, name) for name in names):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def send(folder: Path, order: Order) -> None:
+    """The worker's part: an order for the next call."""
+    _write(folder / "order.json", order)
+
+
+def read(folder: Path, order: Order) -> Answer:
+    """The answer to an order; one that is not there, or to another one, is told as unknown."""
+    try:
+        answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
+    except (OSError, msgspec.DecodeError) as error:
+        return Answer(number=order.number, unknown=f"no answer in {folder}: {error}")
+    return answer if answer.number == order.number else Answer(number=order.number, unknown="no answer")
+
+
+def _write(path: Path, letter: Order | Answer) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(letter))
+    part.replace(path)
+
+
+__all__ = ("VARIABLE", "Answer", "Order", "read", "run", "send")

@@ -1,0 +1,65 @@
+"""The worker's side of the letters to our function inside an engine (inside.py)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.generation.inside import Answer, Order, read, send
+from actors.generation.sglang_args import INSIDE
+from bus.messages.weights import Bucket
+
+NO_TENSORS = b64encode(pickle.dumps([])).decode()  # in the form that SGLang reads
+log = logging.getLogger(__name__)
+
+
+class Inside:
+    """What one client asks of its engine's inside. `folder` None: it is not reached. `post`: sends a body to a path."""
+
+    def __init__(self, folder: Path | None, post: Callable[[str, dict[str, Any]], Awaitable[None]]) -> None:
+        self._folder = folder
+        self._post = post
+        self._numbers = itertools.count(1)
+        self._ranks = 0
+
+    def hear(self, info: Mapping[str, Any]) -> None:
+        """What the engine says of itself: whether it runs our function, on how many ranks."""
+        runs = INSIDE in (info.get("custom_weight_loader") or ())
+        self._ranks = int(info.get("tp_size") or 1) if runs else 0
+
+    @property
+    def able(self) -> bool:
+        """Whether it can be asked at all."""
+        return self._folder is not None and self._ranks > 0
+
+    async def counts(self) -> Mapping[str, int] | None:
+        """Tokens of each request of an engine paused in place; None where it cannot tell."""
+        answer = await self._ask(Order(number=next(self._numbers), what="count"))
+        return None if answer is None else answer.counts
+
+    async def receive(self, buckets: Sequence[Bucket], group: str) -> Answer | None:
+        """All buckets of a version over a group; None, and nothing was received, where that cannot be done."""
+        layouts = tuple(msgspec.json.encode([i, bucket.tensors]).decode() for i, bucket in enumerate(buckets))
+        return await self._ask(Order(number=next(self._numbers), what="receive", group=group, layouts=layouts))
+
+    async def _ask(self, order: Order) -> Answer | None:
+        if self._folder is None or not self._ranks:
+            return None
+        send(self._folder, order)
+        body = {"serialized_named_tensors": [NO_TENSORS] * self._ranks, "load_format": INSIDE, "flush_cache": False}
+        await self._post("/update_weights_from_tensor", body)
+        answer = read(self._folder, order)
+        if answer.unknown:
+            log.warning("the engine could not %s its own way: %s", order.what, answer.unknown)
+            return None
+        return answer
+
+
+__all__ = ("Inside",)

@@ -1,0 +1,134 @@
+"""Our function inside SGLang, asked by the real client over HTTP and letters: what it counts, what it receives, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from actors.generation.engine import RequestRefused
+from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
+from actors.generation.sglang_client import SGLangClient
+from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.nccl import NcclSender
+from bus.messages.weights import WeightPlan
+from bus.plans import read_plan
+from tests.engine.processes import until
+from tests.engine.test_quick_load import tensors
+
+BUCKET = 64  # bytes: the model's four tensors make three buckets
+Engine = tuple[SGLangClient, str]
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[str]:
+    """Address of a process that stands for SGLang's scheduler."""
+    port = tmp_path / "port"
+    env = {**os.environ, VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-m", "tests.engine.inside_peer", str(port)], env=env) as process:
+        try:
+            until(lambda: port.exists() and bool(port.read_text()), "the peer listens")
+            yield f"http://127.0.0.1:{port.read_text()}"
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+async def engine(peer: str, tmp_path: Path) -> AsyncIterator[Engine]:
+    """A client that reaches its inside."""
+    client = SGLangClient(peer, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=tmp_path)
+    await client.info()
+    yield client, peer
+    await client.close()
+
+
+async def state(url: str) -> dict[str, object]:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/state") as answer:
+        return dict(await answer.json())
+
+
+def holds(found: dict[str, object], seed: int) -> bool:
+    wanted = tensors(seed)
+    fused = torch.cat([wanted["q"], wanted["k"], wanted["v"]])
+    return found["qkv"] == fused.tolist() and found["norm"] == [*wanted["norm"].tolist(), 7, 7]
+
+
+async def sent(client: SGLangClient, sender: NcclSender, folder: Path, seed: int, *, join: bool) -> WeightPlan:
+    """A version prepared, its group joined, and its broadcast under way."""
+    sender.prepare(tensors(seed), folder)
+    plan = read_plan(folder)
+    if join:
+        joining = asyncio.create_task(asyncio.to_thread(sender.open))
+        await client.init_weights_update_group(
+            address=plan.address, port=plan.port, rank_offset=1, world_size=2, group=plan.group, backend="gloo"
+        )
+        await joining
+    return plan
+
+
+async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_model(
+    engine: Engine, tmp_path: Path
+) -> None:
+    client, url = engine
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    for seed in (1, 2, 3):
+        plan = await sent(client, sender, tmp_path / str(seed), seed, join=seed == 1)
+        assert len(plan.buckets) > 1
+        sending = asyncio.create_task(asyncio.to_thread(sender.send))
+        assert await client.receive(plan.buckets, "g", str(seed))
+        await sending
+        found = await state(url)
+        assert holds(found, seed) and found["version"] == str(seed)
+    assert found["asked"] == len(plan.buckets)  # once each, though all land in one place
+    sender.close()
+
+
+async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine: Engine, tmp_path: Path) -> None:
+    client, url = engine
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    plan = await sent(client, sender, tmp_path / "1", 1, join=False)
+    assert not await client.receive(plan.buckets, "g", "1")
+    found = await state(url)
+    assert found["asked"] == 0 and found["version"] == "default"
+    sender.close()
+
+
+async def test_a_version_that_breaks_off_is_refused_and_not_named(engine: Engine, tmp_path: Path) -> None:
+    client, url = engine
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    plan = await sent(client, sender, tmp_path / "1", 1, join=True)
+    sender.close()  # the trainer is gone before it sent anything
+    with pytest.raises(RequestRefused, match="did not receive version 1"):
+        await client.receive(plan.buckets, "g", "1")
+    assert (await state(url))["version"] == "default"
+
+
+async def test_requests_are_counted_with_the_step_kept_back(engine: Engine) -> None:
+    client, _ = engine
+    assert await client.pause_counted("1") == 1
+
+
+async def test_without_a_folder_of_letters_nothing_is_asked(engine: Engine, tmp_path: Path) -> None:
+    _, url = engine
+    client = SGLangClient(url, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20)
+    await client.info()
+    assert await client.pause_counted("1") is None
+    assert not await client.receive((), "g", "1")
+    await client.close()
+
+
+def test_an_answer_to_another_order_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    first, second = (Order(number=n, what="count") for n in (1, 2))
+    assert "no answer in" in read(tmp_path, first).unknown
+    send(tmp_path, first)
+    run(object(), [])  # nobody who called has a scheduler
+    assert read(tmp_path, first) == Answer(number=1, unknown="SGLang's scheduler was not found")
+    assert read(tmp_path, second).unknown == "no answer"
