@@ -34,7 +34,7 @@ def peer(tmp_path: Path) -> Iterator[str]:
     env = {**os.environ, VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-m", "tests.engine.inside_peer", str(port)], env=env) as process:
         try:
-            until(lambda: port.exists() and bool(port.read_text()), "the peer listens")
+            until(lambda: port.exists() and bool(port.read_text()), "the peer listens", 30.0)
             yield f"http://127.0.0.1:{port.read_text()}"
         finally:
             process.kill()
