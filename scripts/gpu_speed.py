@@ -11,27 +11,25 @@ from typing import Any
 
 import gpu_parts as parts
 
+from actors.generation.sglang_args import GATHER
+
 KINDS = ("bare", "bare_stream", "bare_router", "worker", "router")
 VARIANTS: dict[str, dict[str, Any]] = {
     "triton": {"attention-backend": "triton", "cuda-graph-max-bs": False},
     "fa3": {"cuda-graph-max-bs": False},
     "fa3-graphs-512": {},
+    "ungathered": {"enable-prefill-delayer": False},
     "no-graphs": {"cuda-graph-max-bs": False, "disable-cuda-graph": True},
     "no-overlap": {"disable-overlap-schedule": True},
     "interval-1": {"stream-interval": 1},
     "interval-8": {"stream-interval": 8},
     "interval-64": {"stream-interval": 64},
     "mixed-chunk": {"enable-mixed-chunk": True},
-    "delayer": {
-        "enable-prefill-delayer": True, "prefill-delayer-queue-min-ratio": 0.1, "prefill-delayer-max-delay-ms": 100,
-        "prefill-max-requests": 64,
-    },
-    "delayer-250": {
-        "enable-prefill-delayer": True, "prefill-delayer-queue-min-ratio": 0.1, "prefill-delayer-max-delay-ms": 250,
-        "prefill-max-requests": 64,
-    },
-}  # fmt: skip
-"""FA3 and graphs to 512 unless it says otherwise."""
+    "delayer-250": GATHER | {"prefill-delayer-max-delay-ms": 250},
+    "delayer-500": GATHER | {"prefill-delayer-max-delay-ms": 500},
+}
+"""FA3, graphs to 512 and gathered prompts unless it says otherwise (docs/measurements/h200_tuning.json is from before prompts were
+gathered by default; its `delayer` is today's default)."""
 
 
 async def throughput(b: Any) -> None:
