@@ -10,6 +10,7 @@ without `failed`; otherwise they are to be discarded.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ import msgspec
 
 VARIABLE = "MILES_ASYNC_INSIDE"
 """Environment of the server: the folder of the letters."""
+log = logging.getLogger(__name__)
 _DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
 
 
@@ -42,9 +44,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(model: Any, named: Iterable[Any]) -> None:
-    """Called by SGLang with its model and no tensors."""
-    folder = Path(os.environ[VARIABLE])
-    order = msgspec.json.decode((folder / "order.json").read_bytes(), type=Order)
+    """Called by SGLang with its model and no tensors. What cannot be read or written is not answered: SGLang must not end."""
+    folder = Path(os.environ.get(VARIABLE, ""))
+    try:
+        order = msgspec.json.decode((folder / "order.json").read_bytes(), type=Order)
+        _answer(folder, order, model)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("an order is not answered: %s", error)
+
+
+def _answer(folder: Path, order: Order, model: Any) -> None:
     frame = sys._getframe()
     scheduler = _owner(frame, "running_batch", "waiting_queue")
     if order.what == "count":

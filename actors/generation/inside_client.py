@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ class Inside:
     def __init__(self, folder: Path | None, post: Callable[[str, dict[str, Any]], Awaitable[None]]) -> None:
         self._folder = folder
         self._post = post
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(time.time_ns())  # no number of a client before us, whose answer may still lie there
         self._ranks = 0
 
     def hear(self, info: Mapping[str, Any]) -> None:
@@ -52,7 +53,11 @@ class Inside:
     async def _ask(self, order: Order) -> Answer | None:
         if self._folder is None or not self._ranks:
             return None
-        send(self._folder, order)
+        try:
+            send(self._folder, order)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): the engine is not asked to %s", self._folder, error.strerror, order.what)
+            return None
         body = {"serialized_named_tensors": [NO_TENSORS] * self._ranks, "load_format": INSIDE, "flush_cache": False}
         await self._post("/update_weights_from_tensor", body)
         answer = read(self._folder, order)

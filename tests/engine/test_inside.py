@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 import torch
 
-from actors.generation.engine import RequestRefused
+from actors.generation.activation import Loader, TransportFailed
 from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
 from actors.generation.sglang_client import SGLangClient
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import NcclSender
+from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 from bus.plans import read_plan
 from tests.engine.processes import until
@@ -60,8 +61,8 @@ def holds(found: dict[str, object], seed: int) -> bool:
     return found["qkv"] == fused.tolist() and found["norm"] == [*wanted["norm"].tolist(), 7, 7]
 
 
-async def sent(client: SGLangClient, sender: NcclSender, folder: Path, seed: int, *, join: bool) -> WeightPlan:
-    """A version prepared, its group joined, and its broadcast under way."""
+async def prepared(client: SGLangClient, sender: NcclSender, folder: Path, seed: int, *, join: bool) -> WeightPlan:
+    """The plan of a version that is ready to be sent, to a group that was joined."""
     sender.prepare(tensors(seed), folder)
     plan = read_plan(folder)
     if join:
@@ -79,10 +80,11 @@ async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_m
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
     for seed in (1, 2, 3):
-        plan = await sent(client, sender, tmp_path / str(seed), seed, join=seed == 1)
+        plan = await prepared(client, sender, tmp_path / str(seed), seed, join=seed == 1)
         assert len(plan.buckets) > 1
         sending = asyncio.create_task(asyncio.to_thread(sender.send))
-        assert await client.receive(plan.buckets, "g", str(seed))
+        manifest = WeightManifest(transport="nccl", path=str(tmp_path / str(seed)))
+        await Loader("w").load(client, manifest, plan, str(seed))
         await sending
         found = await state(url)
         assert holds(found, seed) and found["version"] == str(seed)
@@ -93,7 +95,7 @@ async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_m
 async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await sent(client, sender, tmp_path / "1", 1, join=False)
+    plan = await prepared(client, sender, tmp_path / "1", 1, join=False)
     assert not await client.receive(plan.buckets, "g", "1")
     found = await state(url)
     assert found["asked"] == 0 and found["version"] == "default"
@@ -103,10 +105,12 @@ async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine:
 async def test_a_version_that_breaks_off_is_refused_and_not_named(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await sent(client, sender, tmp_path / "1", 1, join=True)
+    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
     sender.close()  # the trainer is gone before it sent anything
-    with pytest.raises(RequestRefused, match="did not receive version 1"):
-        await client.receive(plan.buckets, "g", "1")
+    manifest = WeightManifest(transport="nccl", path=str(tmp_path / "1"))
+    with pytest.raises(TransportFailed, match="did not receive version 1") as failed:
+        await Loader("w").load(client, manifest, plan, "1")
+    assert failed.value.damaged
     assert (await state(url))["version"] == "default"
 
 
@@ -122,6 +126,21 @@ async def test_without_a_folder_of_letters_nothing_is_asked(engine: Engine, tmp_
     assert await client.pause_counted("1") is None
     assert not await client.receive((), "g", "1")
     await client.close()
+
+
+async def test_an_order_that_cannot_be_written_leaves_the_engine_as_it_was(engine: Engine, tmp_path: Path) -> None:
+    client, _ = engine
+    (tmp_path / "order.part").mkdir()
+    assert await client.pause_counted("1") is None
+    assert not await client.receive((), "g", "1")
+
+
+def test_an_order_that_cannot_be_read_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    run(object(), [])
+    (tmp_path / "order.json").write_text("{")
+    run(object(), [])
+    assert not (tmp_path / "answer.json").exists()
 
 
 def test_an_answer_to_another_order_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
