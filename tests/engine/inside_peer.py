@@ -86,6 +86,7 @@ async def main(port_file: Path) -> None:
     app.router.add_post("/init_weights_update_group", join)
     app.router.add_post("/update_weight_version", label)
     app.router.add_post("/pause_generation", ok)
+    app.router.add_post("/continue_generation", ok)
     app.router.add_get("/server_info", info)
     app.router.add_get("/state", state)
     runner = web.AppRunner(app)
