@@ -43,6 +43,7 @@ if [ "$gpus" = two ]; then
     serving 0 &
     settings 1 &
     wait
+    bench recipes 420 recipes --train-steps 5
 else
     serving 0
     settings 0

@@ -6,6 +6,7 @@
                 on-policy run, where nothing else works meanwhile
     colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
     exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
+    recipes     the files of configs/ with random weights of their shapes, short responses and few steps: that they run
     lost        kill -9 of an SGLang server in mid-run: of one of two engines (one GPU, updates from disk), of the only one (nccl).
                 The trainer's idle time is what it waited for batches after the kill, beyond its usual wait
 
@@ -80,6 +81,30 @@ async def lost(b: Any) -> None:
     b.save("lost", {"runs": found}, done=not b.args.e2e_runs)
 
 
+RECIPES = {"qwen2.5-0.5b-gsm8k": "qwen2.5-0.5b", "qwen3-0.6b-gsm8k": "0.6b", "qwen3-4b-gsm8k": "4b"}
+
+
+async def recipes(b: Any) -> None:
+    """Whether each recipe trains: its own flags, but for what random weights and a tokenizer of digits cannot give."""
+    found = {}
+    for name, shape in RECIPES.items():
+        if b.args.e2e_runs and name not in b.args.e2e_runs:
+            continue
+        model = await asyncio.to_thread(lambda shape=shape: _with_tokenizer(parts.make_model(b.models, shape, 0)))
+        data = b.out / "recipe-prompts.jsonl"
+        rows = [{"question": f"{i}+{i % 97}=", "answer": f"#### {i + i % 97}"} for i in range(1024)]
+        data.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        words = [
+            *(str(parts.REPO / "configs" / f"{name}.toml"), "--hf-checkpoint", str(model), "--prompt-data", str(data)),
+            *("--no-apply-chat-template", "--rollout-max-response-len", "256"),
+            *("--num-rollout", str(b.args.train_steps)),
+            *("--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
+        ]
+        found[name] = await _run(b, words, name, 0)
+        b.save("recipes", {"runs": found}, done=False)
+    b.save("recipes", {"runs": found}, done=len(found) == len(RECIPES))
+
+
 async def colocate(b: Any) -> None:
     """Step times of the runs on one GPU, and what a turn costs."""
     shared = ["--colocate", *([] if b.args.engine == "sglang" else ["--offload-train-target", "disk"])]
@@ -104,7 +129,7 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int =
     found: dict[str, Any] = {}
     for name, flags in runs.items():
         if not b.args.e2e_runs or name in b.args.e2e_runs:
-            found[name] = await _run(b, model, prompts, name, flags, kill_after)
+            found[name] = await _run(b, _words(b, model, prompts, name, flags), f"e2e-{name}", kill_after)
             b.save(step, {"runs": found}, done=False)
     return found
 
@@ -117,30 +142,15 @@ def _with_tokenizer(model: Path) -> Path:
     return model
 
 
-async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str], kill_after: int) -> dict[str, Any]:
-    """One run to its end; seconds a step, and what it says of staleness, pauses, drops and a kill."""
+def _words(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) -> list[str]:
+    """Flags of one run: 256 samples a step, random rewards."""
     a = b.args
     gpu = a.engine == "sglang"
     words = [
-        *(
-            "--hf-checkpoint",
-            str(model),
-            "--prompt-data",
-            str(prompts),
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-        ),
-        *("--rm-type", "deterministic_random", "--num-rollout", str(a.train_steps), "--rollout-batch-size", "32"),
-        *(
-            "--n-samples-per-prompt",
-            "8",
-            "--rollout-max-response-len",
-            str(a.new_tokens),
-            "--max-weight-staleness",
-            "2",
-        ),
+        *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt"),
+        *("--label-key", "label", "--rm-type", "deterministic_random", "--num-rollout", str(a.train_steps)),
+        *("--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--max-weight-staleness", "2"),
+        *("--rollout-max-response-len", str(a.new_tokens)),
         *("--use-tis", "--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         *("--name", f"e2e-{name}", "--engine", a.engine, "--sglang-server-concurrency", str(a.concurrent)),
         *("--update-weight-buffer-size", str(a.bucket_mib << 20), *flags),
@@ -151,13 +161,18 @@ async def _run(b: Any, model: Path, prompts: Path, name: str, flags: list[str], 
             words += [f"--sglang-{flag}", str(value)]
     elif "--num-generation-workers" not in flags:
         words += ["--num-generation-workers", "1"]
+    return words
+
+
+async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str, Any]:
+    """One run to its end; seconds a step, and what it says of staleness, pauses, drops and a kill. `name`: of the run."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(parts.REPO), os.environ.get("PYTHONPATH", "")])}
-    log = b.out / f"e2e-{name}.log"
+    log = b.out / f"{name}.log"
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "miles_async", "train", *words), stdout=file, stderr=file, env=env
         )
-        metrics = b.scratch / "runs" / f"e2e-{name}" / "metrics.jsonl"
+        metrics = b.scratch / "runs" / name / "metrics.jsonl"
         killing = asyncio.create_task(_kill(process.pid, metrics, kill_after))
         try:
             code = await process.wait()

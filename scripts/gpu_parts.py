@@ -63,6 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True, "torch_dtype": "float32",
         "max_position_embeddings": 4096,
     },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "tie_word_embeddings": True,
