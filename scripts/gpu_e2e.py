@@ -92,10 +92,11 @@ async def recipes(b: Any) -> None:
             continue
         model = await asyncio.to_thread(lambda shape=shape: _with_tokenizer(parts.make_model(b.models, shape, 0)))
         data = b.out / "recipe-prompts.jsonl"
-        rows = [{"question": f"{i}+{i % 97}=", "answer": f"#### {i + i % 97}"} for i in range(1024)]
+        rows = [{"question": f"{i}+{i % 97}=", "answer": f"#### {i + i % 97}"} for i in range(256)]
         data.write_text("\n".join(map(json.dumps, rows)) + "\n")
         words = [
             *(str(parts.REPO / "configs" / f"{name}.toml"), "--hf-checkpoint", str(model), "--prompt-data", str(data)),
+            *("--eval-prompt-data", "test", str(data), "--eval-max-response-len", "256"),
             *("--no-apply-chat-template", "--rollout-max-response-len", "256"),
             *("--num-rollout", str(b.args.train_steps)),
             *("--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),

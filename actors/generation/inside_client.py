@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
 import time
-from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from actors.generation.inside import Answer, Order, read, send
 from actors.generation.sglang_args import INSIDE
 from bus.messages.weights import Bucket
 
-NO_TENSORS = b64encode(pickle.dumps([])).decode()  # in the form that SGLang reads
+NO_TENSORS = "gARdlC4="  # an empty list as SGLang serialises it
 log = logging.getLogger(__name__)
 
 
