@@ -112,7 +112,10 @@ async def target(booted: Target) -> AsyncIterator[Target]:
         for path, body in (
             ("/abort_request", {"abort_all": True}),
             ("/pause_generation", {"mode": "abort"}),
-            ("/update_weights_from_disk", {"model_path": str(booted.model_dir), "weight_version": "default"}),
+            (
+                "/update_weights_from_disk",  # SGLang ends when a flush is asked for and declined
+                {"model_path": str(booted.model_dir), "weight_version": "default", "flush_cache": False},
+            ),
             ("/continue_generation", {}),
         ):
             async with http.post(path, json=body) as response:
@@ -155,10 +158,13 @@ class Http:
         return answer
 
     async def running(self) -> int:
-        """Requests that run or wait (embedded engine)."""
+        """Requests that run or wait."""
         _, info = await self.get("/server_info")
         state = info["internal_states"][0]
-        return int(state["num_running_reqs"]) + int(state["num_waiting_reqs"])
+        if "num_running_reqs" in state:
+            return int(state["num_running_reqs"]) + int(state["num_waiting_reqs"])
+        _, loads = await self.get("/get_load")  # SGLang
+        return sum(int(load["num_reqs"]) for load in loads)
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
