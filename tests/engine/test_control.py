@@ -160,7 +160,11 @@ async def _update_in_mid_request(client: SGLangClient, target: Target, mode: Pau
     """Chunks of a request that saw new weights, and how many tokens the old ones made."""
     stream = client.generate(long_request())
     first = await anext(stream)
-    if mode == "retract" or await client.pause_counted("default") is None:
+    if mode == "in_place" and not target.embedded:
+        if target.inside is None:
+            pytest.skip("without our function inside, SGLang names one token too many by the new version")
+        assert await client.pause_counted("default") == 1
+    else:
         await client.pause(mode)
     await client.update_weights_from_disk(str(target.other_dir), "2")
     await client.resume()
