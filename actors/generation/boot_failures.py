@@ -148,12 +148,9 @@ def next_step(launch: Launch, history: Sequence[Failure], *, given: frozenset[st
     where they are a wish about numerics (the attention backend)."""
     last = history[-1]
     extra = [name for name in GATHER if name in launch.args and name not in given]
-    if extra and re.search(
-        "prefill.?(?:delayer|max.requests)", last.cause, re.IGNORECASE
-    ):  # an SGLang that cannot do it so
-        return _with(
-            replace(launch, args={n: v for n, v in launch.args.items() if n not in extra}), "prefill at once", {}
-        )
+    if extra and re.search(r"prefill.?(?:delayer|max.requests)", last.cause, re.IGNORECASE):
+        without = replace(launch, args={name: value for name, value in launch.args.items() if name not in extra})
+        return _with(without, "prefill at once", {})  # an SGLang that cannot gather prompts so
     again = sum(f.signature == last.signature for f in history)
     match last.kind:
         case "config" | "model":
