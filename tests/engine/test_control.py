@@ -109,7 +109,8 @@ async def test_a_pause_makes_no_tokens_and_loses_none(client: SGLangClient, targ
     first = await anext(stream)
     await client.pause(mode)
     await client.set_version("only while paused")
-    await client.health()
+    if target.embedded:
+        await client.health()  # SGLang's asks for a token, and says 503 when none comes
     await client.set_version("after")
     await client.resume()
     chunks = await rest(stream, first)
