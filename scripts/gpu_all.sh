@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_all.sh OUT [one|two]     two: steps that need two GPUs, then one lane of the others on each. No network.
 #
-# PYTHON (default python3) must have torch, SGLang, transformers and this project's other requirements. OUT/progress says when
+# PYTHON (default python3) must have torch, SGLang, transformers this project's other requirements, and pytest. OUT/progress says when
 # which step ended, OUT/done that all did.
 set -uo pipefail
 out=${1:?usage: scripts/gpu_all.sh OUT [one|two]}
@@ -21,8 +21,9 @@ small='{"mem-fraction-static":0.2,"max-total-tokens":100000}'
 bench() { # bench FOLDER SECONDS ARGUMENTS...
     local folder=$1 seconds=$2
     shift 2
-    "$PYTHON" scripts/gpu_bench.py "$@" --out "$out/$folder" --budget-s "$seconds" >>"$out/$folder.log" 2>&1
-    echo "$(date +%T) $folder: $1 ended with $?" >>"$out/progress"
+    local status=0
+    "$PYTHON" scripts/gpu_bench.py "$@" --out "$out/$folder" --budget-s "$seconds" >>"$out/$folder.log" 2>&1 || status=$?
+    echo "$(date +%T) $folder: $1 ended with $status" >>"$out/progress"
 }
 
 serving() { # serving GPU: what one engine does
@@ -38,7 +39,7 @@ if [ "$gpus" = two ]; then
     bench nccl 260 nccl --updates 6 --server-args "$triton"
     bench async 540 e2e --train-steps 14 --server-args "$triton"
     bench lost 330 lost --train-steps 11 --server-args "$triton"
-    bench exact 220 exact --e2e-runs true-on-policy --train-steps 8
+    bench exact 220 exact --train-steps 8
     bench nccl-4b 260 nccl --shape 4b --loads idle --concurrent 8 --max-running 64 --server-args "$triton"
     serving 0 &
     settings 1 &

@@ -1,9 +1,8 @@
 """Whole runs of gpu_bench.py through `miles-async train`: random weights of a real shape, random rewards, real everything else.
 
     e2e         one GPU trains, one generates: asynchronous at max staleness 2 (two ways to pause), strictly on-policy, rollouts
-                alone. Async
-                efficiency is max(rollout alone, train alone) / step time. Training alone is what the trainer is busy with in the
-                on-policy run, where nothing else works meanwhile
+                alone. Async efficiency is max(rollout alone, train alone) / step time. Training alone is what the trainer is busy
+                with in the on-policy run, where nothing else works meanwhile
     colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
     exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
     recipes     the files of configs/ with random weights of their shapes, short responses and few steps: that they run
@@ -68,9 +67,8 @@ def _apart(b: Any, engines: int = 1, transport: str = "nccl") -> list[str]:
 
 async def exact(b: Any) -> None:
     """Differences of log-probs in a whole run of the mode that promises none."""
-    flags = [*_apart(b), "--max-weight-staleness", "0"]
-    found = await _runs(b, "exact", {"plain": flags, "true-on-policy": [*flags, "--true-on-policy-mode"]})
-    b.save("exact", {"runs": found}, done=not b.args.e2e_runs)
+    flags = [*_apart(b), "--max-weight-staleness", "0", "--true-on-policy-mode"]
+    b.save("exact", {"runs": await _runs(b, "exact", {"true-on-policy": flags})}, done=True)
 
 
 async def lost(b: Any) -> None:
@@ -181,7 +179,10 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
             if process.returncode is None:
                 process.terminate()
                 await process.wait()
+            never = not killing.done()
             killing.cancel()
+    if code == 0 and kill_after and never:
+        raise RuntimeError(f"run {name} ended before it had made {kill_after} steps, and nothing was killed")
     rows = _rows(metrics) if code == 0 else []
     done = [row for row in rows if row["kind"] == "step"]
     steps, walls = [row["metrics"] for row in done], [row["wall"] for row in done]

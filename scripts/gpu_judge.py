@@ -23,9 +23,7 @@ def logprobs(
         for start in range(0, len(rollouts), 16):
             group = range(start, min(start + 16, len(rollouts)))
             values, _ = policy(packed.micro_batch(list(group), device))
-            found += [
-                part.float().cpu().numpy() for part in values.split([rollouts[i].response.n_tokens for i in group])
-            ]
+            found += [part.float().cpu().numpy() for part in values.split([rollouts[i].response.n_tokens for i in group])]
     del policy
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -51,11 +49,7 @@ def gradients(model: Path, rollouts: list[Any], asked: dict[str, list[int]]) -> 
         del policy
     apart = sum(float((found[True][name] - g).square().sum()) for name, g in found[False].items()) ** 0.5
     size = sum(float(g.square().sum()) for g in found[False].values()) ** 0.5
-    return {
-        "relative_difference": apart / size,
-        "plain_s": round(seconds[False], 4),
-        "matched_s": round(seconds[True], 4),
-    }
+    return {"relative_difference": apart / size, "plain_s": round(seconds[False], 4), "matched_s": round(seconds[True], 4)}
 
 
 def _policy(model: Path, dtype: str, matched: bool, *, trainable: bool = False) -> tuple[Any, Any]:

@@ -69,9 +69,7 @@ class SGLangClient:
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
-        self._marks: dict[
-            str, list[tuple[int, str]]
-        ] = {}  # request -> (tokens, version that made them or older), rising
+        self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._post)
         self._quiet = asyncio.Event()  # nothing is flying
