@@ -114,7 +114,7 @@ class WeightCopy(Protocol):
     beside: dict[str, bytes]
 
     def write(self, directory: Path) -> WeightManifest:
-        """Write model.safetensors (and config.json) into a new directory; the manifest carries its blake2b-128."""
+        """Write model.safetensors (and config.json) into a new directory; the manifest carries its checksum."""
         ...
 
 
@@ -149,7 +149,7 @@ class TrainBackend(Protocol):
         ...
 
     def weights_hash(self) -> str:
-        """blake2b-128 over the weights, for replay."""
+        """XXH3-128 over the weights, for replay."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     transport: str = "disk"
     path: str = ""  # directory with safetensors files
-    checksum: str = ""  # hex digest over names, shapes, dtypes and bytes of all tensors
+    checksum: str = ""  # hex digest over the bytes of model.safetensors; empty = not to be compared
     n_tensors: int = 0
     n_bytes: int = 0
 

@@ -180,6 +180,7 @@ async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
             vitals("generation-0", "generation", version=2, waits_for="the engine to boot", waits_since=ago)
         )
         await story.alive(vitals("reward", waits_for="an entry of rollouts", waits_since=ago))
+        await story.alive(vitals("router", waits_for="requests", waits_since=ago))
         found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
     assert [f.about for f in found] == ["generation-0"]
     assert "generation-0 has waited 5:00 for the engine to boot" in found[0].text

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -34,7 +35,7 @@ def test_exported_weights_are_a_model_directory(
     manifest = backend.copy_weights().write(tmp_path / "v1")
     file = tmp_path / "v1" / "model.safetensors"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v1"]
-    assert manifest.checksum == hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    assert manifest.checksum == xxhash.xxh3_128(file.read_bytes()).hexdigest()
     assert manifest.n_bytes == file.stat().st_size and manifest.path == str(tmp_path / "v1")
     tensors = load_file(file)
     assert manifest.n_tensors == len(tensors) and ("lm_head.weight" in tensors) == (model == "llama")
@@ -128,6 +129,26 @@ def test_a_checkpoint_with_a_broken_file_is_refused_before_anything_changes(
         backend.load(tmp_path / "c")
     assert "\n" not in str(refusal.value) and str(tmp_path / "c") in str(refusal.value)
     assert before == (backend.weights_hash(), hash_tensors(backend.snapshot().optimizer), backend.core.optimizer.steps)
+
+
+def test_a_checkpoint_from_before_xxh3_is_loaded_and_its_damage_found(
+    tmp_path: Path, make_backend: Backend, make_batch: Batch
+) -> None:
+    backend = make_backend()
+    backend.train_step(make_batch(0))
+    backend.snapshot().write(tmp_path / "c")
+    before = backend.weights_hash()
+    index = json.loads((tmp_path / "c" / "index.json").read_text())
+    for name, entry in index["files"].items():
+        assert entry.pop("xxh3")
+        entry["blake2b"] = hashlib.blake2b((tmp_path / "c" / name).read_bytes(), digest_size=16).hexdigest()
+    (tmp_path / "c" / "index.json").write_text(json.dumps(index))
+    backend.train_step(make_batch(1, step=1))
+    backend.load(tmp_path / "c")
+    assert backend.weights_hash() == before
+    _flip(tmp_path / "c" / "model.safetensors")
+    with pytest.raises(CheckpointRefused, match="does not match its checksum"):
+        backend.load(tmp_path / "c")
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(

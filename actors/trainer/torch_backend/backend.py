@@ -121,7 +121,7 @@ class TorchBackend:
         self._core.wake()
 
     def weights_hash(self) -> str:
-        """blake2b-128 over the float32 weights, names, types and shapes."""
+        """XXH3-128 over the float32 weights, names, types and shapes."""
         core = self.core
         self._tell(Hash())
         return core.weights_hash()

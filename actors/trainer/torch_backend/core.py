@@ -222,7 +222,7 @@ class Core:
         )
 
     def weights_hash(self) -> str:
-        """blake2b-128 over the float32 weights, a critic's among them; empty on other ranks than 0."""
+        """XXH3-128 over the float32 weights, a critic's among them; empty on other ranks than 0."""
         tensors = self._whole(self.weights.params, torch.float32)
         if self.critic is not None:
             values = self._whole(self.critic.weights.params, torch.float32)

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from actors.runtime.checksum import PIECE, checksum, checksum_of
 from bus.errors import CheckpointRefused
 
 INDEX = "index.json"
-PIECE = 1 << 24
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,10 +30,12 @@ _CODES = {
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """Size and blake2b-128 of one file."""
+    """Size and checksum of one file."""
 
     n_bytes: int
-    blake2b: str
+    xxh3: str = ""
+    blake2b: str = ""
+    """instead, in a checkpoint from before XXH3"""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +54,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def digest() -> hashlib.blake2b:
-    """The house's checksum: blake2b-128."""
-    return hashlib.blake2b(digest_size=16)
-
-
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """blake2b-128 over names, types, shapes and bytes of CPU tensors, by name."""
-    total = digest()
+    """XXH3-128 over names, types, shapes and bytes of CPU tensors, by name."""
+    total = checksum()
     for name in sorted(tensors):
         t = tensors[name]
         total.update(f"{name} {_CODES[t.dtype]} {list(t.shape)}\n".encode())
@@ -69,7 +66,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def shape_fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """blake2b-128 over names and shapes."""
-    total = digest()
+    total = hashlib.blake2b(digest_size=16)
     for name in sorted(shapes):
         total.update(f"{name} {list(shapes[name])}\n".encode())
     return total.hexdigest()
@@ -104,7 +101,7 @@ def write_bytes(path: Path, data: bytes, *, durable: bool) -> FileEntry:
 
 
 def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool) -> FileEntry:
-    part, total, size = path.with_name(f".{path.name}.part"), digest(), 0
+    part, total, size = path.with_name(f".{path.name}.part"), checksum(), 0
     with part.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         for piece in pieces:
             hashed = hasher.submit(total.update, piece)  # beside the write: both let go of the interpreter
@@ -144,18 +141,21 @@ def read_index(directory: Path) -> Index:
 
 
 def _verify(directory: Path, name: str, entry: FileEntry) -> None:
-    path, total = directory / name, digest()
+    path = directory / name
     try:
         size = path.stat().st_size
         if size != entry.n_bytes:
             raise _refused(directory, f"{name} has {size} bytes instead of {entry.n_bytes}: it is cut or overwritten")
-        with path.open("rb") as file:
-            while piece := file.read(PIECE):
-                total.update(piece)
+        same = checksum_of(path) == entry.xxh3 if entry.xxh3 else _blake2b_of(path) == entry.blake2b
     except OSError as error:
         raise _refused(directory, f"{name} cannot be read ({error.strerror})") from error
-    if total.hexdigest() != entry.blake2b:
+    if not same:
         raise _refused(directory, f"{name} does not match its checksum: it is damaged")
+
+
+def _blake2b_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
@@ -175,7 +175,6 @@ __all__ = (
     "INDEX",
     "FileEntry",
     "Index",
-    "digest",
     "fsync_dir",
     "hash_tensors",
     "read_index",

@@ -81,7 +81,7 @@ class WeightFiles:
         return WeightManifest(
             transport="disk",
             path=str(directory),
-            checksum=entry.blake2b,
+            checksum=entry.xxh3,
             n_tensors=len(self.tensors),
             n_bytes=entry.n_bytes,
         )

@@ -1,0 +1,26 @@
+"""The house's checksum of files and tensors: XXH3 with 128 bits, as fast as memory is read. It finds damage, not intent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+PIECE = 1 << 24
+
+
+def checksum() -> xxhash.xxh3_128:
+    """An empty one: `update` with bytes, then `hexdigest`."""
+    return xxhash.xxh3_128()
+
+
+def checksum_of(path: Path) -> str:
+    """Hex digest over a file's bytes. Raises OSError."""
+    total = checksum()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            total.update(piece)
+    return total.hexdigest()
+
+
+__all__ = ("PIECE", "checksum", "checksum_of")
