@@ -37,6 +37,10 @@ class TransportFailed(MilesAsyncError):
         self.damaged = damaged
 
 
+class NotCounted(MilesAsyncError):
+    """The engine could not count its tokens and has received nothing: its requests must end first."""
+
+
 class WeightsDiffer(EngineUnavailable):
     """The engine holds other weights than the files of the same version."""
 
@@ -99,9 +103,12 @@ class Loader:
                 ) from None
         return True
 
-    async def load(self, engine: Engine, manifest: WeightManifest, plan: WeightPlan | None, label: str) -> None:
+    async def load(
+        self, engine: Engine, manifest: WeightManifest, plan: WeightPlan | None, label: str, before: str | None = None
+    ) -> None:
         """All tensors into the engine, which is paused. TransportFailed: it is alive and must load a whole version before it
-        goes on. EngineUnavailable: start it anew. RequestRefused: nothing changed (whole files only)."""
+        goes on. EngineUnavailable: start it anew. RequestRefused: nothing changed (whole files only). `before`: see
+        Engine.receive (nccl only); NotCounted where that cannot be done."""
         if plan is None:
             await engine.update_weights_from_disk(manifest.path, label)
             return
@@ -110,8 +117,10 @@ class Loader:
             if plan.transport == "delta":
                 await engine.update_weights_from_disk(manifest.path, label)
                 return
-            if plan.transport == "nccl" and await engine.receive(plan.buckets, plan.group, label):
+            if plan.transport == "nccl" and await engine.receive(plan.buckets, plan.group, label, before):
                 return
+            if before is not None:
+                raise NotCounted
             for i, bucket in enumerate(plan.buckets):
                 version = label if i == last else None
                 if plan.transport == "ipc":
@@ -162,4 +171,4 @@ class Loader:
         self._group = plan.group
 
 
-__all__ = ("TRANSPORTS", "Loader", "TransportFailed", "WeightsDiffer", "WeightsUnusable")
+__all__ = ("TRANSPORTS", "Loader", "NotCounted", "TransportFailed", "WeightsDiffer", "WeightsUnusable")

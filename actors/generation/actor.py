@@ -94,7 +94,8 @@ class Worker:
                     self._link.interrupt()
                 if isinstance(message, Activate):
                     self._link.know(message)
-                    if not message.workers or self._context.name in message.workers:
+                    ours = not message.workers or self._context.name in message.workers
+                    if ours and (self._order is not None or not self._link.has(message)):
                         self._order = message
                         self._changed.set()
                         self._link.interrupt()

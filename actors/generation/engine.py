@@ -85,6 +85,9 @@ class EngineHealth:
 class Engine(Protocol):
     """Every method raises EngineUnavailable or RequestRefused, and waits at most a deadline the adapter was given."""
 
+    counts_when_receiving: bool
+    """Whether `receive` can be asked to count, as `info` told."""
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks until the sample ends. Closing the iterator early ends the request on the engine."""
         ...
@@ -151,9 +154,10 @@ class Engine(Protocol):
         """Receive one flat bucket from rank 0 of a group and load it; paused engines only."""
         ...
 
-    async def receive(self, buckets: Sequence[Bucket], group: str, version: str) -> bool:
+    async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
         """The same for all buckets of a version, in the engine's own process; False, and nothing was received, where that
-        cannot be done."""
+        cannot be done. `before`: the version that made the tokens so far, of an engine paused in place whose requests stay;
+        counts them as `pause_counted` does, in the same call."""
         ...
 
     async def destroy_weights_update_group(self, group: str) -> None:

@@ -3,9 +3,10 @@ and the letters a worker exchanges with it.
 
 An update without tensors calls `run`; order and answer are files in the server's boot folder. Two orders:
 count     tokens of each request, of an engine paused in place (census.py)
-receive   all buckets of a version over a group that SGLang joined, into a buffer that is kept, and from there by quick_load.py
+receive   all buckets of a version over a group that SGLang joined, into a buffer that is kept, and from there by quick_load.py;
+          before that it counts too, if asked
 Always true: an answer of `unknown` means that nothing was touched. Weights are all there, on the GPU, when `receive` is answered
-without `failed`; otherwise they are to be discarded.
+without `failed`; otherwise, also where its answer is lost, they are to be discarded.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ _DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """`layouts`: of each bucket in turn, as quick_load.Layout in JSON."""
+    """`layouts`: of each bucket in turn, as quick_load.Layout in JSON. `counts`: whether to count before receiving."""
 
     number: int
     what: Literal["count", "receive"]
     group: str = ""
     layouts: tuple[str, ...] = ()
+    counts: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,8 @@ def _answer(folder: Path, order: Order, model: Any) -> None:
     if order.what == "count":
         answer = _count(order, scheduler)
     else:
-        answer = _receive(order, model, _owner(frame, "_model_update_group"))
+        counted = _count(order, scheduler) if order.counts else Answer(number=order.number)
+        answer = counted if counted.unknown else _receive(order, model, _owner(frame, "_model_update_group"), counted)
     if getattr(scheduler, "tp_rank", 0) == 0:
         _write(folder / "answer.json", answer)
     elif answer.failed:
@@ -80,7 +83,7 @@ def _count(order: Order, scheduler: Any) -> Answer:
     return Answer(number=order.number, counts=counts)
 
 
-def _receive(order: Order, model: Any, runner: Any) -> Answer:
+def _receive(order: Order, model: Any, runner: Any, counted: Answer) -> Answer:
     from actors.generation.quick_load import receive
 
     group = None if runner is None else runner._model_update_group.get(order.group)
@@ -89,8 +92,8 @@ def _receive(order: Order, model: Any, runner: Any) -> Answer:
     try:
         receive(model, order.layouts, group)
     except Exception as error:  # noqa: BLE001 - whatever it was, weights may be half changed, and SGLang must not end
-        return Answer(number=order.number, failed=f"{type(error).__name__}: {error}"[:500])
-    return Answer(number=order.number)
+        return msgspec.structs.replace(counted, failed=f"{type(error).__name__}: {error}"[:500])
+    return counted
 
 
 def _owner(frame: Any, *names: str) -> Any:
@@ -111,12 +114,16 @@ def send(folder: Path, order: Order) -> None:
 
 
 def read(folder: Path, order: Order) -> Answer:
-    """The answer to an order; one that is not there, or to another one, is told as unknown."""
+    """The answer to an order. Where none is: unknown, but for `receive`, after which nobody knows what the engine holds."""
     try:
         answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
+        if answer.number == order.number:
+            return answer
+        why = f"no answer in {folder}"
     except (OSError, msgspec.DecodeError) as error:
-        return Answer(number=order.number, unknown=f"no answer in {folder}: {error}")
-    return answer if answer.number == order.number else Answer(number=order.number, unknown="no answer")
+        why = f"no answer in {folder}: {error}"
+    received = order.what == "receive"
+    return Answer(number=order.number, unknown="" if received else why, failed=why if received else "")
 
 
 def _write(path: Path, letter: Order | Answer) -> None:

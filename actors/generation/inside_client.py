@@ -43,10 +43,11 @@ class Inside:
         answer = await self._ask(Order(number=next(self._numbers), what="count"))
         return None if answer is None else answer.counts
 
-    async def receive(self, buckets: Sequence[Bucket], group: str) -> Answer | None:
-        """All buckets of a version over a group; None, and nothing was received, where that cannot be done."""
+    async def receive(self, buckets: Sequence[Bucket], group: str, *, counts: bool) -> Answer | None:
+        """All buckets of a version over a group, `counts` with the tokens of each request before it; None, and nothing was
+        received, where that cannot be done."""
         layouts = tuple(msgspec.json.encode([i, bucket.tensors]).decode() for i, bucket in enumerate(buckets))
-        return await self._ask(Order(number=next(self._numbers), what="receive", group=group, layouts=layouts))
+        return await self._ask(Order(number=next(self._numbers), what="receive", group=group, layouts=layouts, counts=counts))
 
     async def _ask(self, order: Order) -> Answer | None:
         if self._folder is None or not self._ranks:

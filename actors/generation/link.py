@@ -6,17 +6,17 @@ Invariant: `serving` names the version whose weights the engine really holds, or
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from actors.generation.activation import Loader, TransportFailed, WeightsUnusable
+from actors.generation.activation import Loader, NotCounted, TransportFailed, WeightsUnusable
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode, RequestRefused
 from actors.generation.process import EngineServer
 from actors.generation.routed import RoutedEngine
+from actors.runtime.checksum import checksum_of
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
@@ -58,6 +58,8 @@ class EngineLink:
         self._failures = 0
         self._loader = Loader(context.name)
         self._damaged_at: float | None = None  # since when the engine, paused, may hold parts of two versions
+        self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
+        self._taken: Activate | None = None  # the order that is being carried out, or was
         self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
@@ -130,9 +132,11 @@ class EngineLink:
         publisher then orders the version from disk. Raises EngineUnavailable, RequestRefused; WeightsUnusable for files.
         """
         way, version = order.manifest.transport, order.version.id
+        self._taken = order
         try:
-            await self._activate(order, given_up)
+            await (self._relabel(order) if self._holds(order.manifest) else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable) as error:
+            self._taken = None
             if way == "disk":
                 raise
             if isinstance(error, TransportFailed) and error.damaged:
@@ -144,6 +148,24 @@ class EngineLink:
             )
             if isinstance(error, EngineUnavailable):
                 raise
+
+    def has(self, order: Activate) -> bool:
+        """Whether these files under this version are being loaded or were loaded last; then the order says nothing new."""
+        taken = self._taken
+        return taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest) and _whole(order.manifest)
+
+    def _holds(self, manifest: WeightManifest) -> bool:
+        """Whether the engine serves just these files already, under another version."""
+        return self.serving is not None and self.sound and not self.released and manifest == self._files
+
+    async def _relabel(self, order: Activate) -> None:
+        """The same weights as a new version: nothing is loaded, no request waits, keys and values stay good."""
+        assert self.engine is not None
+        self.know(order)
+        started = self._context.clock.monotonic()
+        await self.engine.set_version(str(order.version.id))
+        self.pause_s = 0.0
+        await self._activated(order, self._context.clock.monotonic() - started, 0, "kept")
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
         engine = self.engine
@@ -157,19 +179,26 @@ class EngineLink:
         if plan is not None and plan.transport != "delta" and not await self._meet_trainer(engine, order, plan, given_up):
             return
         before, self.serving = self.serving, None
+        self._files = None
         self.open.clear()
         compared = 0
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
-                how = await self._pause(engine, order.mode, before)
+                counted_by = await self._pause_to_count(engine, order.mode, before, plan)
+                how = "kept" if counted_by else await self._pause(engine, order.mode, before)
                 fault_point(self._context.name, "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
                     self.released = tuple(tag for tag in self.released if tag != WEIGHTS)
                 if isinstance(engine, RoutedEngine):
                     await engine.flush()  # peers may have sent requests under the next version's salt already
-                await self._loader.load(engine, order.manifest, plan, label)
+                try:
+                    await self._loader.load(engine, order.manifest, plan, label, counted_by)
+                except NotCounted:
+                    await engine.resume()
+                    how = await self._end_requests(engine)
+                    await self._loader.load(engine, order.manifest, plan, label)
                 if self._check_equal:
                     compared = await self._loader.compare(engine, plan, label)
                 self.salt = label
@@ -185,19 +214,22 @@ class EngineLink:
         finally:
             if not self.released:
                 self.open.set()
-        now = self._context.clock.monotonic()
         self.pause_s = resumed - paused
-        self.serving = order.version
         self._failures = 0
         self._damaged_at = None
+        self._files = order.manifest if _whole(order.manifest) else None
+        await self._activated(order, self._context.clock.monotonic() - started, compared, how)
+
+    async def _activated(self, order: Activate, total_s: float, compared: int, how: str) -> None:
+        self.serving = order.version
         self._context.version = order.version.id
         await self._context.event(
             "activated",
-            f"version {label} (step {order.version.step})",
+            f"version {order.version.id} (step {order.version.step})",
             version=order.version.id,
             step=order.version.step,
             pause_s=self.pause_s,
-            total_s=now - started,
+            total_s=total_s,
             transport=order.manifest.transport,
             gpus=self.kind.tp_size,
             host=socket.gethostname(),
@@ -215,6 +247,20 @@ class EngineLink:
             return "ended" if mode == "abort" else "kept"
         if mode == "in_place" and before is not None and await engine.pause_counted(str(before.id)) is not None:
             return "kept"
+        return await self._end_requests(engine)
+
+    async def _pause_to_count(
+        self, engine: Engine, mode: str, before: PolicyVersion | None, plan: WeightPlan | None
+    ) -> str | None:
+        """Pause in place an engine that counts in the call that brings the weights: one call less while requests wait. The
+        version that made its tokens; None, and nothing is paused, where it goes otherwise."""
+        by_nccl = plan is not None and plan.transport == "nccl" and engine.counts_when_receiving and not self.routed
+        if mode != "in_place" or before is None or not by_nccl or self.kind.exact_in_place:
+            return None
+        await engine.pause("in_place")
+        return str(before.id)
+
+    async def _end_requests(self, engine: Engine) -> str:
         await engine.end_running(LAST_STEP_S)
         await engine.pause("retract")
         await engine.abort_all()
@@ -315,6 +361,7 @@ class EngineLink:
             self.broken.set()
             self.interrupt()
             self.serving = None
+            self._taken = None
             self._damaged_at = None
             self.released = ()
             self.open.set()  # whoever waits there finds `broken`
@@ -331,19 +378,20 @@ class EngineLink:
             await self._process.stop()
 
 
+def _whole(manifest: WeightManifest) -> bool:
+    return manifest.transport == "disk"
+
+
 def check_manifest(manifest: WeightManifest) -> None:
     """Compare the weight file with its manifest's checksum; WeightsUnusable when it is damaged or gone."""
     if not manifest.checksum:
         return
     file = Path(manifest.path) / "model.safetensors"
-    digest = hashlib.blake2b(digest_size=16)
     try:
-        with file.open("rb") as data:
-            while block := data.read(1 << 20):
-                digest.update(block)
+        found = checksum_of(file)
     except OSError as error:
         raise WeightsUnusable(f"weights {file} not readable: {error.strerror}") from error
-    if digest.hexdigest() != manifest.checksum:
+    if found != manifest.checksum:
         raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
 
 

@@ -72,6 +72,7 @@ class SGLangClient:
         self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._post)
+        self.counts_when_receiving = False
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
         self._waits: set[asyncio.Timeout] = set()
@@ -193,10 +194,13 @@ class SGLangClient:
         if counts is None:
             await self.resume()
             return None
+        self._mark(counts, version)
+        return len(counts)
+
+    def _mark(self, counts: Mapping[str, int], version: str) -> None:
         for name in itertools.chain.from_iterable(self._flying.values()):
             if name in counts:
                 self._marks.setdefault(name, []).append((counts[name], version))
-        return len(counts)
 
     async def flush(self) -> bool:
         status, text = await self._call("POST", "/flush_cache", {})
@@ -264,10 +268,12 @@ class SGLangClient:
         }
         await self._post("/update_weights_from_distributed", body)
 
-    async def receive(self, buckets: Sequence[Bucket], group: str, version: str) -> bool:
-        answer = await self._inside.receive(buckets, group)
+    async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
+        answer = await self._inside.receive(buckets, group, counts=before is not None)
         if answer is None:
             return False
+        if before is not None:
+            self._mark(answer.counts, before)
         if answer.failed:
             raise RequestRefused(f"{self.base_url} did not receive version {version}: {answer.failed}")
         await self.set_version(version)
@@ -304,6 +310,7 @@ class SGLangClient:
         info = await self._get("/server_info")
         self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
         self._inside.hear(info)
+        self.counts_when_receiving = self._inside.able
         return info
 
     async def close(self) -> None:

@@ -7,6 +7,18 @@ from datetime import timedelta
 from typing import Any
 
 
+def open_store(address: str, deadline: timedelta) -> Any:
+    """Where the members of a group find each other, at a port of its own (`port`); for the rank that leads. Whoever waits there
+    hears at once, as an error, that the last reference to it is gone."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((address, 0))
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        address, port, None, True, timeout=deadline, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def join_group(
     address: str,
     port: int,
@@ -16,19 +28,17 @@ def join_group(
     *,
     backend: str,
     deadline: timedelta,
-    listener: socket.socket | None = None,
 ) -> Any:
-    """A torch process group of its own; waits for all members. Store, prefix and steps are those of SGLang's engines, or
-    the ranks would not find each other. Rank 0 leads and gives its `listener` away, so that nobody can take the port.
+    """A torch process group of its own; waits for all members at the store that `open_store` made. Prefix and steps are those
+    of SGLang's engines, or the ranks would not find each other.
 
-    RuntimeError, OSError or ValueError when not all come within the deadline. `deadline` is the group's own for gloo. NCCL
-    gets a far longer one: its watchdog ends the whole process when that passes, so waits set their own.
+    RuntimeError, OSError or ValueError when not all come within the deadline, or the store closes. `deadline` is the group's own
+    for gloo. NCCL gets a far longer one: its watchdog ends the whole process when that passes, so waits set their own.
     """
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed import distributed_c10d as c10d
 
-    extra: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-    store = TCPStore(address, port, world_size, rank == 0, timeout=deadline, wait_for_workers=False, **extra)
+    store = TCPStore(address, port, world_size, False, timeout=deadline, wait_for_workers=False)
     make: Any = c10d._new_process_group_helper
     limit = deadline if backend == "gloo" else max(deadline, timedelta(hours=1))
     group, _ = make(world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit)
@@ -48,4 +58,4 @@ def leave_group(group: Any) -> None:
         return
 
 
-__all__ = ("join_group", "leave_group")
+__all__ = ("join_group", "leave_group", "open_store")

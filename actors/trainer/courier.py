@@ -261,7 +261,8 @@ class Courier:
         except GroupBroken as error:
             if nccl is not None:
                 nccl.close()
-            for name in members.keys() - self._ready:
+            # Of a group that broke nobody tells who is gone: all take this version from files first.
+            for name in members.keys() if nccl is not None else members.keys() - self._ready:
                 self._fleet.drop(name)
             text = f"version {version.id} goes by files: {error}"
             await self._context.event("transfer failed", text[:300], level="warning", version=version.id)

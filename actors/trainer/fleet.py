@@ -42,7 +42,7 @@ class Fleet:
                 self.drop(message.actor)
             case Vitals(role="generation"):
                 self._heard[message.actor] = message.wall
-                if message.state in ("draining", "stopped", "failed"):
+                if message.version < 0 or message.state in ("draining", "stopped", "failed"):
                     self.drop(message.actor)
 
     def drop(self, worker: str) -> None:

@@ -78,15 +78,16 @@ async def main(port_file: Path) -> None:
         model = scheduler.runner.model
         return web.json_response({**said, "asked": model.asked, "qkv": model.qkv.tolist(), "norm": model.norm.tolist()})
 
-    async def ok(request: web.Request) -> web.Response:
+    async def pause(request: web.Request) -> web.Response:
+        scheduler._engine_paused = request.path == "/pause_generation"
         return web.json_response({"success": True})
 
     app = web.Application()
     app.router.add_post("/update_weights_from_tensor", update)
     app.router.add_post("/init_weights_update_group", join)
     app.router.add_post("/update_weight_version", label)
-    app.router.add_post("/pause_generation", ok)
-    app.router.add_post("/continue_generation", ok)
+    app.router.add_post("/pause_generation", pause)
+    app.router.add_post("/continue_generation", pause)
     app.router.add_get("/server_info", info)
     app.router.add_get("/state", state)
     runner = web.AppRunner(app)

@@ -12,22 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.actor import Worker
 from actors.generation.census import CannotCount, count
 from actors.generation.engine import Chunk
 from actors.generation.sglang_wire import split
 from actors.generation.spec import GenerationSpec
-from actors.runtime.context import Context
 from bus import Out
-from bus.messages.policy import Activate, WeightManifest
-from bus.messages.samples import RolloutDone
-from bus.messages.versions import PolicyVersion
-from bus.topology import ACTIVE, PROMPTS, ROLLOUTS
-from tests.actors.house import messages, open_bus, running, until
+from bus.topology import ACTIVE, PROMPTS
+from tests.actors.house import until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
 from tests.engine.rechunk import Rechunked
-from tests.engine.test_worker import PROMPT, TOKENS, _length, _progress, events, sample
+from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
 
 # -- the count inside SGLang ---------------------------------------------------------------------------------------
 
@@ -141,29 +136,16 @@ async def test_samples_go_on_through_an_update_in_place_with_an_exact_boundary(
     first, second = models("qwen3")
     with engine_process(first, "--stream-interval", "1") as (engine_url, _):
         server = Rechunked(engine_url, tmp_path, counts=counts)
-        made: list[Worker] = []
-
-        async def body(context: Context, given: GenerationSpec) -> None:
-            made.append(Worker(context, given))
-            made[0]._link._process = server
-            await made[0].run()
-
-        def order(number: int, directory: Path) -> Activate:
-            manifest = WeightManifest(path=str(directory))
-            return Activate(version=PolicyVersion(id=number, step=number), manifest=manifest, mode="in_place")
-
         spec = GenerationSpec(engine="external", model_path=str(first))
-        knobs = {"partial_save_tokens": 1 << 30}
-        async with open_bus(redis_url, run_name, knobs=knobs) as bus, running(bus, "generation-0", body, spec):
-            await until(lambda: events(bus, "joined"))
-            await bus.append([Out(ACTIVE, order(1, first))])
+        async with at_work(redis_url, run_name, spec, process=server) as (bus, worker):
+            await until(lambda: told(bus, "joined", 1))
+            await bus.append([Out(ACTIVE, order(1, first, "in_place"))])
             await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
-            await until(lambda: _progress(made[0]), deadline_s=30)
-            await bus.append([Out(ACTIVE, order(2, second))])
-            await until(lambda: _length(bus, 2), deadline_s=40)
-            rollouts = [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
-            told = [event.data["requests"] for event in await events(bus, "activated")]
-    assert told == ["sent again", "kept" if counts else "sent again"]  # the first order found no version before it
+            await until(lambda: half_way(worker), deadline_s=30)
+            await bus.append([Out(ACTIVE, order(2, second, "in_place"))])
+            rollouts = await rollouts_of(bus, 2)
+            became = [event.data["requests"] for event in await events(bus, "activated")]
+    assert became == ["sent again", "kept" if counts else "sent again"]  # the first order found no version before it
     assert server.calls.count("/abort_request") == (
         1 if counts else 3
     )  # of the first order; of requests under way, and paused

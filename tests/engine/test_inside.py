@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 import torch
 
-from actors.generation.activation import Loader, TransportFailed
+from actors.generation.activation import Loader, NotCounted, TransportFailed
 from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
 from actors.generation.sglang_client import SGLangClient
 from actors.trainer.transports.flat import FlatBuffers
@@ -92,6 +93,29 @@ async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_m
     sender.close()
 
 
+async def test_requests_are_counted_in_the_call_that_brings_the_weights_or_nothing_is_received(
+    engine: Engine, tmp_path: Path
+) -> None:
+    client, url = engine
+    assert client.counts_when_receiving
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
+    manifest = WeightManifest(transport="nccl", path=str(tmp_path / "1"))
+    await client.resume()
+    with pytest.raises(NotCounted):  # tokens are being made
+        await Loader("w").load(client, manifest, plan, "1", "0")
+    found = await state(url)
+    assert found["asked"] == 0 and found["version"] == "default"
+    await client.pause("in_place")
+    sending = asyncio.create_task(asyncio.to_thread(sender.send))
+    await Loader("w").load(client, manifest, plan, "1", "0")
+    await sending
+    assert json.loads((tmp_path / "answer.json").read_bytes())["counts"] == {"r": 4}
+    found = await state(url)
+    assert holds(found, 1) and found["version"] == "1"
+    sender.close()
+
+
 async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
@@ -150,4 +174,17 @@ def test_an_answer_to_another_order_is_none(tmp_path: Path, monkeypatch: pytest.
     send(tmp_path, first)
     run(object(), [])  # nobody who called has a scheduler
     assert read(tmp_path, first) == Answer(number=1, unknown="SGLang's scheduler was not found")
-    assert read(tmp_path, second).unknown == "no answer"
+    assert "no answer in" in read(tmp_path, second).unknown
+
+
+async def test_after_a_lost_answer_to_receive_the_weights_are_damaged(engine: Engine, tmp_path: Path) -> None:
+    client, url = engine
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
+    (tmp_path / "answer.part").mkdir()  # as on a full disk: the weights come, the answer does not
+    sending = asyncio.create_task(asyncio.to_thread(sender.send))
+    with pytest.raises(TransportFailed, match="no answer in") as failed:
+        await Loader("w").load(client, WeightManifest(transport="nccl", path=str(tmp_path / "1")), plan, "1", "0")
+    await sending
+    assert failed.value.damaged and (await state(url))["version"] == "default"
+    sender.close()

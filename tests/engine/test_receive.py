@@ -86,12 +86,14 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
     manifest = sender.prepare(weights(second), tmp_path)
 
-    def leave() -> None:
-        sender.open()
-        sender.close()
-
+    loader = Loader("w")
+    plan = loader.plan(manifest, 1)
+    assert plan is not None
+    await asyncio.gather(asyncio.to_thread(sender.open), loader.join(client, plan))
+    sender.close()
+    await client.pause("retract")
     with pytest.raises(TransportFailed, match="partially updated") as failed:
-        await asyncio.gather(asyncio.to_thread(leave), take(client, manifest, "2"))
+        await loader.load(client, manifest, plan, "2")
     assert failed.value.damaged
     assert (await client.health()).weight_version == "1", "a version is named with its last bucket"
     await client.update_weights_from_disk(str(first), "3")

@@ -18,11 +18,10 @@ from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus, Commit, Out
 from bus.messages.policy import Turn
-from bus.messages.samples import RolloutDone
-from bus.topology import ACTIVE, POLICY, PROMPTS, ROLLOUTS
-from tests.actors.house import messages, open_bus, running, until
+from bus.topology import ACTIVE, POLICY, PROMPTS
+from tests.actors.house import open_bus, running, until
 from tests.engine.models import Oracle
-from tests.engine.test_worker import PROMPT, TOKENS, _length, _progress, events, order, sample
+from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
 
 TAGS = ("kv_cache", "cuda_graph", "weights")
 Models = Callable[[str], tuple[Path, Path]]
@@ -36,10 +35,6 @@ async def tell(bus: Bus, holder: Any, number: int, *, publishes: bool = False) -
 
 async def released(bus: Bus, turn: int) -> bool:
     return any(event.data["turn"] == turn for event in await events(bus, "memory released"))
-
-
-async def told(bus: Bus, kind: str, n: int) -> bool:
-    return len(await events(bus, kind)) == n
 
 
 def engines(run_dir: Path) -> list[psutil.Process]:
@@ -57,17 +52,8 @@ async def sharing(
     redis_url: str, run_name: str, model: Path, run_dir: Path, **fields: Any
 ) -> AsyncIterator[tuple[Bus, Worker]]:
     """A worker that gives everything back, after the trainer's first turn, with version 1 of `model`."""
-    made: list[Worker] = []
     spec = GenerationSpec(model_path=str(model), gives_back=TAGS, **fields)
-
-    async def body(context: Context, given: GenerationSpec) -> None:
-        made.append(Worker(context, given))
-        await made[0].run()
-
-    async with (
-        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30}) as bus,
-        running(bus, "generation-0", body, spec, run_dir=str(run_dir)),
-    ):
+    async with at_work(redis_url, run_name, spec, run_dir=str(run_dir)) as (bus, worker):
         await tell(bus, "trainer", 1)
         await until(lambda: released(bus, 1))
         assert not engines(run_dir), "the engine boots before the trainer has left"
@@ -75,7 +61,7 @@ async def sharing(
         await until(lambda: told(bus, "joined", 1), deadline_s=30)
         await bus.append([Out(ACTIVE, order(1, model))])
         await until(lambda: told(bus, "activated", 1))
-        yield bus, made[0]
+        yield bus, worker
 
 
 async def test_samples_under_way_wait_for_the_end_of_the_trainers_turn(
@@ -84,18 +70,17 @@ async def test_samples_under_way_wait_for_the_end_of_the_trainers_turn(
     first, second = models("qwen3")
     async with sharing(redis_url, run_name, first, tmp_path) as (bus, worker):
         await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
-        await until(lambda: _progress(worker), deadline_s=30)
+        await until(lambda: half_way(worker), deadline_s=30)
         await tell(bus, "trainer", 2)
         await until(lambda: released(bus, 2))
         assert [r.n_tokens < TOKENS for r in worker._running.values()] == [True, True]
         await tell(bus, "engines", 2)
-        await until(lambda: _progress(worker) if not worker._link.released else _no(), deadline_s=30)
+        await until(lambda: half_way(worker) if not worker._link.released else _no(), deadline_s=30)
         await tell(bus, "trainer", 3)
         await until(lambda: released(bus, 3))
         await bus.append([Out(ACTIVE, order(2, second))])  # ordered while away: loaded before anything else
         await tell(bus, "engines", 3, publishes=True)
-        await until(lambda: _length(bus, 2), deadline_s=60)
-        rollouts = [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
+        rollouts = await rollouts_of(bus, 2)
     for rollout in rollouts:
         response = rollout.response
         assert [span.version for span in response.spans] == [1, 2] and rollout.resumed_tokens == 0

@@ -18,40 +18,13 @@ from actors.generation.attach import Attached
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
-from bus import Bus, Out
-from bus.messages.base import pack_ints
+from bus import Out
 from bus.messages.control import Event
-from bus.messages.policy import Activate, WeightManifest
-from bus.messages.samples import RolloutDone, SampleTask, Sampling
-from bus.messages.versions import PolicyVersion
-from bus.topology import ACTIVE, EVENTS, PROMPTS, ROLLOUTS
-from tests.actors.house import messages, open_bus, running, until
+from bus.topology import ACTIVE, PROMPTS
+from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
-
-PROMPT = [7, 12, 40, 3]
-TOKENS = 1500
-
-
-def sample(name: str, tokens: int = TOKENS) -> SampleTask:
-    return SampleTask(
-        sample_id=f"{name}/0",
-        group_id=name,
-        index=0,
-        n_samples=1,
-        prompt_id=name,
-        prompt_tokens=pack_ints(PROMPT),
-        sampling=Sampling(max_new_tokens=tokens, seed=3, top_k=63),
-    )
-
-
-def order(number: int, directory: Path) -> Activate:
-    manifest = WeightManifest(path=str(directory))
-    return Activate(version=PolicyVersion(id=number, step=number), manifest=manifest, mode="retract")
-
-
-async def events(bus: Bus, kind: str) -> list[Event]:
-    return [m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
+from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["chunks of one version", "chunks that could mix versions"])
@@ -61,22 +34,14 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
     first, second = models("qwen3")
     with engine_process(first, "--stream-interval", "8") as (url, _):
         spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        knobs = {"partial_save_tokens": 1 << 30}
-        made: list[Worker] = []
-
-        async def body(context: Context, given: GenerationSpec) -> None:
-            made.append(Worker(context, given))
-            await made[0].run()
-
-        async with open_bus(redis_url, run_name, knobs=knobs) as bus, running(bus, "generation-0", body, spec):
-            await until(lambda: events(bus, "joined"))
-            made[0]._link.kind = Attached(exact=exact, tp_size=1, exact_in_place=exact)
+        async with at_work(redis_url, run_name, spec) as (bus, worker):
+            await until(lambda: told(bus, "joined", 1))
+            worker._link.kind = Attached(exact=exact, tp_size=1, exact_in_place=exact)
             await bus.append([Out(ACTIVE, order(1, first))])
             await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
-            await until(lambda: _progress(made[0]), deadline_s=30)
+            await until(lambda: half_way(worker), deadline_s=30)
             await bus.append([Out(ACTIVE, order(2, second))])
-            await until(lambda: _length(bus, 2), deadline_s=40)
-            rollouts = [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
+            rollouts = await rollouts_of(bus, 2)
     for rollout in rollouts:
         response = rollout.response
         assert [span.version for span in response.spans] == [1, 2]
@@ -88,14 +53,6 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
         )
         assert np.abs(logprobs - np.array(expected)).max() < 1e-3
         assert len(tokens) == TOKENS or rollout.finish == "stop"
-
-
-async def _progress(worker: Worker) -> bool:
-    return len(worker._running) == 2 and all(0 < r.n_tokens < TOKENS // 2 for r in worker._running.values())
-
-
-async def _length(bus: Bus, n: int) -> bool:
-    return await bus.length(ROLLOUTS) == n
 
 
 async def refusal(redis_url: str, run_name: str, spec: GenerationSpec, run_dir: Path) -> tuple[str, list[Event]]:

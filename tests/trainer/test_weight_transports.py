@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from aiohttp import web
@@ -30,6 +31,7 @@ from bus.messages.control import Event, Vitals
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import Bucket, TensorMeta, WeightPlan
 from bus.plans import read_plan, write_plan
+from tests.engine.processes import until
 
 META = TensorMeta("a", "bfloat16", (2, 3))
 
@@ -96,9 +98,10 @@ def test_engines_are_counted_on_between_an_activation_and_the_next_trouble() -> 
         assert fleet.able(11.1) == {}, "silent for too long"
         fleet.fold(event(trouble, 2.0))
         assert fleet.able(2.0) == {}
-    fleet.fold(event("activated", 3.0))
-    for state, there in (("running", True), ("draining", False)):
-        fleet.fold(Vitals(actor="w", role="generation", pid=1, host="h", state=state, wall=4.0))  # type: ignore[arg-type]
+    for state, version, there in (("running", 1, True), ("draining", 1, False), ("running", -1, False)):
+        fleet.fold(event("activated", 3.0))
+        vitals = Vitals(actor="w", role="generation", pid=1, host="h", state=state, wall=4.0, version=version)  # type: ignore[arg-type]
+        fleet.fold(vitals)
         assert bool(fleet.able(4.0)) is there
 
 
@@ -284,12 +287,14 @@ async def test_weights_that_differ_from_their_files_are_told(
 # -- a broadcast between processes ---------------------------------------------------------------------------------
 
 PEER = """
-import sys, datetime, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
 from pathlib import Path
 from actors.runtime.broadcast import join_group
 from bus.plans import read_plan
 plan = read_plan(Path(sys.argv[1]))
-group = join_group(plan.address, plan.port, 1, plan.world_size, plan.group, backend="gloo", deadline=datetime.timedelta(seconds=20))
+limit = timedelta(seconds=plan.deadline_s)
+group = join_group(plan.address, plan.port, int(sys.argv[3]), plan.world_size, plan.group, backend="gloo", deadline=limit)
 print("joined", flush=True)
 if sys.argv[2] == "stay":
     for bucket in plan.buckets:
@@ -306,8 +311,9 @@ def sender(tmp_path: Path) -> tuple[NcclSender, dict[str, torch.Tensor]]:
     return made, tensors
 
 
-def peer(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", PEER, str(tmp_path), mode], stdout=subprocess.PIPE, text=True)
+def peer(tmp_path: Path, mode: str, rank: int = 1) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", PEER, str(tmp_path), mode, str(rank)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_version_is_broadcast_bucket_by_bucket(tmp_path: Path) -> None:
@@ -342,6 +348,41 @@ def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_p
     with pytest.raises(GroupBroken, match="not open"):
         trainer.send()
     trainer.close()
+
+
+def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path: Path) -> None:
+    trainer = NcclSender({"w": 1, "x": 1}, name="g", backend="gloo", deadline_s=300.0)
+    trainer.prepare({"a": torch.zeros(1 << 24, dtype=torch.uint8)}, tmp_path)
+    with peer(tmp_path, "leave", 1) as lost, peer(tmp_path, "stay", 2) as other:
+        trainer.open()
+        assert lost.wait(30) == 0
+        with pytest.raises(GroupBroken) as broken:
+            for _ in range(200):
+                trainer.send()
+        assert other.wait(60) != 0
+    assert "failed" in str(broken.value)  # the error is held until here, as by whoever tells it
+
+
+def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path) -> None:
+    trainer = NcclSender({"w": 1, "x": 1}, name="g", backend="gloo", deadline_s=300.0)
+    trainer.prepare({"a": torch.arange(40, dtype=torch.uint8)}, tmp_path)
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            trainer.open()
+        except GroupBroken as error:
+            failed.append(error)
+
+    with peer(tmp_path, "stay") as process:
+        thread = threading.Thread(target=join)
+        thread.start()
+        found = psutil.Process(process.pid)
+        until(lambda: trainer.port in {c.raddr.port for c in found.net_connections() if c.raddr}, "the peer waits", 30.0)
+        trainer.close()
+        thread.join(60)
+        assert process.wait(60) != 0
+    assert failed and not thread.is_alive()
 
 
 def test_nccl_asks_for_the_variable_that_engines_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

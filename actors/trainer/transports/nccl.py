@@ -8,13 +8,12 @@ The process needs NCCL_CUMEM_ENABLE=0, as engines run with it: otherwise the fir
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.runtime.broadcast import join_group, leave_group
+from actors.runtime.broadcast import join_group, leave_group, open_store
 from actors.trainer.transports.flat import FlatBuffers
 from bus.errors import Transient
 from bus.messages.policy import WeightManifest
@@ -58,8 +57,8 @@ class NcclSender:
         self._backend = backend
         self._deadline = timedelta(seconds=deadline_s)
         self._buffers = buffers or FlatBuffers()
-        self._listener = socket.create_server((address, 0))  # the store takes it over
-        self.port = int(self._listener.getsockname()[1])
+        self._store: Any = open_store(address, self._deadline)
+        self.port = int(self._store.port)
         self._group: Any = None
         self._closed = False
 
@@ -101,7 +100,6 @@ class NcclSender:
                 self.name,
                 backend=self._backend,
                 deadline=self._deadline,
-                listener=self._listener,
             )
         except (RuntimeError, OSError, ValueError) as error:
             raise GroupBroken(f"not all of {', '.join(self.ranks)} joined group {self.name}: {error}") from error
@@ -118,14 +116,22 @@ class NcclSender:
         """Broadcast what `prepare` filled in, bucket by bucket; waits for the last. GroupBroken when a peer is lost."""
         if self._group is None:
             raise GroupBroken(f"group {self.name} is not open")
+        failed = self._try_to_send()
+        if failed:
+            self.close()
+            raise GroupBroken(f"broadcast in group {self.name} failed: {failed}")
+
+    def _try_to_send(self) -> str:
+        """Why it failed. No error leaves here: its frames would hold the group, and with it the connections at which the other
+        engines wait for the rest."""
         try:
             if self._backend == "nccl":
                 self._send_beside_the_training()
             else:
                 self._send()
         except (RuntimeError, ValueError) as error:
-            self.close()
-            raise GroupBroken(f"broadcast in group {self.name} failed: {error}") from error
+            return str(error) or type(error).__name__
+        return ""
 
     def _send(self) -> None:
         import torch.distributed as dist
@@ -145,9 +151,9 @@ class NcclSender:
             stream.synchronize()
 
     def close(self) -> None:
-        """Leave the group; harmless twice."""
+        """Leave the group; whoever waits for its members stops waiting. Harmless twice."""
         self._closed = True
-        self._listener.close()
+        self._store = None
         group, self._group = self._group, None
         if group is not None:
             leave_group(group)
