@@ -9,7 +9,7 @@ from miles_async.console.snapshot import ActorFacts
 from miles_async.console.text import duration, plural
 
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.
-IDLE_WAITS = ("an entry", "news", "slots", "announcements", "a version to measure", "a free slot")
+IDLE_WAITS = ("an entry", "requests", "news", "slots", "announcements", "a version to measure", "a free slot")
 TURN_WAIT = "the trainer's turn"  # as long as a step takes, where engines share the trainer's GPUs
 
 

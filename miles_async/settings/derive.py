@@ -99,7 +99,9 @@ def _gpus(v: Values) -> int:
 
 def _router(v: Values) -> bool:
     several = v["engine"] == "sglang" and v["num_generation_workers"] > 1
-    return several or v["sglang_router_ip"] is not None
+    # Paused in place, engines need to be without one, and workers share the load anyway.
+    wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
+    return wanted or v["sglang_router_ip"] is not None
 
 
 def _lookahead(v: Values) -> int:

@@ -1,6 +1,6 @@
 """Rules and checks of engines and router: GPUs that add up, flags that may be passed on, programs that are installed.
 
-The rules are pure. `check_programs` asks the installed programs for the names of their flags; nothing is started.
+The rules are pure. `check_programs` asks the installed programs' own parsers about the flags passed on; nothing is started.
 """
 
 import difflib
@@ -8,10 +8,11 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from miles_async.settings.catalog import PREFIXES, names
+from miles_async.settings.doc import PassedOn
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
 
@@ -52,20 +53,32 @@ ROUTER_OWNED: dict[str, str] = {
     "service-discovery": "the engines, which register themselves",
 }
 NAMES_DEADLINE_S = 180.0  # SGLang's parser imports torch and much more
-_SERVER_NAMES = """
-import argparse, json
-from sglang.srt.server_args import ServerArgs
+# What a program's own parser says of words of a command line: its flags, and why it refuses those words.
+_PARSER = """
+import argparse, json, sys
+{load}
 parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print("\\n" + json.dumps([name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]))
+{fill}
+refused = []
+def error(text):
+    refused.append(text)
+    raise SystemExit(2)
+parser.error = error
+try:
+    parser.parse_args(sys.argv[1:])
+except SystemExit:
+    pass
+names = [name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]
+print("\\n" + json.dumps([names, "".join(refused)]))
 """
-_ROUTER_NAMES = """
-import argparse, json
-from sglang_router.router_args import RouterArgs
-parser = argparse.ArgumentParser()
-RouterArgs.add_cli_args(parser, use_router_prefix=False)
-print("\\n" + json.dumps([name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]))
-"""
+_SERVER = _PARSER.format(
+    load="from sglang.srt.server_args import ServerArgs",
+    fill='ServerArgs.add_cli_args(parser); sys.argv[1:1] = ["--model-path", "-"]',
+)
+_ROUTER = _PARSER.format(
+    load="from sglang_router.router_args import RouterArgs",
+    fill="RouterArgs.add_cli_args(parser, use_router_prefix=False)",
+)
 
 
 def engines_match_the_gpus(s: RunSettings) -> None:
@@ -196,11 +209,11 @@ def check_programs(s: RunSettings) -> None:
     if g.engine == "sglang" and not g.sglang_server_command:
         _installed("sglang", "engine", g.engine, "Install miles-async[sglang], or choose --engine embedded.")
         if g.server_args:
-            _known("server_args", g.server_args, _names(_SERVER_NAMES))
+            _accepted("server_args", g.server_args, _SERVER)
     if g.use_router and g.sglang_router_ip is None:
         _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
         if g.router_args:
-            _known("router_args", g.router_args, _names(_ROUTER_NAMES))
+            _accepted("router_args", g.router_args, _ROUTER)
 
 
 def _installed(module: str, field: str, value: object, remedy: str) -> None:
@@ -208,29 +221,47 @@ def _installed(module: str, field: str, value: object, remedy: str) -> None:
         raise SettingsError(f"{module} is not installed in this Python", field=field, value=value, remedy=remedy)
 
 
-def _known(table: str, values: Collection[str], known: frozenset[str] | None) -> None:
-    if known is None:
-        return  # the program itself will refuse what it does not know, with its own words
-    for name in values:
+def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> None:
+    known, refused = _verdict(script, tuple(_words(values)))
+    program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
+    for name in values if known else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"Did you mean {PREFIXES[table]}{close[0]}?" if close else "Look at the program's --help."
-            program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
             raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table]}{name}", remedy=hint)
+    if refused:
+        why = " ".join(refused.split())[:300]
+        raise SettingsError(f"{program} refuses these flags: {why}", field=table, remedy="Correct or leave out that flag.")
+
+
+def _words(values: Mapping[str, PassedOn]) -> Iterator[str]:
+    """As the server gets them: true is a bare flag, false none, a list follows its flag word by word."""
+    for name, value in values.items():
+        if value is False:
+            continue
+        yield f"--{name}"
+        if value is not True:
+            yield from map(str, value if isinstance(value, list | tuple) else (value,))
 
 
 @cache
-def _names(script: str) -> frozenset[str] | None:
-    """Names of a program's flags from its own parser, in a process of its own; None when it cannot tell."""
+def _verdict(script: str, words: tuple[str, ...]) -> tuple[frozenset[str], str]:
+    """Flags that a program knows and why it refuses `words`, by its own parser in a process of its own. Nothing where that
+    cannot tell: the program itself will refuse what it does not like, with its own words."""
     import subprocess
 
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=NAMES_DEADLINE_S, check=True
+            [sys.executable, "-c", script, *words],
+            capture_output=True,
+            text=True,
+            timeout=NAMES_DEADLINE_S,
+            check=True,
         )
-        return frozenset(json.loads(done.stdout.strip().splitlines()[-1]))
+        known, refused = json.loads(done.stdout.strip().splitlines()[-1])
+        return frozenset(known), str(refused)
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
-        return None
+        return frozenset(), ""
 
 
 __all__ = ("RULES", "check_programs", "notes")

@@ -47,6 +47,9 @@ def refusal(tmp_path: Path, table: str = "", flags: str = "") -> str:
         ("--engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 2, 4, (0, 1, 2, 3), True),
         ("--engine sglang --rollout-num-gpus-per-engine 2", 1, 2, (0, 1), False),
         ("--engine sglang --num-generation-workers 2 --rollout-gpu-ids 6 7 --no-use-router", 2, 2, (6, 7), False),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place", 2, 2, (0, 1), False),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --use-router", 2, 2, (0, 1), True),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --router-policy random", 2, 2, (0, 1), True),
         ("--engine external --rollout-external-engine-addrs a:1 b:2", 2, 0, (), False),
         ("--sglang-router-ip 10.0.0.1 --sglang-router-port 30000", 2, 0, (), True),
     ],
@@ -158,9 +161,18 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
         assert says in str(refused.value)
 
 
-def test_the_routers_own_parser_knows_the_names() -> None:
+def test_the_routers_own_parser_judges_names_and_values() -> None:
     pytest.importorskip("sglang_router")
-    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True}))
+    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True, "log-dir": "d"}))
+    check_programs(settings(use_router=True, router_args={"dp-aware": False, "cors-allowed-origins": ("a", "b")}))
+    for given, why in (
+        ({"policy": "rndom"}, "argument --policy: invalid choice: 'rndom'"),
+        ({"dp-aware": 3}, "unrecognized arguments: 3"),
+        ({"max-payload-size": "big"}, "argument --max-payload-size: invalid int value: 'big'"),
+    ):
+        with pytest.raises(SettingsError, match=r"router_args: sglang_router\.launch_router refuses these flags") as refused:
+            check_programs(settings(use_router=True, router_args=given))
+        assert why in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(
         SettingsError,
         match=r"--router-polcy: sglang_router.launch_router has no such flag. Did you mean --router-policy",

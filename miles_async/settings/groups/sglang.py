@@ -149,7 +149,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Send requests through a sglang-router before all engines, ours or the one at sglang_router_ip.",
-            derived="true for several SGLang engines or an address of a running router",
+            derived="true for several SGLang engines, but not where they pause in_place and no router flag is given; true for an "
+            "address of a running router",
         ),
     ]
     router_args: Annotated[
