@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_all.sh OUT [one|two]     two: steps that need two GPUs, then one lane of the others on each. No network.
 #
-# PYTHON (default python3) must have torch, SGLang, transformers this project's other requirements, and pytest. OUT/progress says when
+# PYTHON (default python3) must have torch, SGLang, transformers, this project's other requirements and pytest. OUT/progress says when
 # which step ended, OUT/done that all did.
 set -uo pipefail
 out=${1:?usage: scripts/gpu_all.sh OUT [one|two]}
@@ -30,16 +30,16 @@ serving() { # serving GPU: what one engine does
     bench serving 420 ipc boundary throughput --gpu "$1" --kinds bare worker router --requests 1536
 }
 
-settings() { # settings GPU: one by one, and the conformance suite
+settings() { # settings GPU: the conformance suite, and one by one
+    bench conformance 330 conformance --gpu "$1" --server-args "$small"
     bench tuning 300 tuning --gpu "$1" --variants ungathered fa3 delayer-250 delayer-500
-    bench conformance 240 conformance --gpu "$1" --server-args "$small"
 }
 
 if [ "$gpus" = two ]; then
-    bench nccl 260 nccl --updates 6 --server-args "$triton"
-    bench async 540 e2e --train-steps 14 --server-args "$triton"
-    bench lost 330 lost --train-steps 11 --server-args "$triton"
-    bench exact 220 exact --train-steps 8
+    bench nccl 260 nccl --updates 8 --loads idle in_place
+    bench async 620 e2e --train-steps 24
+    bench lost 560 lost --train-steps 24
+    bench exact 260 exact --train-steps 5 --new-tokens 128
     bench nccl-4b 260 nccl --shape 4b --loads idle --concurrent 8 --max-running 64 --server-args "$triton"
     serving 0 &
     settings 1 &

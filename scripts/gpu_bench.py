@@ -110,6 +110,13 @@ class Bench:
         file.write_text(json.dumps(head | values | {"machine": parts.facts_of_machine()}, indent=2, default=str))
         print(f"[{step}] {json.dumps(values, default=str)[:1500]}", flush=True)
 
+    def found(self, step: str) -> dict[str, Any]:
+        """The runs of a step that an earlier call has finished: name -> figures; none with --again."""
+        try:
+            return {} if self.args.again else dict(json.loads((self.out / f"{step}.json").read_text())["runs"])
+        except (OSError, ValueError, KeyError):
+            return {}
+
     def save_logs(self) -> None:
         """The ends of all logs, for whoever asks why a step failed or was slow."""
         with (self.out / "logs.txt").open("w") as out:
@@ -213,7 +220,8 @@ async def run(b: Bench, steps: list[str]) -> int:
                 await body(b)
         except Exception as error:  # noqa: BLE001 - the other steps go on; this one's file says why it is missing
             failed += 1
-            b.save(step, {"failed": f"{type(error).__name__}: {error}"[:2000]}, done=False)
+            runs = b.found(step)
+            b.save(step, {**({"runs": runs} if runs else {}), "failed": f"{type(error).__name__}: {error}"[:2000]}, done=False)
             traceback.print_exc()
         print(f"[{step}] took {time.monotonic() - began:.1f} s", flush=True)
     await b.stop_server()

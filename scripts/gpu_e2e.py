@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -36,16 +37,16 @@ async def e2e(b: Any) -> None:
         b,
         "e2e",
         {
-            "async": apart,
             "async-in-place": [*apart, "--pause-generation-mode", "in_place"],
-            "on-policy": [*apart, "--max-weight-staleness", "0"],
             "rollout-alone": [*apart, "--debug-rollout-only"],
+            "on-policy": [*apart, "--max-weight-staleness", "0"],
+            "async": apart,
         },
     )
-    if b.args.e2e_runs:
+    if not {"rollout-alone", "on-policy"} <= found.keys():
         return
     alone = max(found["rollout-alone"]["step_s"], found["on-policy"]["train_s"])
-    ways = {name: found[name]["step_s"] for name in ("async", "async-in-place")}
+    ways = {name: run["step_s"] for name, run in found.items() if name.startswith("async")}
     b.save(
         "e2e",
         {
@@ -53,7 +54,7 @@ async def e2e(b: Any) -> None:
             "async_efficiency": {name: round(alone / step_s, 4) for name, step_s in ways.items()},
             "on_policy_ratio": {name: round(found["on-policy"]["step_s"] / step_s, 4) for name, step_s in ways.items()},
         },
-        done=True,
+        done=len(ways) == 2,
     )
 
 
@@ -75,8 +76,8 @@ async def lost(b: Any) -> None:
     """What a killed server costs a whole run."""
     half = ["--sglang-mem-fraction-static", "0.9", "--sglang-max-total-tokens", "160000"]
     two = [*_apart(b, 2, "disk"), *(half if b.args.engine == "sglang" else [])]
-    found = await _runs(b, "lost", {"one-of-two": two, "the-only-one": _apart(b)}, kill_after=WARM + 2)
-    b.save("lost", {"runs": found}, done=not b.args.e2e_runs)
+    found = await _runs(b, "lost", {"the-only-one": _apart(b), "one-of-two": two}, kill_after=WARM + 2)
+    b.save("lost", {"runs": found}, done=len(found) == 2)
 
 
 RECIPES = {"qwen2.5-0.5b-gsm8k": "qwen2.5-0.5b", "qwen3-0.6b-gsm8k": "0.6b", "qwen3-4b-gsm8k": "4b"}
@@ -84,9 +85,9 @@ RECIPES = {"qwen2.5-0.5b-gsm8k": "qwen2.5-0.5b", "qwen3-0.6b-gsm8k": "0.6b", "qw
 
 async def recipes(b: Any) -> None:
     """Whether each recipe trains: its own flags, but for what random weights and a tokenizer of digits cannot give."""
-    found = {}
+    found = b.found("recipes")
     for name, shape in RECIPES.items():
-        if b.args.e2e_runs and name not in b.args.e2e_runs:
+        if name in found or (b.args.e2e_runs and name not in b.args.e2e_runs):
             continue
         model = await asyncio.to_thread(lambda shape=shape: _with_tokenizer(parts.make_model(b.models, shape, 0)))
         data = b.out / "recipe-prompts.jsonl"
@@ -116,18 +117,21 @@ async def colocate(b: Any) -> None:
             "shared-by-disk": [*shared, "--update-weight-transport", "disk"],
         },
     )
-    b.save("colocate", {"runs": found}, done=not b.args.e2e_runs)
+    b.save("colocate", {"runs": found}, done=len(found) == 3)
 
 
 async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int = 0) -> dict[str, Any]:
-    """Run name -> figures, for all runs or those of --e2e-runs; saved after each. `kill_after`: steps, 0 = never."""
+    """Run name -> figures, of all runs or those of --e2e-runs, with those of an earlier call; saved after each.
+
+    `kill_after`: steps, 0 = never.
+    """
     model = await asyncio.to_thread(_with_tokenizer, b.model())
     prompts = b.out / "e2e-prompts.jsonl"
     rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
     prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    found: dict[str, Any] = {}
+    found = b.found(step)
     for name, flags in runs.items():
-        if not b.args.e2e_runs or name in b.args.e2e_runs:
+        if name not in found and (not b.args.e2e_runs or name in b.args.e2e_runs):
             found[name] = await _run(b, _words(b, model, prompts, name, flags), f"e2e-{name}", kill_after)
             b.save(step, {"runs": found}, done=False)
     return found
@@ -181,6 +185,8 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
                 await process.wait()
             never = not killing.done()
             killing.cancel()
+            if metrics.exists():
+                shutil.copyfile(metrics, b.out / f"{name}.metrics.jsonl")
     if code == 0 and kill_after and never:
         raise RuntimeError(f"run {name} ended before it had made {kill_after} steps, and nothing was killed")
     rows = _rows(metrics) if code == 0 else []

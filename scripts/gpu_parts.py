@@ -371,7 +371,7 @@ def facts_of_machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        "versions": {name: text for name, text in versions().items() if name not in ("executable", "kernel")},
     }
     try:
         import torch
