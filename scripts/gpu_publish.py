@@ -262,30 +262,33 @@ async def _verify(b: Any, house: parts.House, url: str, last: int) -> dict[str, 
 
 
 async def nccl(b: Any) -> None:
-    """NCCL from the trainer's GPU to the engine's, on one host."""
+    """NCCL from the trainer's GPU to the engine's, on one host; rehearsed over gloo."""
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # before torch makes its first communicator
     from actors.trainer.transports.nccl import NcclSender
 
-    device = f"cuda:{b.args.gpu}"
-    gpus = (b.args.gpu + 1,)
+    rehearsed = b.args.engine == "embedded"
+    device, other = ("cpu", "cpu") if rehearsed else (f"cuda:{b.args.gpu}", f"cuda:{b.args.gpu + 1}")
     async with (
-        b.server(b.model(0), "nccl", gpus=gpus) as (url, facts),
+        b.server(b.model(0), "nccl", gpus=() if rehearsed else (b.args.gpu + 1,)) as (url, facts),
         parts.house(b.scratch / "nccl", concurrent=b.args.concurrent) as house,
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
         from actors.trainer.transports.flat import FlatBuffers
 
-        sender = NcclSender({"generation-0": 1}, name="bench", buffers=FlatBuffers(b.args.bucket_mib << 20))
+        buffers = FlatBuffers(b.args.bucket_mib << 20)
+        backend = "gloo" if rehearsed else "nccl"
+        sender = NcclSender({"generation-0": 1}, name="bench", backend=backend, buffers=buffers)
         plans = b.scratch / "nccl-plans"
         sending: list[asyncio.Task[None]] = []
         is_open = False
 
         def send() -> None:
             nonlocal is_open
-            import torch
+            if not rehearsed:
+                import torch
 
-            torch.cuda.set_device(device)
+                torch.cuda.set_device(device)
             if not is_open:
                 sender.open()
                 is_open = True
@@ -307,7 +310,7 @@ async def nccl(b: Any) -> None:
             **await _verify(b, house, url, 1 + len(b.args.loads) * b.args.updates),
         }
         n_bytes = parts.manifest(b.model(0)).n_bytes
-        copy_s = _copy_time(versions[0], f"cuda:{gpus[0]}")
+        copy_s = None if rehearsed else _copy_time(versions[0], other)
         sender.close()
     rate = round(n_bytes / found["median_pause_idle_s"])
     b.save(

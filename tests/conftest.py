@@ -9,8 +9,12 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
 
 from bus.server import EmbeddedRedis
+
+settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,12 @@ ServerCheck = Callable[[MakeBus, Server], Awaitable[None]]
 ReplyCheck = Callable[[MakeBus, LossyProxy, Callable[[], Bus]], Awaitable[None]]
 
 
+async def written(bus: Bus) -> None:
+    """From now on what is answered is in the file, and so is all before: by `everysec` a server that is just syncing answers
+    first and writes later. A restart forgets it."""
+    await bus.link.run("CONFIG", "SET", "appendfsync", "always")
+
+
 async def restart(server: Server) -> None:
     """SIGKILL, and start again on what the append-only file holds."""
     await asyncio.to_thread(server.kill)
@@ -113,6 +119,7 @@ async def check_server_back_with_its_entries_leases_and_blobs(make_bus: MakeBus,
         held = await reader.read(2, 0)
         assert await bus.save_prefix(held[0], "a", held[0].fields["id"], b"tokens")
         await bus.commit(Commit(ledger={"issued": 4}, state={"cursor": "4"}))
+        await written(bus)
         await restart(server)
         assert await bus.state("cursor") == "4" and (await bus.snapshot()).ledger == {"issued": 4}
         assert await bus.load_prefix(held[0].fields["id"]) == [b"tokens"]
@@ -129,8 +136,9 @@ async def check_server_back_with_its_entries_leases_and_blobs(make_bus: MakeBus,
 
 
 async def check_server_gone_for_good_ends_in_one_line(make_bus: MakeBus, server: Server) -> None:
-    async with make_bus(deadline_s=0.3) as bus:
+    async with make_bus() as bus:
         await asyncio.to_thread(server.kill)
+        bus.link.deadline_s = 0.3
         for call in (bus.length(PROMPTS), bus.commit(Commit(ledger={"issued": 1})), publish(bus, 1)):
             try:
                 await call
@@ -139,6 +147,7 @@ async def check_server_gone_for_good_ends_in_one_line(make_bus: MakeBus, server:
             else:
                 raise AssertionError("an answer from a dead server")
         await asyncio.to_thread(server.start)
+        bus.link.deadline_s = DEADLINE_S
         await publish(bus, 1)
         assert await bus.length(PROMPTS) == 1, "the bus is usable again"
 

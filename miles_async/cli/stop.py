@@ -7,6 +7,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 
 from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.runs import RunRef
@@ -111,10 +114,15 @@ def certain_launcher(ref: RunRef) -> int | None:
         process = psutil.Process(pid)
         written = (ref.run_dir / PID_FILE).stat().st_mtime
         # Clocks of process table and file system agree to a tick or two; a recycled id is younger by far more.
-        ours = process.create_time() <= written + 1.0 and any("miles" in word for word in process.cmdline())
+        ours = process.create_time() <= written + 1.0 and is_ours(process.cmdline())
     except (psutil.Error, OSError):
         return None
     return pid if ours else None
+
+
+def is_ours(words: Sequence[str]) -> bool:
+    """Whether a command line is one of this program's: its script, or its module. Paths of a checkout prove nothing."""
+    return any(Path(word).name == "miles-async" for word in words[:3]) or ("-m", "miles_async") in pairwise(words)
 
 
 def launcher_runs(pid: int) -> bool:

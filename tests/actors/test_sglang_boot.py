@@ -285,7 +285,7 @@ async def test_an_unknown_end_is_tried_once_more_and_no_more(boot: Boot, tmp_pat
 
 
 async def test_a_start_that_hangs_ends_at_its_deadline_with_its_last_line(boot: Boot, tmp_path: Path) -> None:
-    async with boot({"log": "loading shard 3 of 9", "exit": None}, boot_deadline_s=1.0) as (server, _):
+    async with boot({"log": "loading shard 3 of 9", "exit": None}, boot_deadline_s=2.0) as (server, _):
         with pytest.raises(BootRefused, match=r"timeout: not ready in time; last log line: loading shard 3 of 9"):
             await server.start()
         assert not server.alive

@@ -19,7 +19,7 @@ from bus.knobs.table import FACTS, KNOBS, check_patch, check_whole, coerce, desc
 from bus.messages.control import KnobPatch
 from bus.server import EmbeddedRedis
 from bus.testing.conformance import eventually, put_raw
-from bus.testing.faults import restart
+from bus.testing.faults import restart, written
 from bus.testing.knobs import plain_knobs
 from bus.topology import KNOBS as STREAM
 
@@ -310,6 +310,7 @@ async def test_knobs_survive_a_killed_server(private_redis: EmbeddedRedis, run_n
         knobs, over = await opened(bus), asyncio.Event()
         following = asyncio.create_task(knobs.follow(over))
         await propose(bus, {"lr": 0.5}, author="me")
+        await written(bus)
         await restart(private_redis)
         last = await propose(bus, {"clip_grad": 0.5}, author="me")
         await eventually(lambda: knobs.snapshot().epoch == last.epoch, "the follower goes on")

@@ -29,7 +29,7 @@ def test_status_shows_every_actor_and_the_streams(whole):
     async def waits(story):
         now = time.time()
         await story.alive(
-            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 5, version=2)
+            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 50.5, version=2)
         )
         await story.alive(vitals("reward", pid=2**22 + 1, wall=now - 100))
 
@@ -43,7 +43,7 @@ def test_status_shows_every_actor_and_the_streams(whole):
     row = next(line for line in lines if line.startswith("trainer"))
     assert f"{os.getpid()}" in row
     assert "v2" in row
-    assert "2 of 2 groups of step 2 on groups 5." in row
+    assert "2 of 2 groups of step 2 on groups 5" in row
     assert "DEAD for 1:4" in next(line for line in lines if line.startswith("reward"))
     assert next(line.split() for line in lines if line.startswith("prompts"))[1:4] == ["3", "1", "2"]
 

@@ -179,8 +179,10 @@ time.sleep(60)
 """
 
 
-def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole):
-    child = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
+    script = tmp_path / "miles-async"
+    script.write_text(LAUNCHER)
+    child = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "miles launcher"
@@ -202,7 +204,8 @@ def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole):
 
 
 def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    words = ["import time; time.sleep(60)", "/home/me/miles_async/notes.txt"]
+    other = subprocess.Popen([sys.executable, "-c", *words])
     try:
         (whole.dir / "launcher.pid").write_text(f"{other.pid}\n")
         status, _, err = whole.ask("stop", "--wait", "0.3")

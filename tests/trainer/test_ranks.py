@@ -24,20 +24,21 @@ Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
 Backend = Callable[..., TorchBackend]
 STOP_DEADLINE_S = 20
+pytestmark = pytest.mark.timeout(120)  # the first of them starts a process that loads torch
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[TorchBackend]:
     """A backend of two ranks, to be set up by each test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "actors.trainer.torch_backend.follower"], env={**os.environ, **shared, "RANK": "1"}
-    )
-    backend = TorchBackend()
-    with pytest.MonkeyPatch.context() as env:
+    with socket.socket() as port, pytest.MonkeyPatch.context() as env:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))  # not listening: rank 0 can, and nobody else is given it
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        shared["MASTER_PORT"] = str(port.getsockname()[1])
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "actors.trainer.torch_backend.follower"], env={**os.environ, **shared, "RANK": "1"}
+        )
+        backend = TorchBackend()
         for name, value in {**shared, "RANK": "0"}.items():
             env.setenv(name, value)
         try:
@@ -63,7 +64,6 @@ def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBack
         return make_backend(*args, **settings)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", ["qwen3", "llama"])
 @pytest.mark.parametrize(
     "objective",
@@ -104,7 +104,6 @@ def test_two_ranks_have_the_loss_and_gradient_of_one(
         assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks_that_slept_train_as_if_they_had_not(
     pair: TorchBackend, make_config: Config, make_batch: Batch, tmp_path: Path
 ) -> None:
@@ -123,7 +122,6 @@ def test_two_ranks_that_slept_train_as_if_they_had_not(
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "sizes", [{"max_tokens_per_gpu": 48}, {"use_dynamic_batch_size": False, "micro_batch_size": 2}]
 )
@@ -143,7 +141,6 @@ def test_balancing_moves_work_and_changes_no_gradient(
     assert 1 <= imbalance["flops"] <= imbalance["none"] and imbalance["flops"] < 1.1
 
 
-@pytest.mark.timeout(120)
 def test_a_dynamic_global_batch_is_a_multiple_of_the_ranks(
     pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch
 ) -> None:
@@ -165,7 +162,6 @@ def test_a_dynamic_global_batch_is_a_multiple_of_the_ranks(
         torch.testing.assert_close(got[name], grad * 15 / 14, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks_keep_the_old_actors_of_one(
     pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch, tmp_path: Path
 ) -> None:
