@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_judge as judge
 import gpu_parts as parts
 
 from actors.generation.sglang_client import SGLangClient
@@ -27,20 +28,22 @@ from bus.topology import POLICY
 Prepare = Callable[[int], Awaitable[WeightManifest]]
 
 
-async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name: str, *, first: int) -> dict[str, Any]:
+async def _measure(
+    b: Any, house: parts.House, url: str, prepare: Prepare, name: str, *, first: int
+) -> tuple[dict[str, Any], list[Any]]:
     """`updates` activations with nothing running, then as many under full load, in two ways to pause. `prepare(number)` makes the
-    manifest."""
+    manifest. Also the samples that were running."""
     a = b.args
     number = first
     rows: dict[str, list[dict[str, float]]] = {load: [] for load in a.loads}
     told = len(await house.events("activated"))
     loaded: asyncio.Task[Any] | None = None
     rollouts: list[Any] = []
-    n = 3 * a.concurrent
+    n = len(_asked(b))
     for mode, times in rows.items():
         if mode != "idle":
             rollouts += [] if loaded is None else [rollout for _, rollout in await loaded]
-            await house.feed(f"{name}-{mode}", parts.prompts(n, a.prompt_tokens, b.vocab, 5), a.new_tokens)
+            await house.feed(f"{name}-{mode}", _asked(b), a.new_tokens)
             loaded = asyncio.create_task(house.collect(n, 400))
             await asyncio.sleep(2.0)
         for _ in range(a.updates):
@@ -58,7 +61,7 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
             number += 1
             await asyncio.sleep(0.2 if mode == "idle" else 1.0)
     rollouts += [] if loaded is None else [rollout for _, rollout in await loaded]
-    return {
+    found = {
         "updates": rows,
         **{
             f"median_pause_{mode}_s": statistics.median(row["pause_s"] for row in times[1:] or times)
@@ -68,6 +71,11 @@ async def _measure(b: Any, house: parts.House, url: str, prepare: Prepare, name:
         "samples": len(rollouts),
         "samples_across_versions": sum(len(r.response.spans) > 1 for r in rollouts),
     }
+    return found, rollouts
+
+
+def _asked(b: Any) -> list[list[int]]:
+    return parts.prompts(3 * b.args.concurrent, b.args.prompt_tokens, b.vocab, 5)
 
 
 async def _send(house: parts.House, number: int) -> None:
@@ -108,7 +116,7 @@ async def disk(b: Any) -> None:
         parts.house(b.scratch / "disk", concurrent=b.args.concurrent) as house,
     ):
         await _worker(house, url, models[0], facts)
-        found = await _measure(b, house, url, prepare, "disk", first=2)
+        found, _ = await _measure(b, house, url, prepare, "disk", first=2)
     rate = round(n_bytes / found["median_pause_idle_s"])
     b.save("disk", {"n_bytes": n_bytes, "write_s": write_s, **found, "bytes_per_s": rate, "server": facts}, done=True)
 
@@ -178,7 +186,7 @@ async def ipc(b: Any) -> None:
         async def prepare(number: int) -> WeightManifest:
             return await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
 
-        found = await _measure(b, house, url, prepare, "ipc", first=2)
+        found, _ = await _measure(b, house, url, prepare, "ipc", first=2)
         last = 1 + len(b.args.loads) * b.args.updates
         found |= {"bucket_mib": b.args.bucket_mib, **await _verify(b, house, url, last)}
         n_bytes = parts.manifest(b.model(0)).n_bytes
@@ -258,15 +266,33 @@ async def _verify(b: Any, house: parts.House, url: str, last: int) -> dict[str, 
     await house.order(last + 1, b.model(last % 2))
     await house.wait_for("activated", told + 1, 120)
     loaded = await checksum(url)
-    return {"tensors_compared": len(loaded), "equal_to_disk": pushed == loaded and "unavailable" not in loaded}
+    if "unavailable" in loaded:
+        return {"not_compared": loaded["unavailable"]}
+    return {"tensors_compared": len(loaded), "equal_to_disk": pushed == loaded}
+
+
+def _judged(b: Any, rollouts: list[Any]) -> dict[str, Any]:
+    """Samples that updates in place met: whether each token before the first one is of the version that its span names, and
+    the next one is not. What follows has keys of several versions and fits none."""
+    asked = judge.asked_of("nccl-in_place", _asked(b))
+    met = [r for r in rollouts if r.task.sample_id in asked and len(r.response.spans) > 1][:64]
+    versions = [r.response.spans[0].version for r in met]
+    seeds = [0 if version == 1 else version % 2 for version in versions]  # the first one is loaded from files, see _worker
+    each = [judge.logprobs(b.model(seed), met, asked, dtype="auto") for seed in (0, 1)]
+    own, other = ([each[seed ^ flip][i] for i, seed in enumerate(seeds)] for flip in (0, 1))
+    found = judge.boundaries(met, own, other)
+    return {key: found[key] for key in ("samples_across_versions", "tokens", "old_part", "crossings_seen")}
 
 
 async def nccl(b: Any) -> None:
-    """NCCL from the trainer's GPU to the engine's, on one host; rehearsed over gloo."""
+    """NCCL from the trainer's GPU to the engine's, on one host; over gloo where there is none."""
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # before torch makes its first communicator
+    import torch
+
+    from actors.trainer.transports.flat import FlatBuffers
     from actors.trainer.transports.nccl import NcclSender
 
-    rehearsed = b.args.engine == "embedded"
+    rehearsed = not torch.cuda.is_available()
     device, other = ("cpu", "cpu") if rehearsed else (f"cuda:{b.args.gpu}", f"cuda:{b.args.gpu + 1}")
     async with (
         b.server(b.model(0), "nccl", gpus=() if rehearsed else (b.args.gpu + 1,)) as (url, facts),
@@ -274,8 +300,6 @@ async def nccl(b: Any) -> None:
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
-        from actors.trainer.transports.flat import FlatBuffers
-
         buffers = FlatBuffers(b.args.bucket_mib << 20)
         backend = "gloo" if rehearsed else "nccl"
         sender = NcclSender({"generation-0": 1}, name="bench", backend=backend, buffers=buffers)
@@ -286,8 +310,6 @@ async def nccl(b: Any) -> None:
         def send() -> None:
             nonlocal is_open
             if not rehearsed:
-                import torch
-
                 torch.cuda.set_device(device)
             if not is_open:
                 sender.open()
@@ -302,7 +324,7 @@ async def nccl(b: Any) -> None:
             sending.append(asyncio.create_task(asyncio.to_thread(send)))
             return made
 
-        found = await _measure(b, house, url, prepare, "nccl", first=2)
+        found, rollouts = await _measure(b, house, url, prepare, "nccl", first=2)
         for task in sending:
             await task
         found |= {
@@ -313,6 +335,8 @@ async def nccl(b: Any) -> None:
         copy_s = None if rehearsed else _copy_time(versions[0], other)
         sender.close()
     rate = round(n_bytes / found["median_pause_idle_s"])
+    if "in_place" in b.args.loads:
+        found["boundary"] = await asyncio.to_thread(_judged, b, rollouts)
     b.save(
         "nccl",
         {
