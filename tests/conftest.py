@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,13 @@ from bus.server import EmbeddedRedis
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.load_profile("house")
+
+
+def pytest_collection_finish() -> None:
+    """What all tests share is never collected: to look through it would stop a test for half a second."""
+    gc.collect()
+    gc.freeze()
+
 
 
 @pytest.fixture(scope="session")

@@ -187,7 +187,7 @@ class EngineLink:
                 paused = self._context.clock.monotonic()
                 counted_by = await self._pause_to_count(engine, order.mode, before, plan)
                 how = "kept" if counted_by else await self._pause(engine, order.mode, before)
-                fault_point(self._context.name, "activating")
+                fault_point(self._context.name, "receiving" if plan and plan.transport == "nccl" else "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
                     self.released = tuple(tag for tag in self.released if tag != WEIGHTS)

@@ -31,9 +31,6 @@ PROBE_TOKEN = 1
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
 
 
-GRPC_SAFE = 50_000  # SGLang opens a second port 10,000 above the one it is given
-
-
 class SGLangServer:
     """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees)."""
 
@@ -100,7 +97,7 @@ class SGLangServer:
     async def _attempt(self) -> tuple[BootRecord, str | Failure]:
         """One start: the URL, or why not."""
         self._attempts += 1
-        port, label = free_port(below=GRPC_SAFE), f"boot-{uuid.uuid4().hex[:12]}"
+        port, label = free_port(), f"boot-{uuid.uuid4().hex[:12]}"
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
         words = command_line(self._command, {**args, "weight-version": label})
         folder = self._folder / f"boot.{self._attempts:03d}"

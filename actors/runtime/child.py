@@ -94,15 +94,17 @@ class Child:
         await process.wait()
 
 
-def free_port(successors: int = 0, below: int = 65536) -> int:
-    """A port under `below` that nobody listens on now, by binding it, and as many free ones after it. Someone may take
-    them before the child does."""
+FIRST_PORT, LAST_PORT = 10_000, 32_767  # above, the kernel takes ports for connections that go out
+
+
+def free_port(successors: int = 0) -> int:
+    """A port that nobody listens on now, by binding it, and as many free ones after it. Someone may take them before the
+    child does, but no outgoing connection will."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        if port >= below:  # the kernel hands out high ones: fold them, keeping their spread
-            port = 10_000 + port % (below - 10_000)
+        port = FIRST_PORT + port % (LAST_PORT - FIRST_PORT)  # where the kernel's spread falls in our range
         if all(_is_free(port + n) for n in range(successors + 1)):
             return port
 

@@ -151,6 +151,7 @@ class Courier:
                 await self._task
         if last and self._held is not None:
             await self._to_disk(self._version, instead=False)
+            self._held = None  # told: nothing of it is said once the run has finished
 
     async def _make_room(self) -> None:
         task = self._task

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from miles_async.launcher.prepare import shared_memory
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
-RUN_DEADLINE_S = 90.0
+RUN_DEADLINE_S = 180.0  # a deadline for what never comes: eleven processes share the cores of others
 LEASE_S = 1.5
 
 Tables = dict[str, dict[str, Any]]
@@ -75,7 +76,7 @@ class Missed(AssertionError):
     """Something that should have come did not."""
 
 
-def until(what: str, seen: Callable[[], bool], *, seconds: float = 40.0) -> None:
+def until(what: str, seen: Callable[[], bool], *, seconds: float = 120.0) -> None:
     """Poll until `seen`; Missed names `what`."""
     end = time.monotonic() + seconds
     while not seen():
@@ -242,12 +243,14 @@ class Run:
         if self.launcher is not None and self.launcher.poll() is None:
             self.launcher.kill()
             self.launcher.wait(10)
-        for process in self.processes():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        until("all processes to end", lambda: not self.processes(), seconds=10)
+
+        def ended() -> bool:
+            for process in self.processes():  # one that was just started may not have been there before
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return not self.processes()
+
+        until("all processes to end", ended, seconds=30)
         end_server(self.dir)
 
     def clean(self) -> None:

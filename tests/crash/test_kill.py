@@ -11,7 +11,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import evaluating
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
 
 SLICED: dict[str, dict[str, Any]] = {"rollout": {"max_tokens_per_slice": 16}}
 ABORTING: dict[str, dict[str, Any]] = {"sglang": {"pause_generation_mode": "abort"}}

@@ -13,7 +13,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
 
 LONG: Tables = {"rollout": {"num_rollout": 30}}
 LONGER: Tables = {"rollout": {"num_rollout": 50}, "sglang": {"num_generation_workers": 2}}
@@ -33,7 +33,7 @@ def actors(run: Run) -> dict[str, list[int]]:
 
 
 def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> None:
-    run = run_of(LONGER)
+    run = run_of(merged(LONGER, {"rollout": {"num_rollout": 100}}))
     run.start()
     run.until_step(2)
     before = actors(run)

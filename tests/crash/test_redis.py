@@ -13,7 +13,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, Tables, merged, until
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
 
 LONG: Tables = {"rollout": {"num_rollout": 30}}
 

@@ -64,6 +64,9 @@ def engine_process(model_dir: Path, *flags: str) -> Iterator[tuple[str, subproce
                 until(up, "embedded engine starts", BOOT_DEADLINE_S)
                 yield f"http://127.0.0.1:{port_file.read_text().strip()}", process
             finally:
+                if process.poll() is not None:  # a test that fails because of it shows why
+                    log.seek(0)
+                    print(f"engine had ended with {process.returncode}: {log.read()[-3000:]}")
                 process.terminate()
                 try:
                     process.wait(10)
@@ -74,7 +77,7 @@ def engine_process(model_dir: Path, *flags: str) -> Iterator[tuple[str, subproce
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """family -> two directories of one shape with different weights, made once."""
+    """family -> two directories of one shape with different weights, made once. "qwen3-endless" has no token that ends."""
     torch.set_num_threads(1)
     made: dict[str, tuple[Path, Path]] = {}
 
@@ -82,7 +85,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         if family not in made:
             root = tmp_path_factory.mktemp(family)
             for seed, name in enumerate(("first", "second")):
-                make_model(family, root / name, seed=seed)
+                kind, _, endless = family.partition("-")
+                make_model(kind, root / name, seed=seed, **({"eos_token_id": None} if endless else {}))
             made[family] = (root / "first", root / "second")
         return made[family]
 

@@ -160,7 +160,7 @@ async def test_a_seed_goes_on_where_a_prefix_left_off(http: Http, target: Target
 
 
 async def test_a_stream_tells_the_same_as_a_plain_answer(http: Http, client: SGLangClient, target: Target) -> None:
-    sampling = {"max_new_tokens": 70, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": 1200, "temperature": 0, "ignore_eos": True}
     plain = await http.generate(PROMPT, **sampling)
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True}
     async with http.session.post("/generate", json=body) as response:
@@ -176,7 +176,7 @@ async def test_a_stream_tells_the_same_as_a_plain_answer(http: Http, client: SGL
     assert chunks[-1]["output_ids"] == plain["output_ids"]
     assert chunks[-1]["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
 
-    request = GenerateRequest(rid="s", input_ids=PROMPT, max_new_tokens=70, temperature=0, ignore_eos=True)
+    request = GenerateRequest(rid="s", input_ids=PROMPT, max_new_tokens=1200, temperature=0, ignore_eos=True)
     tokens, logprobs, finish = await collect(client, request)
     assert (tokens, finish) == (plain["output_ids"], "length")
     expected = [pair[0] for pair in plain["meta_info"]["output_token_logprobs"]]

@@ -57,13 +57,13 @@ async def test_an_engine_answers_the_same_after_it_gave_memory_back(
 
 @pytest.mark.usefixtures("saver")
 async def test_memory_is_kept_while_requests_are_at_work(client: SGLangClient, target: Target) -> None:
-    stream = client.generate(long_request(n=300))
+    stream = client.generate(long_request())
     first = await anext(stream)
     with pytest.raises(RequestRefused, match="requests at work and keeps its memory; pause it in abort mode"):
         await client.release_memory()
     chunks = await rest(stream, first)
     expected = target.oracle.logprobs(PROMPT, tokens_of(chunks))
-    assert logprobs_of(chunks) == pytest.approx(expected, abs=target.logprob_tolerance) and len(expected) == 300
+    assert logprobs_of(chunks) == pytest.approx(expected, abs=target.logprob_tolerance) and len(expected) == LONG
 
 
 @pytest.mark.usefixtures("saver")

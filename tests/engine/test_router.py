@@ -26,7 +26,7 @@ from bus.messages.control import Event
 from bus.topology import EVENTS
 from tests.actors.house import messages, open_bus, running
 from tests.engine.conftest import engine_process
-from tests.engine.processes import until_async
+from tests.engine.processes import BOOT_DEADLINE_S, until_async
 
 pytest.importorskip("sglang_router")
 DEADLINES = {"request_deadline_s": 60.0, "token_deadline_s": 20.0, "control_deadline_s": 20.0}
@@ -52,10 +52,11 @@ class RealRouter:
     async def start(self) -> None:
         from sys import executable
 
-        address = {"host": "127.0.0.1", "port": self.port, "prometheus-port": self.port + 1}
+        address = {"host": "127.0.0.1", "port": self.port}
+        address |= {"prometheus-host": "127.0.0.1", "prometheus-port": self.port + 1}
         args = {**DEFAULTS, "health-check-interval-secs": 1, **address}
         await self._child.start(command_line((executable, "-m", "sglang_router.launch_router"), args), self._log)
-        await until_async(lambda: answers("127.0.0.1", self.port), "router starts")
+        await until_async(lambda: answers("127.0.0.1", self.port), "router starts", BOOT_DEADLINE_S)
 
     async def kill(self) -> None:
         os.kill(self._child.pid, signal.SIGKILL)
@@ -82,6 +83,7 @@ async def routed(router: RealRouter, engines: list[str]) -> AsyncIterator[list[R
             engine = RoutedEngine(url, router.url, **DEADLINES)
             stack.push_async_callback(engine.close)
             await engine.join()
+            await until_async(lambda engine=engine: _renewed(engine), f"the router takes up {url}")
             made.append(engine)
         yield made
 
@@ -168,10 +170,12 @@ async def _renewed(engine: RoutedEngine) -> bool:
 
 async def test_a_router_that_was_never_there_leaves_the_worker_on_its_engine(engines: list[str]) -> None:
     engine = RoutedEngine(engines[1], f"http://127.0.0.1:{free_port()}", **DEADLINES)
-    await engine.join()
-    assert not engine.routed
-    assert await served_by(engine, "alone") == "2"
-    await engine.close()
+    try:
+        await engine.join()
+        assert not engine.routed
+        assert await served_by(engine, "alone") == "2"
+    finally:
+        await engine.close()
     client = RouterClient("http://127.0.0.1:9", deadline_s=2.0)
     with pytest.raises(RouterGone, match="cannot be reached"):
         await client.workers()
@@ -183,10 +187,10 @@ async def test_the_room_keeps_its_router_alive(redis_url: str, run_name: str, tm
     spec = RouterSpec(port=port, prometheus_port=port + 1, args={"policy": "round_robin"})
     before = set(psutil.Process().children())
     async with open_bus(redis_url, run_name) as bus, running(bus, "router", run, spec, run_dir=str(tmp_path)):
-        await until_async(lambda: _told(bus, "router ready", 1), "the router is ready")
+        await until_async(lambda: _told(bus, "router ready", 1), "the router is ready", BOOT_DEADLINE_S)
         [router] = set(psutil.Process().children()) - before
         router.send_signal(signal.SIGKILL)
-        await until_async(lambda: _told(bus, "router ready", 2), "the router is back")
+        await until_async(lambda: _told(bus, "router ready", 2), "the router is back", BOOT_DEADLINE_S)
         assert await _told(bus, "router ended", 1)
         assert await answers("127.0.0.1", port)
     assert not await answers("127.0.0.1", port)

@@ -67,7 +67,7 @@ async def sharing(
 async def test_samples_under_way_wait_for_the_end_of_the_trainers_turn(
     redis_url: str, run_name: str, tmp_path: Path, models: Models
 ) -> None:
-    first, second = models("qwen3")
+    first, second = models("qwen3-endless")
     async with sharing(redis_url, run_name, first, tmp_path) as (bus, worker):
         await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
         await until(lambda: half_way(worker), deadline_s=30)
@@ -95,15 +95,16 @@ async def _no() -> bool:
     return False
 
 
+@pytest.mark.timeout(180)
 async def test_an_engine_that_does_not_give_its_memory_is_ended(
     redis_url: str, run_name: str, tmp_path: Path, models: Models
 ) -> None:
     first, _ = models("qwen3")
-    async with sharing(redis_url, run_name, first, tmp_path, control_deadline_s=2.0) as (bus, _):
+    async with sharing(redis_url, run_name, first, tmp_path, control_deadline_s=10.0) as (bus, _):
         (process,) = engines(tmp_path)
         os.kill(process.pid, signal.SIGSTOP)
         await tell(bus, "trainer", 2)
-        await until(lambda: released(bus, 2), deadline_s=30)
+        await until(lambda: released(bus, 2), deadline_s=60)
         assert not engines(tmp_path) and await told(bus, "engine stalled", 1)
         await tell(bus, "engines", 2)
         await until(lambda: told(bus, "joined", 2), deadline_s=30)

@@ -20,7 +20,7 @@ from tests.engine.workers import PROMPT, at_work, events, half_way, order, rollo
 async def test_files_that_the_engine_holds_are_not_loaded_again(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    first, second = models("qwen3")
+    first, second = models("qwen3-endless")
     with engine_process(first, "--stream-interval", "8") as (url, _):
         spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
         async with at_work(redis_url, run_name, spec) as (bus, worker):

@@ -14,7 +14,7 @@ from tests.crash.house import merged, until
 from tests.crash.judge import judge
 from tests.system.test_weight_transports import ON_POLICY, story, ways
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(500)
 
 STEPS = 5
 SHARED: dict[str, dict[str, Any]] = {
@@ -72,9 +72,10 @@ def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
 
 def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch) -> None:
     """At the stop the engines leave for good, so the trainer does not wait for them to save its last step."""
-    run = run_of(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}}))
+    patient = {"launch": {"drain_timeout_s": 60.0}}
+    run = run_of(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}, **patient}))
     run.start()
-    until("step 2", lambda: run.step() >= 2, seconds=90)
+    until("step 2", lambda: run.step() >= 2)
     run.drain()
     stopped_at = run.saved()
     run.start()

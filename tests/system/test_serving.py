@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
@@ -14,6 +15,7 @@ from tests.crash.judge import judge
 from tests.crash.toy import make_toy
 from tests.engine.conftest import engine_process
 
+pytestmark = pytest.mark.timeout(400)
 
 def as_fp8(source: Path, target: Path) -> Path:
     """A copy of a model directory, quantised in blocks that no shape is a multiple of."""

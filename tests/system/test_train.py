@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.crash.conftest import Launch
 from tests.crash.house import REPO, evaluating, merged
 from tests.crash.judge import judge
 
+pytestmark = pytest.mark.timeout(400)
 
 def command(run, *words: str) -> subprocess.CompletedProcess[str]:
     """A miles-async command in the run's home."""
@@ -20,7 +23,7 @@ def command(run, *words: str) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -85,7 +88,7 @@ def test_users_mistakes_are_refused_in_one_line_before_anything_starts(run_of: L
     run = run_of()
     for flags, named in cases.items():
         run.start(flags=flags)
-        assert run.join(seconds=30) == 2, (flags, run.story())
+        assert run.join(seconds=60) == 2, (flags, run.story())
         last = (run.home / "launcher.log").read_text().strip().splitlines()[-1]
         assert named in last, (flags, last)
     log = (run.home / "launcher.log").read_text()
