@@ -24,7 +24,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     """URL of one server for the whole session. Tests keep apart by `run_name`; nobody flushes it."""
