@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The GPU figures of docs/results.md, most wanted first. What OUT holds already is left out, so it may be cut off and called again.
 #
-#   scripts/gpu_all.sh OUT [one|two]     two: steps that need two GPUs, then one lane of the others on each. No network.
+#   scripts/gpu_all.sh OUT [one|two|four]    how many GPUs. Two: steps that need both, then one lane of the others on each.
+#                                            Four: two lanes of the former, then four of the others. No network.
 #
 # PYTHON (default python3) must have torch, SGLang, transformers, this project's other requirements and pytest. OUT/progress says when
 # which step ended, OUT/done that all did.
 set -uo pipefail
-out=${1:?usage: scripts/gpu_all.sh OUT [one|two]}
+out=${1:?usage: scripts/gpu_all.sh OUT [one|two|four]}
 gpus=${2:-one}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -26,28 +27,87 @@ bench() { # bench FOLDER SECONDS ARGUMENTS...
     echo "$(date +%T) $folder: $1 ended with $status" >>"$out/progress"
 }
 
-serving() { # serving GPU: what one engine does
-    bench serving 420 ipc boundary throughput --gpu "$1" --kinds bare worker router --requests 1536
+on() { # on GPUS COMMAND ARGUMENTS...: with these GPUs alone, which are 0, 1, ... to it
+    local CUDA_VISIBLE_DEVICES=$1
+    shift
+    export CUDA_VISIBLE_DEVICES
+    "$@"
 }
 
-settings() { # settings GPU: the conformance suite, and one by one
-    bench conformance 330 conformance --gpu "$1" --server-args "$small"
-    bench tuning 300 tuning --gpu "$1" --variants ungathered fa3 delayer-250 delayer-500
-}
-
-if [ "$gpus" = two ]; then
+transfer() { # two GPUs: versions by nccl, and what asynchrony gains
     bench nccl 260 nccl --updates 8 --loads idle in_place
     bench async 620 e2e --train-steps 24
+}
+
+runs() { # two GPUs: whole runs of other kinds
     bench lost 560 lost --train-steps 24
     bench exact 260 exact --train-steps 5 --new-tokens 128
+}
+
+large() {
     bench nccl-4b 260 nccl --shape 4b --loads idle --concurrent 8 --max-running 64 --server-args "$triton"
-    serving 0 &
-    settings 1 &
-    wait
+}
+
+recipes() {
     bench recipes 420 recipes --train-steps 5
-else
-    serving 0
-    settings 0
-fi
-bench colocate 480 colocate --train-steps 9 --server-args "$triton"
+}
+
+serving() { # what one engine does
+    bench serving 420 ipc boundary throughput --kinds bare worker router --requests 1536
+}
+
+conformance() {
+    bench conformance 330 conformance --server-args "$small"
+}
+
+tuning() {
+    bench tuning 300 tuning --variants ungathered fa3 delayer-250 delayer-500
+}
+
+settings() {
+    conformance
+    tuning
+}
+
+colocate() {
+    bench colocate 480 colocate --train-steps 9 --server-args "$triton"
+}
+
+second_pair() {
+    runs
+    recipes
+}
+
+case $gpus in
+four)
+    on 0,1 transfer &
+    on 2,3 second_pair &
+    wait
+    on 0 serving &
+    on 1 conformance &
+    on 2 tuning &
+    on 3 colocate &
+    wait
+    on 0,1 large
+    ;;
+two)
+    transfer
+    runs
+    large
+    on 0 serving &
+    on 1 settings &
+    wait
+    recipes
+    colocate
+    ;;
+one)
+    serving
+    settings
+    colocate
+    ;;
+*)
+    echo "how many GPUs: one, two or four, not $gpus" >&2
+    exit 2
+    ;;
+esac
 touch "$out/done"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -87,7 +88,7 @@ def make_model(root: Path, shape: str, seed: int) -> Path:
     directory = root / f"{shape}-{seed}"
     if (directory / "model.safetensors").exists():
         return directory
-    part = directory.with_name(f".{directory.name}")
+    part = directory.with_name(f".{directory.name}-{os.getpid()}")
     part.mkdir(parents=True, exist_ok=True)
     (part / "config.json").write_text(json.dumps(QWEN3 | SHAPES[shape], indent=2))
     config = AutoConfig.from_pretrained(part)
@@ -102,7 +103,10 @@ def make_model(root: Path, shape: str, seed: int) -> Path:
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
-    part.rename(directory)
+    try:
+        part.rename(directory)
+    except OSError:  # a bench beside us made the same
+        shutil.rmtree(part)
     return directory
 
 
