@@ -105,8 +105,10 @@ def make_model(root: Path, shape: str, seed: int) -> Path:
         torch.cuda.empty_cache()
     try:
         part.rename(directory)
-    except OSError:  # a bench beside us made the same
-        shutil.rmtree(part)
+    except OSError:
+        if not (directory / "model.safetensors").exists():
+            raise
+        shutil.rmtree(part)  # a bench beside us made the same
     return directory
 
 

@@ -276,6 +276,8 @@ def _judged(b: Any, rollouts: list[Any]) -> dict[str, Any]:
     the next one is not. What follows has keys of several versions and fits none."""
     asked = judge.asked_of("nccl-in_place", _asked(b))
     met = [r for r in rollouts if r.task.sample_id in asked and len(r.response.spans) > 1][:64]
+    if not met:
+        return {"samples_across_versions": 0}
     versions = [r.response.spans[0].version for r in met]
     seeds = [0 if version == 1 else version % 2 for version in versions]  # the first one is loaded from files, see _worker
     each = [judge.logprobs(b.model(seed), met, asked, dtype="auto") for seed in (0, 1)]
@@ -292,16 +294,16 @@ async def nccl(b: Any) -> None:
     from actors.trainer.transports.flat import FlatBuffers
     from actors.trainer.transports.nccl import NcclSender
 
-    rehearsed = not torch.cuda.is_available()
-    device, other = ("cpu", "cpu") if rehearsed else (f"cuda:{b.args.gpu}", f"cuda:{b.args.gpu + 1}")
+    on_cpu = not torch.cuda.is_available()
+    device, other = ("cpu", "cpu") if on_cpu else (f"cuda:{b.args.gpu}", f"cuda:{b.args.gpu + 1}")
     async with (
-        b.server(b.model(0), "nccl", gpus=() if rehearsed else (b.args.gpu + 1,)) as (url, facts),
+        b.server(b.model(0), "nccl", gpus=() if on_cpu else (b.args.gpu + 1,)) as (url, facts),
         parts.house(b.scratch / "nccl", concurrent=b.args.concurrent) as house,
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
         buffers = FlatBuffers(b.args.bucket_mib << 20)
-        backend = "gloo" if rehearsed else "nccl"
+        backend = "gloo" if on_cpu else "nccl"
         sender = NcclSender({"generation-0": 1}, name="bench", backend=backend, buffers=buffers)
         plans = b.scratch / "nccl-plans"
         sending: list[asyncio.Task[None]] = []
@@ -309,7 +311,7 @@ async def nccl(b: Any) -> None:
 
         def send() -> None:
             nonlocal is_open
-            if not rehearsed:
+            if not on_cpu:
                 torch.cuda.set_device(device)
             if not is_open:
                 sender.open()
@@ -332,19 +334,12 @@ async def nccl(b: Any) -> None:
             **await _verify(b, house, url, 1 + len(b.args.loads) * b.args.updates),
         }
         n_bytes = parts.manifest(b.model(0)).n_bytes
-        copy_s = None if rehearsed else _copy_time(versions[0], other)
+        copy_s = None if on_cpu else _copy_time(versions[0], other)
         sender.close()
     rate = round(n_bytes / found["median_pause_idle_s"])
-    if "in_place" in b.args.loads:
-        found["boundary"] = await asyncio.to_thread(_judged, b, rollouts)
-    b.save(
-        "nccl",
-        {
-            "n_bytes": n_bytes,
-            "plain_copy_s": copy_s,
-            **found,
-            "bytes_per_s": rate,
-            "server": facts,
-        },
-        done=True,
-    )
+    result = {"n_bytes": n_bytes, "plain_copy_s": copy_s, **found, "bytes_per_s": rate, "server": facts}
+    judged = "in_place" in b.args.loads
+    b.save("nccl", result, done=not judged)
+    if judged:
+        result["boundary"] = await asyncio.to_thread(_judged, b, rollouts)
+        b.save("nccl", result, done=True)

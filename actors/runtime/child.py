@@ -94,12 +94,13 @@ class Child:
         await process.wait()
 
 
-FIRST_PORT, LAST_PORT = 10_000, 32_767  # above, the kernel takes ports for connections that go out
+# Above, Linux takes ports for connections that go out, unless it is set up otherwise. SGLang opens a second one 10,000 higher.
+FIRST_PORT, LAST_PORT = 10_000, 32_767
 
 
 def free_port(successors: int = 0) -> int:
     """A port that nobody listens on now, by binding it, and as many free ones after it. Someone may take them before the
-    child does, but no outgoing connection will."""
+    child does, but hardly an outgoing connection."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -121,8 +121,9 @@ def certain_launcher(ref: RunRef) -> int | None:
 
 
 def is_ours(words: Sequence[str]) -> bool:
-    """Whether a command line is one of this program's: its script, or its module. Paths of a checkout prove nothing."""
-    return any(Path(word).name == "miles-async" for word in words[:3]) or ("-m", "miles_async") in pairwise(words)
+    """Whether a command line is a launcher's: this program, script or module, told to train. A path of that name proves
+    nothing."""
+    return any(Path(word).name in ("miles-async", "miles_async") and then == "train" for word, then in pairwise(words))
 
 
 def launcher_runs(pid: int) -> bool:

@@ -8,41 +8,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.generation.spec import GenerationSpec
 from bus import Out
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import until
-from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, at_work, events, half_way, order, rollouts_of, sample, told
+from tests.engine.workers import PROMPT, attached, events, half_way, order, rollouts_of, sample, told
 
 
 async def test_files_that_the_engine_holds_are_not_loaded_again(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
     first, second = models("qwen3-endless")
-    with engine_process(first, "--stream-interval", "8") as (url, _):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec) as (bus, worker):
-            await until(lambda: told(bus, "joined", 1))
-            await bus.append([Out(ACTIVE, order(1, first))] * 3)
-            await until(lambda: told(bus, "activated", 1))
-            await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
-            await until(lambda: half_way(worker), deadline_s=30)
-            await bus.append([Out(ACTIVE, order(1, first)), Out(ACTIVE, order(2, first))])
-            await until(lambda: told(bus, "activated", 2))
-            then = {name: running.n_tokens for name, running in worker._running.items()}
+    async with attached(redis_url, run_name, first) as (bus, worker):
+        await bus.append([Out(ACTIVE, order(1, first))] * 3)
+        await until(lambda: told(bus, "activated", 1))
+        await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+        await until(lambda: half_way(worker), deadline_s=30)
+        await bus.append([Out(ACTIVE, order(1, first)), Out(ACTIVE, order(2, first))])
+        await until(lambda: told(bus, "activated", 2))
+        then = {name: running.n_tokens for name, running in worker._running.items()}
 
-            async def further() -> bool:  # by two chunks
-                return all(worker._running[name].n_tokens >= n + 16 for name, n in then.items())
+        async def further() -> bool:  # by two chunks
+            return all(worker._running[name].n_tokens >= n + 16 for name, n in then.items())
 
-            await until(further, deadline_s=30)
-            await bus.append([Out(ACTIVE, order(3, second))])
-            rollouts = await rollouts_of(bus, 2)
-            await bus.append([Out(ACTIVE, order(4, first))])
-            await until(lambda: told(bus, "activated", 4))
-            done = [(e.data["version"], e.data["pause_s"] > 0) for e in await events(bus, "activated")]
-            kept = [e.data["version"] for e in await events(bus, "activated") if e.data["requests"] == "kept"]
+        await until(further, deadline_s=30)
+        await bus.append([Out(ACTIVE, order(3, second))])
+        rollouts = await rollouts_of(bus, 2)
+        await bus.append([Out(ACTIVE, order(4, first))])
+        await until(lambda: told(bus, "activated", 4))
+        done = [(e.data["version"], e.data["pause_s"] > 0) for e in await events(bus, "activated")]
+        kept = [e.data["version"] for e in await events(bus, "activated") if e.data["requests"] == "kept"]
     assert done == [(1, True), (2, False), (3, True), (4, True)] and 2 in kept
     for rollout in rollouts:
         response = rollout.response

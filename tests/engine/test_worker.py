@@ -24,7 +24,7 @@ from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
+from tests.engine.workers import PROMPT, TOKENS, attached, events, half_way, order, rollouts_of, sample
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["chunks of one version", "chunks that could mix versions"])
@@ -32,16 +32,13 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], exact: bool
 ) -> None:
     first, second = models("qwen3-endless")
-    with engine_process(first, "--stream-interval", "8") as (url, _):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec) as (bus, worker):
-            await until(lambda: told(bus, "joined", 1))
-            worker._link.kind = Attached(exact=exact, tp_size=1, exact_in_place=exact)
-            await bus.append([Out(ACTIVE, order(1, first))])
-            await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
-            await until(lambda: half_way(worker), deadline_s=30)
-            await bus.append([Out(ACTIVE, order(2, second))])
-            rollouts = await rollouts_of(bus, 2)
+    async with attached(redis_url, run_name, first) as (bus, worker):
+        worker._link.kind = Attached(exact=exact, tp_size=1, exact_in_place=exact)
+        await bus.append([Out(ACTIVE, order(1, first))])
+        await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+        await until(lambda: half_way(worker), deadline_s=30)
+        await bus.append([Out(ACTIVE, order(2, second))])
+        rollouts = await rollouts_of(bus, 2)
     for rollout in rollouts:
         response = rollout.response
         assert [span.version for span in response.spans] == [1, 2]

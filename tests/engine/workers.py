@@ -18,6 +18,7 @@ from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, ROLLOUTS
 from tests.actors.house import messages, open_bus, running, until
+from tests.engine.conftest import engine_process
 
 PROMPT = [7, 12, 40, 3]
 TOKENS = 1500
@@ -64,6 +65,16 @@ async def at_work(
         yield bus, made[0]
 
 
+@asynccontextmanager
+async def attached(redis_url: str, run_name: str, model: Path) -> AsyncIterator[tuple[Bus, Worker]]:
+    """A worker on a running engine of `model`, before its first version."""
+    with engine_process(model, "--stream-interval", "8") as (url, _):
+        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(model))
+        async with at_work(redis_url, run_name, spec) as (bus, worker):
+            await until(lambda: told(bus, "joined", 1))
+            yield bus, worker
+
+
 async def events(bus: Bus, kind: str) -> list[Event]:
     return [m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
 
@@ -87,4 +98,4 @@ async def rollouts_of(bus: Bus, n: int) -> list[RolloutDone]:
     return [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
 
 
-__all__ = ("PROMPT", "TOKENS", "at_work", "events", "half_way", "order", "rollouts_of", "sample", "told")
+__all__ = ("PROMPT", "TOKENS", "at_work", "attached", "events", "half_way", "order", "rollouts_of", "sample", "told")

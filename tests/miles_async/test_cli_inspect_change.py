@@ -182,7 +182,7 @@ time.sleep(60)
 def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
     script = tmp_path / "miles-async"
     script.write_text(LAUNCHER)
-    child = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, str(script), "train"], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "miles launcher"
@@ -204,7 +204,7 @@ def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
 
 
 def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
-    words = ["import time; time.sleep(60)", "/home/me/miles_async/notes.txt"]
+    words = ["import time; time.sleep(60)", "/home/me/miles_async"]
     other = subprocess.Popen([sys.executable, "-c", *words])
     try:
         (whole.dir / "launcher.pid").write_text(f"{other.pid}\n")
