@@ -2,7 +2,8 @@
 # The GPU figures of docs/results.md, most wanted first. What OUT holds already is left out, so it may be cut off and called again.
 #
 #   scripts/gpu_all.sh OUT [one|two|four]    how many GPUs. Two: steps that need both, then one lane of the others on each.
-#                                            Four: two lanes of the former, then four of the others. No network.
+#                                            Four: two lanes of the former, one step on all, four lanes of the others.
+#                                            No network.
 #
 # PYTHON (default python3) must have torch, SGLang, transformers, this project's other requirements and pytest. OUT/progress says when
 # which step ended, OUT/done that all did.
@@ -44,6 +45,10 @@ runs() { # two GPUs: whole runs of other kinds
     bench exact 260 exact --train-steps 5 --new-tokens 128
 }
 
+parallel() {
+    bench parallel 300 parallel --train-steps 6
+}
+
 large() {
     bench nccl-4b 260 nccl --shape 4b --loads idle --concurrent 8 --max-running 64 --server-args "$triton"
 }
@@ -83,6 +88,7 @@ four)
     on 0,1 transfer &
     on 2,3 second_pair &
     wait
+    parallel
     on 0 serving &
     on 1 conformance &
     on 2 tuning &
@@ -93,6 +99,7 @@ four)
 two)
     transfer
     runs
+    parallel
     large
     on 0 serving &
     on 1 settings &

@@ -3,8 +3,8 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate, and nccl, e2e, exact,
-lost and recipes, which need two GPUs (the trainer on --gpu, the engine on the next). Each writes DIR/STEP.json as soon as it
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate; those that need two
+GPUs (the trainer on --gpu, the engine on the next): nccl e2e exact lost recipes parallel. Each writes DIR/STEP.json as soon as it
 has a number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
 it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
 """
@@ -189,8 +189,9 @@ STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "exact": (gpu_e2e.exact, 200.0),
     "lost": (gpu_e2e.lost, 200.0),
     "recipes": (gpu_e2e.recipes, 300.0),
+    "parallel": (gpu_e2e.parallel, 150.0),
 }
-TWO_GPUS = ("nccl", "e2e", "exact", "lost", "recipes")
+TWO_GPUS = ("nccl", "e2e", "exact", "lost", "recipes", "parallel")
 ONE_GPU = [step for step in STEPS if step not in TWO_GPUS]
 
 

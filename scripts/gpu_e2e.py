@@ -6,6 +6,7 @@
     colocate    both on one GPU, taking turns: at max staleness 2 and strictly on-policy
     exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
     recipes     the files of configs/ with random weights of their shapes, short responses and few steps: that they run
+    parallel    trainer sharded over two GPUs, engine over two: the same, taking turns (ipc), and where four are, two others (nccl)
     lost        kill -9 of an SGLang server in mid-run: of one of two engines (one GPU, updates from disk), of the only one (nccl).
                 The trainer's idle time is what it waited for batches after the kill, beyond its usual wait
 
@@ -78,6 +79,22 @@ async def lost(b: Any) -> None:
     two = [*_apart(b, 2, "disk"), *(half if b.args.engine == "sglang" else [])]
     found = await _runs(b, "lost", {"the-only-one": _apart(b), "one-of-two": two}, kill_after=WARM + 2)
     b.save("lost", {"runs": found}, done=len(found) == 2)
+
+
+async def parallel(b: Any) -> None:
+    """Sharded trainer, tensor-parallel engine; every version compared with its files inside the engine."""
+    import torch
+
+    checked = ["--actor-num-gpus-per-node", "2", "--check-weight-update-equal"]
+    if b.args.engine == "sglang":
+        pair = [*checked, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
+    else:
+        pair = [*checked, "--num-generation-workers", "1", "--offload-train-target", "disk"]
+    ways = {"taking-turns": [*pair, "--colocate"]}
+    if b.args.engine == "embedded" or torch.cuda.device_count() >= b.args.gpu + 4:
+        ways["apart"] = [*pair, "--update-weight-transport", "nccl", "--pause-generation-mode", "in_place"]
+    found = await _runs(b, "parallel", ways)
+    b.save("parallel", {"runs": found}, done=len(found) == len(ways))
 
 
 RECIPES = {"qwen2.5-0.5b-gsm8k": "qwen2.5-0.5b", "qwen3-0.6b-gsm8k": "0.6b", "qwen3-4b-gsm8k": "4b"}
@@ -200,6 +217,7 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
         return round(statistics.mean(m.get(f"perf/{name}", 0.0) for m in late), 4)
 
     dropped = [row for row in rows if row["kind"] == "drop"]
+    active = [row for row in rows if row["kind"] == "activated"]
     return {
         "steps": len(late),
         "step_s": round((walls[-1] - walls[WARM - 1]) / len(late), 4),
@@ -208,7 +226,9 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
         "staleness": statistics.mean(m.get("train/staleness", 0.0) for m in late),
         "logprob_difference": max(m.get("train/train_rollout_logprob_abs_diff", 0.0) for m in late),
         "drops": len(dropped),
-        "pause_s": [round(row["pause_s"], 4) for row in rows if row["kind"] == "activated"][1:],
+        "pause_s": [round(row["pause_s"], 4) for row in active][1:],
+        "tensors_compared": sorted({row["compared"] for row in active}),
+        "transports": sorted({row["transport"] for row in active}),
         **(_after(killing.result(), rows) if kill_after else {}),
     }
 

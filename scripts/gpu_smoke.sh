@@ -19,6 +19,7 @@ name=${SMOKE_NAME:-gpu-smoke}
 # The tiny model's heads are too small for most attention kernels; Triton's take any size.
 server=(
     --engine sglang
+    --rollout-gpu-ids 0
     --sglang-attention-backend triton
     --sglang-sampling-backend pytorch
     --sglang-mem-fraction-static 0.3

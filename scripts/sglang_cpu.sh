@@ -77,6 +77,7 @@ sys.meta_path.append(Finder())
 PY
 echo "import gpu_only" >"$site/gpu_only.pth"
 grep -rl "pin_memory=True" --include='*.py' "$site/sglang/srt" | xargs sed -i 's/pin_memory=True/pin_memory=False/'
+sed -i '/torch.cuda.synchronize()/d' "$site/sglang/srt/utils/weight_checker.py"
 for name in sglang-cpu:sglang.launch_server miles-cpu:miles_async; do
     cat >"$dir/bin/${name%%:*}" <<SH
 #!/usr/bin/env bash

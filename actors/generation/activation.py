@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,6 +44,13 @@ class NotCounted(MilesAsyncError):
 
 class WeightsDiffer(EngineUnavailable):
     """The engine holds other weights than the files of the same version."""
+
+
+class Compared(NamedTuple):
+    """`tensors` that were equal in engine and files; why none could be compared, where that was asked."""
+
+    tensors: int
+    unable: str = ""
 
 
 class Loader:
@@ -130,12 +138,16 @@ class Loader:
         except RequestRefused as error:
             raise TransportFailed(str(error), damaged=True) from error
 
-    async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> int:
-        """Load the same version from files and compare the engine's own checksums before and after; how many tensors were
-        compared, 0 where no such files are. WeightsDiffer names the first tensor that differs."""
+    async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> Compared:
+        """Load the same version from files and compare the engine's own checksums before and after. WeightsDiffer names the
+        first tensor that differs. An engine without such checksums serves what the files hold."""
         if plan is None or not plan.whole:
-            return 0
-        came = await engine.weights_checksum()
+            return Compared(0)
+        try:
+            came = await engine.weights_checksum()
+        except RequestRefused as error:
+            await engine.update_weights_from_disk(plan.whole, label)
+            return Compared(0, f"version {label} was loaded from its files, for its tensors cannot be compared: {error}")
         await engine.update_weights_from_disk(plan.whole, label)
         filed = await engine.weights_checksum()
         differing = sorted(name for name in came.keys() | filed.keys() if came.get(name) != filed.get(name))
@@ -144,7 +156,7 @@ class Loader:
                 f"version {label} came by {plan.transport} with {len(differing)} of {len(filed)} tensors other than in its "
                 f"files, first {differing[0]}; the engine starts anew"
             )
-        return len(filed)
+        return Compared(len(filed))
 
     async def join(self, engine: Engine, plan: WeightPlan) -> None:
         """Be in the plan's group if it has one; the engine waits there for the trainer and the other engines.
@@ -171,4 +183,4 @@ class Loader:
         self._group = plan.group
 
 
-__all__ = ("TRANSPORTS", "Loader", "NotCounted", "TransportFailed", "WeightsDiffer", "WeightsUnusable")
+__all__ = ("TRANSPORTS", "Compared", "Loader", "NotCounted", "TransportFailed", "WeightsDiffer", "WeightsUnusable")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from actors.generation.activation import Loader, NotCounted, TransportFailed, WeightsUnusable
+from actors.generation.activation import Compared, Loader, NotCounted, TransportFailed, WeightsUnusable
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode, RequestRefused
 from actors.generation.process import EngineServer
@@ -165,7 +165,7 @@ class EngineLink:
         started = self._context.clock.monotonic()
         await self.engine.set_version(str(order.version.id))
         self.pause_s = 0.0
-        await self._activated(order, self._context.clock.monotonic() - started, 0, "kept")
+        await self._activated(order, self._context.clock.monotonic() - started, Compared(0), "kept")
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
         engine = self.engine
@@ -181,7 +181,7 @@ class EngineLink:
         before, self.serving = self.serving, None
         self._files = None
         self.open.clear()
-        compared = 0
+        compared = Compared(0)
         try:
             async with deadline(self._control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
@@ -220,7 +220,7 @@ class EngineLink:
         self._files = order.manifest if _whole(order.manifest) else None
         await self._activated(order, self._context.clock.monotonic() - started, compared, how)
 
-    async def _activated(self, order: Activate, total_s: float, compared: int, how: str) -> None:
+    async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.serving = order.version
         self._context.version = order.version.id
         await self._context.event(
@@ -233,9 +233,11 @@ class EngineLink:
             transport=order.manifest.transport,
             gpus=self.kind.tp_size,
             host=socket.gethostname(),
-            compared=compared,
+            compared=compared.tensors,
             requests=how,
         )
+        if compared.unable:
+            await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
 
     async def _pause(self, engine: Engine, mode: str, before: PolicyVersion | None) -> str:
         """Pause the engine, and what became of its requests. They go on where no chunk mixes two versions, or, paused in place,

@@ -28,6 +28,7 @@ POLL_S = 0.25
 PROBE_S = 30.0
 STOP_S = 10.0
 PROBE_TOKEN = 1
+DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
 
 
@@ -149,16 +150,17 @@ class SGLangServer:
 
     def _visible(self) -> dict[str, str]:
         """GPU ids are positions in what this process may see."""
+        allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        seen = allowed or [str(i) for i in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
         if not self._gpus:
             return {}
-        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         try:
-            names = [seen[gpu] if seen else str(gpu) for gpu in self._gpus]
+            return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in self._gpus)}
         except IndexError:
+            there = f"CUDA_VISIBLE_DEVICES={','.join(allowed)}" if allowed else f"this host has {len(seen)}"
             raise BootRefused(
-                f"GPUs {self._gpus} do not exist here: CUDA_VISIBLE_DEVICES={','.join(seen)}. Correct --rollout-gpu-ids."
+                f"GPUs {list(self._gpus)} do not exist here: {there}. Correct --rollout-gpu-ids (0: the trainer's first one)."
             ) from None
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 class _NotOurs(EngineUnavailable):

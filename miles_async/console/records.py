@@ -6,7 +6,7 @@ then what the kind has:
 step        step, version, trained_on, knob_epoch, groups, dropped, metrics
 eval        step, version, name, n_samples, duration_s, metrics
 announced   step, version, prepare_s, n_bytes
-activated   step, version, actor, pause_s, total_s
+activated   step, version, actor, pause_s, total_s, transport, requests (kept | ended), compared (tensors)
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
 knob        epoch, values, author, reason
@@ -77,7 +77,8 @@ def _event(m: Event) -> Made:
     if m.kind == "activated":
         seconds = {name: float(m.data.get(name, 0.0)) for name in ("pause_s", "total_s")}
         numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
-        return [("activated", {**numbers, "actor": m.actor, **seconds})]
+        how = {"transport": str(m.data.get("transport", "")), "requests": str(m.data.get("requests", ""))}
+        return [("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})]
     if m.level == "info":
         return []
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]

@@ -97,6 +97,12 @@ def _gpus(v: Values) -> int:
     return int(v["num_generation_workers"]) * int(v["rollout_num_gpus_per_engine"]) if v["engine"] == "sglang" else 0
 
 
+def _gpu_ids(v: Values) -> tuple[int, ...]:
+    """The trainer's GPUs come first."""
+    first = 0 if v["colocate"] else int(v["actor_num_gpus_per_node"])
+    return tuple(range(first, first + v["rollout_num_gpus"]))
+
+
 def _router(v: Values) -> bool:
     several = v["engine"] == "sglang" and v["num_generation_workers"] > 1
     # Paused in place, engines need to be without one, and workers share the load anyway.
@@ -147,7 +153,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("update_weight_transport", lambda v: "ipc" if v["colocate"] else "disk"),
     ("num_generation_workers", _workers),
     ("rollout_num_gpus", _gpus),
-    ("rollout_gpu_ids", lambda v: tuple(range(v["rollout_num_gpus"]))),
+    ("rollout_gpu_ids", _gpu_ids),
     ("use_router", _router),
 )
 

@@ -201,6 +201,12 @@ def notes(s: RunSettings) -> Iterator[str]:
         )
     if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"
+    shared = sorted(set(g.rollout_gpu_ids) & set(range(s.perf.actor_num_gpus_per_node)))
+    if g.engine == "sglang" and shared and not g.colocate:
+        yield (
+            f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): "
+            "give each a part of the memory (--sglang-mem-fraction-static), or let them take turns with --colocate"
+        )
 
 
 def check_programs(s: RunSettings) -> None:

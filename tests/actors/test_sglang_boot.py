@@ -305,6 +305,16 @@ async def test_gpus_that_are_not_there_are_named(boot: Boot, monkeypatch: pytest
             await server.start()
 
 
+async def test_gpus_that_this_host_does_not_have_are_named(boot: Boot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("actors.generation.sglang_server.DEVICES", tmp_path)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    async with boot(gpus=(1, 2)) as (server, _):
+        with pytest.raises(BootRefused, match=r"GPUs \[1, 2\] do not exist here: this host has 2\. .*--rollout-gpu-ids"):
+            await server.start()
+
+
 async def test_the_end_of_a_running_server_is_seen(boot: Boot) -> None:
     async with boot() as (server, _):
         await server.start()

@@ -42,14 +42,15 @@ def refusal(tmp_path: Path, table: str = "", flags: str = "") -> str:
     ("flags", "engines", "gpus", "ids", "router"),
     [
         ("", 2, 0, (), False),
-        ("--engine sglang", 1, 1, (0,), False),
-        ("--engine sglang --rollout-num-gpus 4", 4, 4, (0, 1, 2, 3), True),
-        ("--engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 2, 4, (0, 1, 2, 3), True),
-        ("--engine sglang --rollout-num-gpus-per-engine 2", 1, 2, (0, 1), False),
+        ("--engine sglang", 1, 1, (1,), False),
+        ("--engine sglang --rollout-num-gpus 4", 4, 4, (1, 2, 3, 4), True),
+        ("--engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 2, 4, (1, 2, 3, 4), True),
+        ("--engine sglang --rollout-num-gpus 2 --actor-num-gpus-per-node 4 --no-use-router", 2, 2, (4, 5), False),
+        ("--engine sglang --rollout-num-gpus-per-engine 2", 1, 2, (1, 2), False),
         ("--engine sglang --num-generation-workers 2 --rollout-gpu-ids 6 7 --no-use-router", 2, 2, (6, 7), False),
-        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place", 2, 2, (0, 1), False),
-        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --use-router", 2, 2, (0, 1), True),
-        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --router-policy random", 2, 2, (0, 1), True),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place", 2, 2, (1, 2), False),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --use-router", 2, 2, (1, 2), True),
+        ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --router-policy random", 2, 2, (1, 2), True),
         ("--engine external --rollout-external-engine-addrs a:1 b:2", 2, 0, (), False),
         ("--sglang-router-ip 10.0.0.1 --sglang-router-port 30000", 2, 0, (), True),
     ],
@@ -196,3 +197,6 @@ def test_what_is_surprising_is_noted() -> None:
     assert not any("acts like retract" in note for note in notes(s))
     s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
     assert any("share a GPU" in note for note in notes(s))
+    assert any("share GPUs [0] with the trainer" in note for note in notes(s))
+    for fields in ({}, {"colocate": True}):
+        assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields)))

@@ -276,12 +276,24 @@ async def test_weights_that_differ_from_their_files_are_told(
     client, recorder = engine
     loader = Loader("w")
     made = loader.plan(plan(tmp_path, whole="/files/7"), -1)
-    assert await loader.compare(client, made, "7") == 2
+    assert await loader.compare(client, made, "7") == (2, "")
     assert [path for path, _ in recorder.asked] == ["/weights_checker", "/update_weights_from_disk", "/weights_checker"]
     recorder.changing = True
     with pytest.raises(WeightsDiffer, match="version 7 came by ipc with 1 of 2 tensors other than in its files, first 0/w"):
         await loader.compare(client, made, "7")
-    assert await loader.compare(client, loader.plan(plan(tmp_path / "2"), -1), "8") == 0
+    assert await loader.compare(client, loader.plan(plan(tmp_path / "2"), -1), "8") == (0, "")
+
+
+async def test_an_engine_that_cannot_compare_serves_what_the_files_hold(
+    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+) -> None:
+    client, recorder = engine
+    recorder.refuse["/weights_checker"] = 400
+    loader = Loader("w")
+    compared = await loader.compare(client, loader.plan(plan(tmp_path, whole="/files/7"), -1), "7")
+    assert compared.tensors == 0
+    assert compared.unable.startswith("version 7 was loaded from its files")
+    assert [(path, body.get("model_path")) for path, body in recorder.asked[1:]] == [("/update_weights_from_disk", "/files/7")]
 
 
 # -- a broadcast between processes ---------------------------------------------------------------------------------
