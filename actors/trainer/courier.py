@@ -34,7 +34,7 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.backend import TrainBackend, WeightCopy
-from actors.trainer.fleet import Fleet, Seat
+from actors.trainer.fleet import ASIDE_S, STRIKES, Fleet, Seat
 from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
@@ -63,6 +63,7 @@ class Courier:
         self._in_thread = in_thread
         self._weights_dir = weights_dir
         self._fleet = Fleet()
+        self._aside: set[str] = set()  # workers of which it was told
         self._stop = asyncio.Event()
         self._news = asyncio.Event()  # something of the events log, or the next version waits
         self._next_waits = False
@@ -135,6 +136,7 @@ class Courier:
         self._ready, self._reported = set(), set()
         target = self._weights_dir / f"v{version.id:08d}"
         await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
+        await self._tell_who_is_aside()
         members = self._members()
         if not members:
             copied: WeightCopy = await self._in_thread(self._backend.copy_weights)
@@ -168,6 +170,13 @@ class Courier:
                     self._held = None
             finally:
                 self._next_waits = False
+
+    async def _tell_who_is_aside(self) -> None:
+        aside, before = self._fleet.aside(self._context.clock.wall()), self._aside
+        self._aside = aside
+        for name in sorted(aside - before):
+            text = f"{name} gets files for {ASIDE_S / 60:g} minutes: {self._spec.transport} failed {STRIKES} times in a row"
+            await self._context.event("files instead", text, level="warning", worker=name)
 
     def _members(self) -> dict[str, Seat]:
         """Engines that the next version is sent to; none = files."""

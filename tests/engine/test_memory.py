@@ -37,15 +37,15 @@ async def saver(http: Http) -> None:
 @pytest.mark.usefixtures("saver")
 @pytest.mark.parametrize("tags", [[KV_CACHE], [WEIGHTS], [KV_CACHE, WEIGHTS], []], ids=lambda t: "+".join(t) or "all")
 async def test_an_engine_answers_the_same_after_it_gave_memory_back(
-    http: Http, client: SGLangClient, tags: list[str]
+    http: Http, client: SGLangClient, target: Target, tags: list[str]
 ) -> None:
     before = await http.generate(PROMPT, **SAMPLING)
     sums = await client.weights_checksum()
     await client.pause("abort")
     await client.release_memory(tags)
-    assert (await client.health()).weight_version == "default"
     waiting = asyncio.create_task(http.generate(PROMPT, **SAMPLING))
-    await client.health()
+    if target.embedded:  # SGLang's asks for a token, and says 503 when none comes
+        assert (await client.health()).weight_version == "default"
     assert not waiting.done()
     await client.resume_memory(tags)
     await client.resume()

@@ -21,7 +21,7 @@ from actors.generation.activation import Loader, TransportFailed, WeightsDiffer,
 from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
 from actors.publisher.plan import Ways, choose_ways
-from actors.trainer.fleet import Fleet, Seat
+from actors.trainer.fleet import ASIDE_S, Fleet, Seat
 from actors.trainer.torch_backend.state import WeightFiles
 from actors.trainer.transports.buckets import plan_buckets
 from actors.trainer.transports.delta import DeltaWriter
@@ -103,6 +103,25 @@ def test_engines_are_counted_on_between_an_activation_and_the_next_trouble() -> 
         vitals = Vitals(actor="w", role="generation", pid=1, host="h", state=state, wall=4.0, version=version)  # type: ignore[arg-type]
         fleet.fold(vitals)
         assert bool(fleet.able(4.0)) is there
+
+
+def test_an_engine_that_a_way_fails_again_and_again_gets_files_for_a_while() -> None:
+    def event(kind: str, wall: float, transport: str) -> Event:
+        return Event(actor="w", kind=kind, text="", wall=wall, data={"transport": transport})
+
+    fleet = Fleet(timeout_s=10.0)
+    for wall in (1.0, 2.0):
+        assert fleet.aside(wall) == set()
+        fleet.fold(event("transport failed", wall, "ipc"))
+        fleet.fold(event("activated", wall, "disk"))
+    assert fleet.aside(2.0) == {"w"} and fleet.able(2.0) == {}
+    fleet.fold(event("activated", 2.0 + ASIDE_S, "disk"))
+    assert fleet.aside(2.0 + ASIDE_S) == set() and set(fleet.able(2.0 + ASIDE_S)) == {"w"}, "one more try"
+    fleet.fold(event("transport failed", 3.0 + ASIDE_S, "ipc"))
+    assert fleet.aside(3.0 + ASIDE_S) == {"w"}
+    fleet.fold(event("activated", 4.0 + ASIDE_S, "ipc"))
+    fleet.fold(event("transport failed", 5.0 + ASIDE_S, "ipc"))
+    assert fleet.aside(5.0 + ASIDE_S) == set(), "one that works again starts from nothing"
 
 
 def test_who_the_announced_way_does_not_reach_gets_files() -> None:

@@ -75,7 +75,7 @@ class IpcSender:
         layout = msgspec.json.encode([index, bucket.tensors]).decode()  # quick_load.Layout
         bodies = ({"flattened_tensor": flat, "metadata": _metadata(bucket)}, [(layout, flat)])
         whole, quick = (MultiprocessingSerializer.serialize(body, output_str=True) for body in bodies)
-        return (whole,) * self._tp_size, (quick,) if self._tp_size == 1 else ()
+        return (whole,) * self._tp_size, (quick,) * self._tp_size
 
     def close(self) -> None:
         """Free the buffers; handles given out are dead then."""
