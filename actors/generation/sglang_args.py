@@ -24,7 +24,8 @@ GATHER: dict[str, ArgValue] = {
 }
 """Prompts wait up to a tenth of a second for company: samples end one by one, and a prefill for each would stop all others
 every second step. SGLang also holds prompts back, without a limit in time, while fewer slots are free than its largest
-prefill had; so there are always that many more than samples."""
+prefill had; so there are always that many more than samples. One GPU only: SGLang 0.5.12 has each rank decide by its own clock
+when the wait is over, and ranks that disagree wait for each other for good (its pull requests 30521 and 32454)."""
 
 
 def default_command() -> tuple[str, ...]:
@@ -55,7 +56,7 @@ def server_args(
     if context_length:
         args["context-length"] = context_length
     theirs = {flag_name(name): value for name, value in given.items()}
-    if theirs.keys().isdisjoint({*GATHER, "disable-overlap-schedule", "max-running-requests"}):
+    if tp_size == 1 and theirs.keys().isdisjoint({*GATHER, "disable-overlap-schedule", "max-running-requests"}):
         args |= GATHER | {"max-running-requests": max_running + PREFILL_BATCH}
     args |= theirs
     if ours_inside:

@@ -60,9 +60,10 @@ class SGLangClient:
         self._request_deadline_s = request_deadline_s
         self._token_deadline_s = token_deadline_s
         self._control_deadline_s = control_deadline_s
-        # Concurrency is the caller's decision: a pool limit would queue requests unseen, outside of every deadline.
+        # Concurrency is the caller's decision: a pool limit would queue requests unseen, outside of every deadline. SGLang
+        # closes connections idle for 5 s: a request sent on one just then would look like the engine's end.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=control_deadline_s),
             read_bufsize=1 << 20,
         )
@@ -316,7 +317,7 @@ class SGLangClient:
     async def close(self) -> None:
         """Requests under way end at once, as EngineUnavailable: aiohttp would leave those that wait for a chunk waiting."""
         self._closed = True
-        for wait in self._waits:
+        for wait in [w for w in self._waits if not w.expired()]:
             wait.reschedule(asyncio.get_running_loop().time())
         await self._http.close()
 

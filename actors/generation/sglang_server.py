@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ POLL_S = 0.25
 PROBE_S = 30.0
 STOP_S = 10.0
 PROBE_TOKEN = 1
+GREEDY = {"temperature": 0.0}
+OTHERS = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
+"""Ways to sample. FlashInfer compiles its kernels when a first batch needs them; no token comes for a minute then, which may
+only happen while the server boots: greedy evaluation beside sampled training would be such a batch."""
 DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
 
@@ -168,26 +172,28 @@ class _NotOurs(EngineUnavailable):
 
 
 async def _until_ready(url: str, label: str) -> None:
-    """Waits for /health, then for the label we gave, then for one token. The server is then as after a warm-up."""
+    """Waits for /health, then for the label we gave, then for a token of each kind. The server is then as after a warm-up."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
         while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
             await asyncio.sleep(POLL_S)
         model = await _json(http, "GET", f"{url}/model_info")
         if model.get("weight_version") != label:
             raise _NotOurs(f"another server has the port: {url} states weight version {model.get('weight_version')!r}")
-        body = {
-            "input_ids": [PROBE_TOKEN],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-            "return_logprob": True,
-        }
-        answer = await _json(http, "POST", f"{url}/generate", body)
+        answer = await _json(http, "POST", f"{url}/generate", _one_token(GREEDY))
         meta = answer.get("meta_info") or {}
         if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
             raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
+        patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
+        await asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(way), patient) for way in OTHERS))
         # What lives now lives for good: Python's collector need not walk it again and again while requests run.
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with http.post(f"{url}/freeze_gc") as response:
                 await response.read()
+
+
+def _one_token(sampling: Mapping[str, float]) -> dict[str, object]:
+    params = {"max_new_tokens": 1, "ignore_eos": True, **sampling}
+    return {"input_ids": [PROBE_TOKEN], "sampling_params": params, "return_logprob": True}
 
 
 async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
@@ -198,9 +204,11 @@ async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _json(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> dict[str, Any]:
+async def _json(
+    http: aiohttp.ClientSession, method: str, url: str, body: object = None, timeout: aiohttp.ClientTimeout | None = None
+) -> dict[str, Any]:
     try:
-        async with http.request(method, url, json=body) as response:
+        async with http.request(method, url, json=body, timeout=timeout or http.timeout) as response:
             text = await response.text()
             if response.status != 200:
                 raise EngineUnavailable(f"{url} answered HTTP {response.status}: {text[:200]}")

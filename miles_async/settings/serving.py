@@ -201,6 +201,11 @@ def notes(s: RunSettings) -> Iterator[str]:
         )
     if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"
+    if g.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in g.server_args:
+        yield (
+            "--sglang-enable-prefill-delayer with several GPUs per engine can stop it for good: ranks of SGLang 0.5.12 decide by "
+            "their own clocks when a wait is over"
+        )
     shared = sorted(set(g.rollout_gpu_ids) & set(range(s.perf.actor_num_gpus_per_node)))
     if g.engine == "sglang" and shared and not g.colocate:
         yield (

@@ -2,7 +2,8 @@
 
 FAKE_SGLANG names a JSON list of failures, tried in order. Each: `log` (what it prints), `exit` (status; null: hang), and when
 it does not apply: `unless_env` (name=value is set), `unless_flag` ("name" or "name=value" is given), `times` (that
-often only). When none applies it serves: /health, /model_info, /server_info, /generate.
+often only). When none applies it serves: /health, /model_info, /server_info, /generate, and writes what it is asked to
+sample to <plan>.asked, a line each.
 """
 
 import json
@@ -39,6 +40,7 @@ def applies(failure: dict[str, Any], given: dict[str, str], plan: Path, number: 
 
 class Handler(BaseHTTPRequestHandler):
     version = ""
+    asked: Path
 
     def do_GET(self) -> None:
         self.answer(
@@ -46,7 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/generate":
+            with self.asked.open("a") as file:
+                file.write(json.dumps(body["sampling_params"]) + "\n")
         meta = {
             "completion_tokens": 1,
             "weight_version": self.version,
@@ -79,6 +84,7 @@ def main() -> None:
                 os.kill(os.getpid(), -failure["exit"])
             sys.exit(failure["exit"])
     Handler.version = given["weight-version"]
+    Handler.asked = plan.with_name(f"{plan.name}.asked")
     ThreadingHTTPServer((given["host"], int(given["port"])), Handler).serve_forever()
 
 

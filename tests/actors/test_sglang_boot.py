@@ -150,6 +150,8 @@ def test_prompts_are_gathered_unless_the_user_has_a_say_in_it() -> None:
     for own in ({"prefill-max-requests": 8}, {"disable_overlap_schedule": True}, {"max-running-requests": 100}):
         args = server_args(tp_size=1, max_running=256, seed=1, given=own)
         assert "enable-prefill-delayer" not in args and args["max-running-requests"] in (100, 256)
+    several = server_args(tp_size=2, max_running=256, seed=1, given={})
+    assert not GATHER.keys() & several.keys() and several["max-running-requests"] == 256  # its ranks may disagree for good
 
 
 def test_arguments_become_words_and_what_the_run_decides_is_not_overruled() -> None:
@@ -313,6 +315,15 @@ async def test_gpus_that_this_host_does_not_have_are_named(boot: Boot, monkeypat
     async with boot(gpus=(1, 2)) as (server, _):
         with pytest.raises(BootRefused, match=r"GPUs \[1, 2\] do not exist here: this host has 2\. .*--rollout-gpu-ids"):
             await server.start()
+
+
+async def test_a_server_is_ready_once_it_has_sampled_in_each_way(boot: Boot, tmp_path: Path) -> None:
+    async with boot() as (server, _):
+        await server.start()
+    [file] = tmp_path.rglob("*.asked")
+    asked = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [a["max_new_tokens"] for a in asked] == [1, 1, 1]
+    assert sorted((a["temperature"], a.get("top_p", 1.0)) for a in asked) == [(0.0, 1.0), (0.9, 0.9), (1.0, 1.0)]
 
 
 async def test_the_end_of_a_running_server_is_seen(boot: Boot) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -72,6 +73,39 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
         await client.close()
     for runner in runners:
         await runner.cleanup()
+
+
+async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() -> None:
+    """All requests to a stuck engine reach their token deadline together, and the first of them has it given up."""
+
+    async def generate(http: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    client = SGLangClient(
+        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=0.5, control_deadline_s=5
+    )
+
+    async def ask(rid: str) -> str:
+        try:
+            _ = [chunk async for chunk in client.generate(GenerateRequest(rid=rid, input_ids=[1], max_new_tokens=3))]
+        except EngineUnavailable as error:
+            await client.close()
+            return str(error)
+        return ""
+
+    asking = [asyncio.create_task(ask(f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0.1)
+    time.sleep(0.6)  # noqa: ASYNC251 - all deadlines have passed before the loop looks again
+    said = await asyncio.gather(*asking)
+    await runner.cleanup()
+    assert all("0 tokens" in text for text in said)
 
 
 async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:

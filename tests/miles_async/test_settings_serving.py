@@ -197,6 +197,8 @@ def test_what_is_surprising_is_noted() -> None:
     assert not any("acts like retract" in note for note in notes(s))
     s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
     assert any("share a GPU" in note for note in notes(s))
+    delayed = settings(engine="sglang", rollout_num_gpus_per_engine=2, server_args={"enable-prefill-delayer": True})
+    assert any("can stop it for good" in note for note in notes(delayed))
     assert any("share GPUs [0] with the trainer" in note for note in notes(s))
     for fields in ({}, {"colocate": True}):
         assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields)))
