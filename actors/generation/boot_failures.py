@@ -58,7 +58,8 @@ _SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
         "missing_kernel",
         re.compile(
             r"no kernel image is available|undefined symbol|No module named '?(?:sgl_kernel|flash_attn|flashinfer|flash_mla|"
-            r"deep_gemm|sgl_deep_gemm|fa3|triton)|Could not find nvcc|Ninja (?:is required|build failed)|cannot open shared object file|"
+            r"deep_gemm|sgl_deep_gemm|fa3|triton)|Could not find nvcc|Ninja (?:is required|build failed)|"
+            r"cannot open shared object file|"
             r"requires? SM\s?>=|is not supported on this (?:GPU|device|hardware)|ImportError: .*(?:kernel|flash|attention)"
         ),
     ),

@@ -1,8 +1,9 @@
 """What this package does inside SGLang's scheduler process, as one of its --custom-weight-loader functions (never in a worker),
 and the letters a worker exchanges with it.
 
-An update without tensors calls `run`; order and answer are files in the server's boot folder. Two orders:
+An update without tensors calls `run` on each of the engine's GPUs; order and answers are files in the server's boot folder:
 count     tokens of each request, of an engine paused in place (census.py)
+checksum  of each parameter; every GPU answers, each of its own parts
 receive   all buckets of a version over a group that SGLang joined, into a buffer that is kept, and from there by quick_load.py;
           before that it counts too, if asked
 Always true: an answer of `unknown` means that nothing was touched. Weights are all there, on the GPU, when `receive` is answered
@@ -30,17 +31,19 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """`layouts`: of each bucket in turn, as quick_load.Layout in JSON. `counts`: whether to count before receiving."""
 
     number: int
-    what: Literal["count", "receive"]
+    what: Literal["count", "receive", "checksum"]
     group: str = ""
     layouts: tuple[str, ...] = ()
     counts: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`number`: that of the order. `counts`: request -> tokens made; one that is not named has none, or has ended."""
+    """`number`: that of the order. `counts`: request -> tokens made; one that is not named has none, or has ended. `checksums`:
+    parameter -> XXH3 of its bytes on this GPU."""
 
     number: int
     counts: dict[str, int] = {}
+    checksums: dict[str, str] = {}
     unknown: str = ""
     failed: str = ""
 
@@ -58,13 +61,17 @@ def run(model: Any, named: Iterable[Any]) -> None:
 def _answer(folder: Path, order: Order, model: Any) -> None:
     frame = sys._getframe()
     scheduler = _owner(frame, "running_batch", "waiting_queue")
+    rank = int(getattr(scheduler, "tp_rank", 0))
+    if order.what == "checksum":
+        _write(_answer_file(folder, rank), _checksums(order, model))
+        return
     if order.what == "count":
         answer = _count(order, scheduler)
     else:
         counted = _count(order, scheduler) if order.counts else Answer(number=order.number)
         answer = counted if counted.unknown else _receive(order, model, _owner(frame, "_model_update_group"), counted)
-    if getattr(scheduler, "tp_rank", 0) == 0:
-        _write(folder / "answer.json", answer)
+    if rank == 0:
+        _write(_answer_file(folder), answer)
     elif answer.failed:
         raise RuntimeError(answer.failed)  # the answer of the first rank does not know; this ends the engine
 
@@ -81,6 +88,17 @@ def _count(order: Order, scheduler: Any) -> Answer:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the step kept back has left the GPU before any weight changes
     return Answer(number=order.number, counts=counts)
+
+
+def _checksums(order: Order, model: Any) -> Answer:
+    import torch
+    import xxhash
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        found[name] = xxhash.xxh3_128_hexdigest(data)
+    return Answer(number=order.number, checksums=found)
 
 
 def _receive(order: Order, model: Any, runner: Any, counted: Answer) -> Answer:
@@ -113,10 +131,10 @@ def send(folder: Path, order: Order) -> None:
     _write(folder / "order.json", order)
 
 
-def read(folder: Path, order: Order) -> Answer:
+def read(folder: Path, order: Order, rank: int = 0) -> Answer:
     """The answer to an order. Where none is: unknown, but for `receive`, after which nobody knows what the engine holds."""
     try:
-        answer = msgspec.json.decode((folder / "answer.json").read_bytes(), type=Answer)
+        answer = msgspec.json.decode(_answer_file(folder, rank).read_bytes(), type=Answer)
         if answer.number == order.number:
             return answer
         why = f"no answer in {folder}"
@@ -124,6 +142,10 @@ def read(folder: Path, order: Order) -> Answer:
         why = f"no answer in {folder}: {error}"
     received = order.what == "receive"
     return Answer(number=order.number, unknown="" if received else why, failed=why if received else "")
+
+
+def _answer_file(folder: Path, rank: int = 0) -> Path:
+    return folder / (f"answer.{rank}.json" if rank else "answer.json")
 
 
 def _write(path: Path, letter: Order | Answer) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from actors.generation.engine import RequestRefused
 from actors.generation.inside import Answer, Order, read, send
 from actors.generation.sglang_args import INSIDE
 from bus.messages.weights import Bucket
@@ -27,11 +28,13 @@ class Inside:
         self._post = post
         self._numbers = itertools.count(time.time_ns())  # no number of a client before us, whose answer may still lie there
         self._ranks = 0
+        self._gpus = 1
 
     def hear(self, info: Mapping[str, Any]) -> None:
         """What the engine says of itself: whether it runs our function, on how many ranks."""
         runs = INSIDE in (info.get("custom_weight_loader") or ())
-        self._ranks = int(info.get("tp_size") or 1) if runs else 0
+        self._gpus = int(info.get("tp_size") or 1)
+        self._ranks = self._gpus if runs else 0
 
     @property
     def able(self) -> bool:
@@ -42,6 +45,21 @@ class Inside:
         """Tokens of each request of an engine paused in place; None where it cannot tell."""
         answer = await self._ask(Order(number=next(self._numbers), what="count"))
         return None if answer is None else answer.counts
+
+    async def checksums(self) -> Mapping[str, str] | None:
+        """Of each parameter on each GPU, as "<rank>/<name>"; None for an engine of one, whose own tell everything: SGLang's
+        checker answers for its first GPU only. RequestRefused where they cannot be had."""
+        if self._gpus == 1:
+            return None
+        order = Order(number=next(self._numbers), what="checksum")
+        first = await self._ask(order)
+        if first is None or self._folder is None:
+            raise RequestRefused(f"an engine of {self._gpus} GPUs that this run did not start tells checksums of the first only")
+        answers = [first, *(read(self._folder, order, rank) for rank in range(1, self._gpus))]
+        for rank, answer in enumerate(answers):
+            if answer.unknown:
+                raise RequestRefused(f"GPU {rank} of the engine told no checksums: {answer.unknown}")
+        return {f"{rank}/{name}": value for rank, answer in enumerate(answers) for name, value in answer.checksums.items()}
 
     async def receive(self, buckets: Sequence[Bucket], group: str, *, counts: bool) -> Answer | None:
         """All buckets of a version over a group, `counts` with the tokens of each request before it; None, and nothing was

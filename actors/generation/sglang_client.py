@@ -285,9 +285,9 @@ class SGLangClient:
             await self._post("/destroy_weights_update_group", {"group_name": group})
 
     async def weights_checksum(self) -> Mapping[str, Any]:
-        status, text = await self._call("POST", "/weights_checker", {"action": "checksum"})
-        if status != 200:
-            self._raise_status(status, text, "/weights_checker")
+        if (found := await self._inside.checksums()) is not None:
+            return found
+        text = await self._ok("POST", "/weights_checker", {"action": "checksum"})
         ranks = msgspec.json.decode(text, type=dict[str, Any]).get("ranks") or []
         return {f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
@@ -295,9 +295,7 @@ class SGLangClient:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def health(self) -> EngineHealth:
-        status, text = await self._call("GET", "/health")
-        if status != 200:
-            self._raise_status(status, text, "/health")
+        await self._ok("GET", "/health")
         model = await self._get("/model_info")
         states = (await self._get("/server_info")).get("internal_states") or [{}]
         return EngineHealth(
@@ -322,14 +320,16 @@ class SGLangClient:
         await self._http.close()
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        status, text = await self._call("POST", path, body)
+        await self._ok("POST", path, body)
+
+    async def _ok(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        status, text = await self._call(method, path, body)
         if status != 200:
             self._raise_status(status, text, path)
+        return text
 
     async def _get(self, path: str) -> dict[str, Any]:
-        status, text = await self._call("GET", path)
-        if status != 200:
-            self._raise_status(status, text, path)
+        text = await self._ok("GET", path)
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except msgspec.DecodeError as error:

@@ -1,5 +1,6 @@
 """A process that treats our function inside SGLang as SGLang does: an HTTP server, a scheduler, a model runner with groups, a
-model that fuses tensors. Writes its port into the file it is given."""
+model that fuses tensors. Writes its port into the file it is given; the second word is its number of GPUs, each with weights of
+its own."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from tests.engine.test_quick_load import Model
 class Runner:
     """Owns the groups, and calls the function with its model and whatever tensors came."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.model = Model()
+        self.model.norm.data += rank
         self._model_update_group: dict[str, Any] = {}
 
     def update_weights_from_tensor(self, tensors: list[Any], load_format: str) -> None:
@@ -34,28 +36,30 @@ class Runner:
 class Scheduler:
     """Paused, with one request whose step is kept back."""
 
-    def __init__(self) -> None:
-        self.runner = Runner()
+    def __init__(self, rank: int) -> None:
+        self.runner = Runner(rank)
         request = SimpleNamespace(rid="r", output_ids=[1, 2, 3], finished=lambda: False, is_retracted=False, is_chunked=0)
         batch = SimpleNamespace(reqs=[request], forward_mode=SimpleNamespace(is_extend=lambda: False))
         self._engine_paused = True
         self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
         self.pp_size = self.dp_size = 1
-        self.tp_rank = 0
+        self.tp_rank = rank
         self.waiting_queue: list[Any] = []
         self.running_batch = self.last_batch = batch
         self.result_queue = [(batch, None)]
 
     def update(self, body: dict[str, Any]) -> None:
-        assert body["serialized_named_tensors"] == [NO_TENSORS]
+        assert body["serialized_named_tensors"][self.tp_rank] == NO_TENSORS
         self.runner.update_weights_from_tensor([], body["load_format"])
 
 
-async def main(port_file: Path) -> None:
-    scheduler, said = Scheduler(), {"version": "default"}
+async def main(port_file: Path, gpus: int) -> None:
+    schedulers, said = [Scheduler(rank) for rank in range(gpus)], {"version": "default"}
+    scheduler = schedulers[0]
 
     async def update(request: web.Request) -> web.Response:
-        await asyncio.to_thread(scheduler.update, await request.json())
+        for one in schedulers:
+            await asyncio.to_thread(one.update, await request.json())
         return web.json_response({"success": True})
 
     async def join(request: web.Request) -> web.Response:
@@ -72,7 +76,7 @@ async def main(port_file: Path) -> None:
         return web.json_response({"success": True})
 
     async def info(request: web.Request) -> web.Response:
-        return web.json_response({"custom_weight_loader": [LOADER, INSIDE], "tp_size": 1})
+        return web.json_response({"custom_weight_loader": [LOADER, INSIDE], "tp_size": gpus})
 
     async def state(request: web.Request) -> web.Response:
         model = scheduler.runner.model
@@ -98,4 +102,4 @@ async def main(port_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from actors.generation.activation import Loader, NotCounted, TransportFailed
+from actors.generation.engine import RequestRefused
 from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
 from actors.generation.sglang_client import SGLangClient
 from actors.trainer.transports.flat import FlatBuffers
@@ -30,11 +31,16 @@ Engine = tuple[SGLangClient, str]
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[str]:
+def gpus() -> int:
+    return 1
+
+
+@pytest.fixture
+def peer(tmp_path: Path, gpus: int) -> Iterator[str]:
     """Address of a process that stands for SGLang's scheduler."""
     port = tmp_path / "port"
     env = {**os.environ, VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-m", "tests.engine.inside_peer", str(port)], env=env) as process:
+    with subprocess.Popen([sys.executable, "-m", "tests.engine.inside_peer", str(port), str(gpus)], env=env) as process:
         try:
             until(lambda: port.exists() and bool(port.read_text()), "the peer listens", 30.0)
             yield f"http://127.0.0.1:{port.read_text()}"
@@ -157,6 +163,20 @@ async def test_an_order_that_cannot_be_written_leaves_the_engine_as_it_was(engin
     (tmp_path / "order.part").mkdir()
     assert await client.pause_counted("1") is None
     assert not await client.receive((), "g", "1")
+
+
+@pytest.mark.parametrize("gpus", [2])
+async def test_each_gpu_of_an_engine_tells_the_checksums_of_its_part(engine: Engine, tmp_path: Path) -> None:
+    client, url = engine
+    sums = await client.weights_checksum()
+    assert set(sums) == {"0/qkv", "0/norm", "1/qkv", "1/norm"}
+    assert sums["0/norm"] != sums["1/norm"], "each has weights of its own"
+    assert await client.weights_checksum() == sums
+    away = SGLangClient(url, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=None)
+    await away.info()
+    with pytest.raises(RequestRefused, match=r"engine of 2 GPUs .* checksums of the first only"):
+        await away.weights_checksum()
+    await away.close()
 
 
 def test_an_order_that_cannot_be_read_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
