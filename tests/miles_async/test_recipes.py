@@ -54,6 +54,16 @@ def test_a_recipe_for_gsm8k_resolves(path: Path, tmp_path: Path) -> None:
     assert check_prompt_data(s.rollout.prompt_data, field="prompt_data", keys=keys).rows == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "engines", "ids"),
+    [("--rollout-num-gpus 3", 3, (1, 2, 3)), ("--colocate --update-weight-transport ipc", 1, (0,))],
+)
+def test_a_recipe_takes_other_gpus_by_one_flag(flags: str, engines: int, ids: tuple[int, ...], tmp_path: Path) -> None:
+    path = ROOT / "configs" / "qwen3-0.6b-gsm8k.toml"
+    s = load(path, parse_flags([*gsm8k(tmp_path), *flags.split()], frozenset()).values).settings.sglang
+    assert (s.num_generation_workers, s.rollout_gpu_ids) == (engines, ids)
+
+
 def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
     words = ["train", str(ROOT / "configs" / "qwen3-0.6b-gsm8k.toml"), *gsm8k(tmp_path), "--dry-run"]
     done = subprocess.run(
