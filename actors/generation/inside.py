@@ -63,7 +63,11 @@ def _answer(folder: Path, order: Order, model: Any) -> None:
     scheduler = _owner(frame, "running_batch", "waiting_queue")
     rank = int(getattr(scheduler, "tp_rank", 0))
     if order.what == "checksum":
-        _write(_answer_file(folder, rank), _checksums(order, model))
+        try:
+            answer = Answer(number=order.number, checksums=_checksums(model))
+        except Exception as error:  # noqa: BLE001 - whatever it was, SGLang must not end
+            answer = Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
+        _write(_answer_file(folder, rank), answer)
         return
     if order.what == "count":
         answer = _count(order, scheduler)
@@ -90,7 +94,7 @@ def _count(order: Order, scheduler: Any) -> Answer:
     return Answer(number=order.number, counts=counts)
 
 
-def _checksums(order: Order, model: Any) -> Answer:
+def _checksums(model: Any) -> dict[str, str]:
     import torch
     import xxhash
 
@@ -98,7 +102,7 @@ def _checksums(order: Order, model: Any) -> Answer:
     for name, parameter in model.named_parameters():
         data = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         found[name] = xxhash.xxh3_128_hexdigest(data)
-    return Answer(number=order.number, checksums=found)
+    return found
 
 
 def _receive(order: Order, model: Any, runner: Any, counted: Answer) -> Answer:

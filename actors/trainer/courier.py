@@ -172,6 +172,8 @@ class Courier:
                 self._next_waits = False
 
     async def _tell_who_is_aside(self) -> None:
+        if self._spec.transport not in ("nccl", "ipc"):
+            return  # the publisher sees to others
         aside, before = self._fleet.aside(self._context.clock.wall()), self._aside
         self._aside = aside
         for name in sorted(aside - before):

@@ -6,7 +6,8 @@ then what the kind has:
 step        step, version, trained_on, knob_epoch, groups, dropped, metrics
 eval        step, version, name, n_samples, duration_s, metrics
 announced   step, version, prepare_s, n_bytes
-activated   step, version, actor, pause_s, total_s, transport, requests (kept | ended), compared (tensors)
+activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
+            compared (tensors)
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
 knob        epoch, values, author, reason

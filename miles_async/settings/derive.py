@@ -98,8 +98,8 @@ def _gpus(v: Values) -> int:
 
 
 def _gpu_ids(v: Values) -> tuple[int, ...]:
-    """The trainer's GPUs come first."""
-    first = 0 if v["colocate"] else int(v["actor_num_gpus_per_node"])
+    """The trainer's GPUs come first, if it has its own."""
+    first = 0 if v["colocate"] or v["debug_rollout_only"] else int(v["actor_num_gpus_per_node"])
     return tuple(range(first, first + v["rollout_num_gpus"]))
 
 

@@ -207,7 +207,7 @@ def notes(s: RunSettings) -> Iterator[str]:
             "their own clocks when a wait is over"
         )
     shared = sorted(set(g.rollout_gpu_ids) & set(range(s.perf.actor_num_gpus_per_node)))
-    if g.engine == "sglang" and shared and not g.colocate:
+    if g.engine == "sglang" and shared and not (g.colocate or s.launch.debug_rollout_only):
         yield (
             f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): "
             "give each a part of the memory (--sglang-mem-fraction-static), or let them take turns with --colocate"

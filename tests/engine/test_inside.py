@@ -172,6 +172,10 @@ async def test_each_gpu_of_an_engine_tells_the_checksums_of_its_part(engine: Eng
     assert set(sums) == {"0/qkv", "0/norm", "1/qkv", "1/norm"}
     assert sums["0/norm"] != sums["1/norm"], "each has weights of its own"
     assert await client.weights_checksum() == sums
+    (tmp_path / "answer.1.json").unlink()
+    (tmp_path / "answer.1.json").mkdir()  # the second one cannot answer
+    with pytest.raises(RequestRefused, match="GPU 1 of the engine told no checksums"):
+        await client.weights_checksum()
     away = SGLangClient(url, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=None)
     await away.info()
     with pytest.raises(RequestRefused, match=r"engine of 2 GPUs .* checksums of the first only"):

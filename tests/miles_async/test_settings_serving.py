@@ -47,6 +47,7 @@ def refusal(tmp_path: Path, table: str = "", flags: str = "") -> str:
         ("--engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2", 2, 4, (1, 2, 3, 4), True),
         ("--engine sglang --rollout-num-gpus 2 --actor-num-gpus-per-node 4 --no-use-router", 2, 2, (4, 5), False),
         ("--engine sglang --rollout-num-gpus-per-engine 2", 1, 2, (1, 2), False),
+        ("--engine sglang --rollout-num-gpus 2 --debug-rollout-only --no-use-router", 2, 2, (0, 1), False),
         ("--engine sglang --num-generation-workers 2 --rollout-gpu-ids 6 7 --no-use-router", 2, 2, (6, 7), False),
         ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place", 2, 2, (1, 2), False),
         ("--engine sglang --rollout-num-gpus 2 --pause-generation-mode in_place --use-router", 2, 2, (1, 2), True),
@@ -200,5 +201,5 @@ def test_what_is_surprising_is_noted() -> None:
     delayed = settings(engine="sglang", rollout_num_gpus_per_engine=2, server_args={"enable-prefill-delayer": True})
     assert any("can stop it for good" in note for note in notes(delayed))
     assert any("share GPUs [0] with the trainer" in note for note in notes(s))
-    for fields in ({}, {"colocate": True}):
+    for fields in ({}, {"colocate": True}, {"debug_rollout_only": True}):
         assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields)))

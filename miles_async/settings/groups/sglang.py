@@ -44,7 +44,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         tuple[int, ...],
         doc(
             "GPUs of the engines as nvidia-smi counts them (or positions in CUDA_VISIBLE_DEVICES), engine by engine.",
-            derived="those after the trainer's (actor_num_gpus_per_node); with colocate 0, 1, ...",
+            derived="those after the trainer's (actor_num_gpus_per_node); with colocate or debug_rollout_only 0, 1, ...",
         ),
     ]
     colocate: Annotated[
