@@ -113,7 +113,7 @@ async def recipes(b: Any) -> None:
         words = [
             *(str(parts.REPO / "configs" / f"{name}.toml"), "--hf-checkpoint", str(model), "--prompt-data", str(data)),
             *("--eval-prompt-data", "test", str(data), "--eval-max-response-len", "256"),
-            *("--no-apply-chat-template", "--rollout-max-response-len", "256"),
+            *("--no-apply-chat-template", "--rollout-max-response-len", "256", "--rm-type", "deterministic_random"),
             *("--num-rollout", str(b.args.train_steps)),
             *("--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         ]
