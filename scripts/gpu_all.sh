@@ -37,7 +37,7 @@ on() { # on GPUS COMMAND ARGUMENTS...: with these GPUs alone, which are 0, 1, ..
 
 transfer() { # two GPUs: versions by nccl, and what asynchrony gains
     bench nccl 260 nccl --updates 8 --loads idle in_place
-    bench async 620 e2e --train-steps 24
+    bench async 900 e2e --train-steps 24
 }
 
 runs() { # two GPUs: whole runs of other kinds
@@ -46,7 +46,7 @@ runs() { # two GPUs: whole runs of other kinds
 }
 
 parallel() {
-    bench parallel 300 parallel --train-steps 6
+    bench parallel 420 parallel --train-steps 6
 }
 
 large() {
