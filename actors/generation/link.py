@@ -223,19 +223,12 @@ class EngineLink:
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.serving = order.version
         self._context.version = order.version.id
+        version, step = order.version.id, order.version.step
         await self._context.event(
-            "activated",
-            f"version {order.version.id} (step {order.version.step})",
-            version=order.version.id,
-            step=order.version.step,
-            pause_s=self.pause_s,
-            total_s=total_s,
-            transport=order.manifest.transport,
-            gpus=self.kind.tp_size,
-            host=socket.gethostname(),
-            compared=compared.tensors,
+            "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,
+            transport=order.manifest.transport, gpus=self.kind.tp_size, host=socket.gethostname(), compared=compared.tensors,
             requests=how,
-        )
+        )  # fmt: skip
         if compared.unable:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
 
@@ -369,8 +362,8 @@ class EngineLink:
             self.open.set()  # whoever waits there finds `broken`
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
-            if isinstance(self.engine, RoutedEngine):
-                await self.engine.leave()
+            if self.engine is not None:
+                await self.engine.close()  # an activation may be waiting for its answer
 
     async def close(self) -> None:
         """End the engine if it is ours."""

@@ -8,8 +8,8 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -246,13 +246,9 @@ class SGLangClient:
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None:
         body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": backend,
-        }
+            "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
+            "group_name": group, "backend": backend,
+        }  # fmt: skip
         await self._post("/init_weights_update_group", body)
 
     async def update_weights_from_distributed(
@@ -313,7 +309,7 @@ class SGLangClient:
         return info
 
     async def close(self) -> None:
-        """Requests under way end at once, as EngineUnavailable: aiohttp would leave those that wait for a chunk waiting."""
+        """What is under way ends at once, as EngineUnavailable: aiohttp would leave those that wait for an answer waiting."""
         self._closed = True
         for wait in [w for w in self._waits if not w.expired()]:
             wait.reschedule(asyncio.get_running_loop().time())
@@ -343,31 +339,35 @@ class SGLangClient:
         if self._closed:
             raise EngineUnavailable(f"{self.base_url}{path} was not asked: this engine was given up.")
         try:
-            async with asyncio.timeout(self._control_deadline_s):
+            async with self._limit(self._control_deadline_s):
                 async with self._http.request(method, self.base_url + path, data=data, headers=headers) as response:
                     return response.status, await response.text()
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{self.base_url}{path} cannot be reached: {_say(error)}.") from None
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"{self.base_url}{path} did not answer within {self._control_deadline_s:g} s; the engine is stuck or overloaded."
-            ) from None
-        except OSError as error:
-            raise EngineUnavailable(f"{self.base_url}{path} cannot be reached: {_say(error)}.") from None
+        except (aiohttp.ClientError, OSError) as error:
+            late = f"did not answer within {self._control_deadline_s:g} s; the engine is stuck or overloaded."
+            why = late if _timed_out(error) else f"cannot be reached: {_say(error)}."
+            raise EngineUnavailable(f"{self.base_url}{path} {'was given up.' if self._closed else why}") from None
+
+    @asynccontextmanager
+    async def _limit(self, seconds: float) -> AsyncIterator[None]:
+        """TimeoutError after `seconds`, or once the engine is given up."""
+        async with asyncio.timeout(seconds) as limit:
+            self._waits.add(limit)
+            try:
+                yield
+            finally:
+                self._waits.discard(limit)
 
     async def _within(self, wait: Awaitable[T], end_s: float, rid: str, seen: int) -> T:
         """One wait of a stream, under both deadlines."""
         left_s = end_s - asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(min(left_s, self._token_deadline_s)) as limit:
-                self._waits.add(limit)
-                try:
-                    return await wait
-                finally:
-                    self._waits.discard(limit)
-        except aiohttp.ClientError as error:
-            raise self._broken_off(rid, seen, error) from None
-        except TimeoutError:
+            async with self._limit(min(left_s, self._token_deadline_s)):
+                return await wait
+        except (aiohttp.ClientError, OSError) as error:
+            if not _timed_out(error):
+                raise EngineUnavailable(
+                    f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}."
+                ) from None
             if self._closed:
                 raise EngineUnavailable(
                     f"{self.base_url} was given up while request {rid} had {seen} tokens; they are valid."
@@ -378,11 +378,6 @@ class SGLangClient:
                 f"{self.base_url} gave request {rid} {seen} tokens, then its {name} deadline of {limit_s:g} s passed; "
                 "the engine is stuck, paused or overloaded."
             ) from None
-        except OSError as error:
-            raise self._broken_off(rid, seen, error) from None
-
-    def _broken_off(self, rid: str, seen: int, error: BaseException) -> EngineUnavailable:
-        return EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.")
 
     async def _raise_for(self, response: aiohttp.ClientResponse, what: str) -> NoReturn:
         end_s = asyncio.get_running_loop().time() + self._control_deadline_s
@@ -394,6 +389,11 @@ class SGLangClient:
         if status in (400, 404, 413, 422):
             raise RequestRefused(f"{self.base_url} refused {what} (HTTP {status}): {message}")
         raise EngineUnavailable(f"{self.base_url} failed {what} (HTTP {status}): {message}")
+
+
+def _timed_out(error: BaseException) -> bool:
+    """By our own limit, not by one of aiohttp's."""
+    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
 
 
 def _say(error: BaseException) -> str:

@@ -109,7 +109,7 @@ async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() 
 
 
 async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
-    """A chunk is waited for, another request waits for its answer to begin: both would hang until their deadline."""
+    """A chunk is waited for, another request waits for its answer to begin, and so does a pause."""
     here, on = asyncio.Event(), asyncio.Event()
 
     async def generate(http: web.Request) -> web.StreamResponse:
@@ -121,23 +121,31 @@ async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
         await on.wait()
         return response
 
+    async def pause(http: web.Request) -> web.Response:
+        await on.wait()
+        return web.json_response({})
+
     app = web.Application()
     app.router.add_post("/generate", generate)
+    app.router.add_post("/pause_generation", pause)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     client = SGLangClient(
-        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=30, control_deadline_s=5
+        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=30, control_deadline_s=30
     )
     stream = client.generate(REQUEST)
     assert (await anext(stream)).token_ids == [11, 12]
     waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
-    while len(client._waits) < 2:  # noqa: ASYNC110 - the second request is on its way
+    pausing = asyncio.create_task(client.pause("retract"))
+    while len(client._waits) < 3:  # noqa: ASYNC110 - they are on their way
         await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await client.close()
         for error, seen in zip(await asyncio.gather(*waits, return_exceptions=True), (0, 2), strict=True):
             assert isinstance(error, EngineUnavailable) and f"had {seen} tokens" in str(error)
+        with pytest.raises(EngineUnavailable, match="/pause_generation was given up"):
+            await pausing
     for call in (chunks_of(client), client.resume()):
         with pytest.raises(EngineUnavailable, match="given up"):
             await call

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, TOKENS, attached, events, half_way, order, rollouts_of, sample
+from tests.engine.workers import PROMPT, TOKENS, at_work, attached, events, half_way, order, rollouts_of, sample, told
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["chunks of one version", "chunks that could mix versions"])
@@ -50,6 +52,25 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
         )
         assert np.abs(logprobs - np.array(expected)).max() < 1e-3
         assert len(tokens) == TOKENS
+
+
+@pytest.mark.timeout(200)
+async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
+    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    first, second = models("qwen3-endless")
+    spec = GenerationSpec(model_path=str(first), token_deadline_s=3.0, control_deadline_s=600.0)
+    async with at_work(redis_url, run_name, spec) as (bus, worker):
+        await until(lambda: told(bus, "joined", 1), deadline_s=60)
+        await bus.append([Out(ACTIVE, order(1, first))])
+        await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+        await until(lambda: half_way(worker), deadline_s=30)
+        process = worker._link._process
+        assert process is not None and process.pid
+        os.kill(process.pid, signal.SIGSTOP)
+        await bus.append([Out(ACTIVE, order(2, second))])
+        await until(lambda: told(bus, "joined", 2), deadline_s=100)
+        assert len(await events(bus, "engine stalled")) == 1
 
 
 async def refusal(redis_url: str, run_name: str, spec: GenerationSpec, run_dir: Path) -> tuple[str, list[Event]]:
