@@ -56,11 +56,11 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
 
 @pytest.mark.timeout(200)
 async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
-    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
+    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     first, second = models("qwen3-endless")
     spec = GenerationSpec(model_path=str(first), token_deadline_s=3.0, control_deadline_s=600.0)
-    async with at_work(redis_url, run_name, spec) as (bus, worker):
+    async with at_work(redis_url, run_name, spec, run_dir=str(tmp_path)) as (bus, worker):
         await until(lambda: told(bus, "joined", 1), deadline_s=60)
         await bus.append([Out(ACTIVE, order(1, first))])
         await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
