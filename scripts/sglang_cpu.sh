@@ -5,7 +5,7 @@
 #   DIR/bin/sglang-cpu --model-path M --port P    starts a server; further flags are SGLang's
 #   DIR/bin/miles-cpu train configs/quickstart.toml --engine sglang --rollout-num-gpus 1 ...   runs with such engines
 #
-# In DIR, stand-ins take the place of sgl_kernel and torchvision, and SGLang pins no memory; the rest of its code is as released.
+# In DIR, stand-ins take the place of sgl_kernel and torchvision, SGLang pins no memory and waits for no GPU; the rest of it is as released.
 set -euo pipefail
 dir=$(mkdir -p "${1:?usage: scripts/sglang_cpu.sh DIR}" && cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -96,12 +96,14 @@ def _count(order: Order, scheduler: Any) -> Answer:
 
 def _checksums(model: Any) -> dict[str, str]:
     import torch
-    import xxhash
+
+    from actors.runtime.checksum import checksum
 
     found = {}
     for name, parameter in model.named_parameters():
-        data = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        found[name] = xxhash.xxh3_128_hexdigest(data)
+        total = checksum()
+        total.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+        found[name] = total.hexdigest()
     return found
 
 

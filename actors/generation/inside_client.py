@@ -27,19 +27,18 @@ class Inside:
         self._folder = folder
         self._post = post
         self._numbers = itertools.count(time.time_ns())  # no number of a client before us, whose answer may still lie there
-        self._ranks = 0
         self._gpus = 1
+        self._runs = False  # our function
 
     def hear(self, info: Mapping[str, Any]) -> None:
-        """What the engine says of itself: whether it runs our function, on how many ranks."""
-        runs = INSIDE in (info.get("custom_weight_loader") or ())
+        """What the engine says of itself: whether it runs our function, on how many GPUs."""
+        self._runs = INSIDE in (info.get("custom_weight_loader") or ())
         self._gpus = int(info.get("tp_size") or 1)
-        self._ranks = self._gpus if runs else 0
 
     @property
     def able(self) -> bool:
         """Whether it can be asked at all."""
-        return self._folder is not None and self._ranks > 0
+        return self._folder is not None and self._runs
 
     async def counts(self) -> Mapping[str, int] | None:
         """Tokens of each request of an engine paused in place; None where it cannot tell."""
@@ -68,14 +67,14 @@ class Inside:
         return await self._ask(Order(number=next(self._numbers), what="receive", group=group, layouts=layouts, counts=counts))
 
     async def _ask(self, order: Order) -> Answer | None:
-        if self._folder is None or not self._ranks:
+        if self._folder is None or not self._runs:
             return None
         try:
             send(self._folder, order)
         except OSError as error:
             log.warning("%s cannot be written (%s): the engine is not asked to %s", self._folder, error.strerror, order.what)
             return None
-        body = {"serialized_named_tensors": [NO_TENSORS] * self._ranks, "load_format": INSIDE, "flush_cache": False}
+        body = {"serialized_named_tensors": [NO_TENSORS] * self._gpus, "load_format": INSIDE, "flush_cache": False}
         await self._post("/update_weights_from_tensor", body)
         answer = read(self._folder, order)
         if answer.unknown:

@@ -74,7 +74,8 @@ class QuickLoad:
         if mapped and not watch.other:
             self._known[layout.bucket] = _Known(text, flat, addresses, watch.filled, watch.targets, watch.sources)
         else:
-            log.warning("bucket %d takes the long way: %s", layout.bucket, watch.other or "its memory is a copy")
+            level = logging.WARNING if watch.other else logging.INFO  # on an engine's further GPUs every bucket is a copy
+            log.log(level, "bucket %d takes the long way: %s", layout.bucket, watch.other or "its memory is a copy")
         return False
 
 

@@ -29,8 +29,8 @@ PROBE_S = 30.0
 STOP_S = 10.0
 PROBE_TOKEN = 1
 GREEDY = {"temperature": 0.0}
-OTHERS = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
-"""Ways to sample. FlashInfer compiles its kernels when a first batch needs them; no token comes for a minute then, which may
+SAMPLED = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
+"""Ways to choose a token. FlashInfer compiles its kernels when a first batch needs them, and no token comes meanwhile. That may
 only happen while the server boots: greedy evaluation beside sampled training would be such a batch."""
 DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
@@ -154,10 +154,10 @@ class SGLangServer:
 
     def _visible(self) -> dict[str, str]:
         """GPU ids are positions in what this process may see."""
-        allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        seen = allowed or [str(i) for i in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
         if not self._gpus:
             return {}
+        allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        seen = allowed or [str(i) for i in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
         try:
             return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in self._gpus)}
         except IndexError:
@@ -184,7 +184,7 @@ async def _until_ready(url: str, label: str) -> None:
         if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
             raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
         patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
-        await asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(way), patient) for way in OTHERS))
+        await asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(way), patient) for way in SAMPLED))
         # What lives now lives for good: Python's collector need not walk it again and again while requests run.
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with http.post(f"{url}/freeze_gc") as response:

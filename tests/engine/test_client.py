@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -75,6 +76,21 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
         await runner.cleanup()
 
 
+@asynccontextmanager
+async def served(**handlers: Any) -> AsyncIterator[str]:
+    """Address of a server that answers to these names."""
+    app = web.Application()
+    for name, handler in handlers.items():
+        app.router.add_post(f"/{name}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() -> None:
     """All requests to a stuck engine reach their token deadline together, and the first of them has it given up."""
 
@@ -82,30 +98,22 @@ async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() 
         await asyncio.sleep(60)
         return web.Response()
 
-    app = web.Application()
-    app.router.add_post("/generate", generate)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    client = SGLangClient(
-        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=0.5, control_deadline_s=5
-    )
+    async with served(generate=generate) as url:
+        client = SGLangClient(url, request_deadline_s=30, token_deadline_s=0.5, control_deadline_s=5)
 
-    async def ask(rid: str) -> str:
-        try:
-            _ = [chunk async for chunk in client.generate(GenerateRequest(rid=rid, input_ids=[1], max_new_tokens=3))]
-        except EngineUnavailable as error:
-            await client.close()
-            return str(error)
-        return ""
+        async def ask() -> str:
+            try:
+                await chunks_of(client)
+            except EngineUnavailable as error:
+                await client.close()
+                return str(error)
+            return ""
 
-    asking = [asyncio.create_task(ask(f"r{i}")) for i in range(4)]
-    await asyncio.sleep(0.1)
-    time.sleep(0.6)  # noqa: ASYNC251 - all deadlines have passed before the loop looks again
-    said = await asyncio.gather(*asking)
-    await runner.cleanup()
-    assert all("0 tokens" in text for text in said)
+        asking = [asyncio.create_task(ask()) for _ in range(4)]
+        while len(client._waits) < 4:  # noqa: ASYNC110 - they are on their way
+            await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251 - all deadlines have passed before the loop looks again
+        assert all("0 tokens" in text for text in await asyncio.gather(*asking))
 
 
 async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
@@ -125,32 +133,24 @@ async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
         await on.wait()
         return web.json_response({})
 
-    app = web.Application()
-    app.router.add_post("/generate", generate)
-    app.router.add_post("/pause_generation", pause)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = SGLangClient(
-        f"http://127.0.0.1:{runner.addresses[0][1]}", request_deadline_s=30, token_deadline_s=30, control_deadline_s=30
-    )
-    stream = client.generate(REQUEST)
-    assert (await anext(stream)).token_ids == [11, 12]
-    waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
-    pausing = asyncio.create_task(client.pause("retract"))
-    while len(client._waits) < 3:  # noqa: ASYNC110 - they are on their way
-        await asyncio.sleep(0)
-    async with asyncio.timeout(5):
-        await client.close()
-        for error, seen in zip(await asyncio.gather(*waits, return_exceptions=True), (0, 2), strict=True):
-            assert isinstance(error, EngineUnavailable) and f"had {seen} tokens" in str(error)
-        with pytest.raises(EngineUnavailable, match="/pause_generation was given up"):
-            await pausing
-    for call in (chunks_of(client), client.resume()):
-        with pytest.raises(EngineUnavailable, match="given up"):
-            await call
-    on.set()
-    await runner.cleanup()
+    async with served(generate=generate, pause_generation=pause) as url:
+        client = SGLangClient(url, request_deadline_s=30, token_deadline_s=30, control_deadline_s=30)
+        stream = client.generate(REQUEST)
+        assert (await anext(stream)).token_ids == [11, 12]
+        waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
+        pausing = asyncio.create_task(client.pause("retract"))
+        while len(client._waits) < 3:  # noqa: ASYNC110 - they are on their way
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await client.close()
+            for error, seen in zip(await asyncio.gather(*waits, return_exceptions=True), (0, 2), strict=True):
+                assert isinstance(error, EngineUnavailable) and f"had {seen} tokens" in str(error)
+            with pytest.raises(EngineUnavailable, match="/pause_generation was given up"):
+                await pausing
+        for call in (chunks_of(client), client.resume()):
+            with pytest.raises(EngineUnavailable, match="given up"):
+                await call
+        on.set()
 
 
 async def chunks_of(client: SGLangClient) -> list[Chunk]:

@@ -243,7 +243,7 @@ class Story:
         await self.issue("g4")
         metrics = {"eval/held_out": 0.625}
         await self.say(EVAL_RESULTS, EvalDone(name="held_out", version=2, step=1, metrics=metrics, n_samples=8))
-        data = {"version": 2, "step": 1, "pause_s": 0.012, "total_s": 0.09}
+        data = {"version": 2, "step": 1, "pause_s": 0.012, "total_s": 0.09, "transport": "ipc", "requests": "kept", "compared": 7}
         await self.say(
             EVENTS,
             Event(actor="generation-0", kind="activated", text="version 2", wall=time.time(), data=data),

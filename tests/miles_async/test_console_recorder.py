@@ -56,6 +56,8 @@ async def test_a_run_becomes_lines_and_the_ledger_comes_last(redis_url, run_name
     trained = next(r for r in lines if r["kind"] == "step")
     assert (trained["step"], trained["groups"], trained["metrics"]["rollout/raw_reward"]) == (1, ["g1"], 0.5)
     assert next(r for r in lines if r["kind"] == "drop")["reason"] == "zero_std_0"
+    active = next(r for r in lines if r["kind"] == "activated")
+    assert (active["transport"], active["requests"], active["compared"]) == ("ipc", "kept", 7)
     assert lines[-1]["accounts"]["issued"] == 8
     assert all(r["wall"] > 0 for r in lines)
 
