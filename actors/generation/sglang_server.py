@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -23,7 +23,7 @@ from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
 from actors.runtime.child import Child, command_line, free_port
 
-Report = Callable[[str, str], Awaitable[None]]
+Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
 POLL_S = 0.25
 PROBE_S = 30.0
 STOP_S = 10.0
@@ -32,12 +32,15 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
 """Ways to choose a token. FlashInfer compiles its kernels when a first batch needs them, and no token comes meanwhile. That may
 only happen while the server boots: greedy evaluation beside sampled training would be such a batch."""
+COMPILING_S = 10.0
+COMPILES = "greedy tokens come, sampled ones not yet: SGLang compiles kernels at the first batch that needs them, and keeps them"
 DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
 
 
 class SGLangServer:
-    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees)."""
+    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `compiling_s`: how long
+    the first sampled tokens may take before that is told."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class SGLangServer:
         gpus: Sequence[int],
         boot_deadline_s: float,
         report: Report,
+        compiling_s: float = COMPILING_S,
     ) -> None:
         self._model_path = model_path
         self._folder = folder
@@ -59,6 +63,7 @@ class SGLangServer:
         self._gpus = list(gpus)
         self._boot_deadline_s = boot_deadline_s
         self._report = report
+        self._compiling_s = compiling_s
         self._child = Child()
         self._attempts = len(list(folder.glob("boot.*")))
         self.note = ""
@@ -81,9 +86,8 @@ class SGLangServer:
             if isinstance(outcome, str):
                 if self._launch.degraded:
                     self.note = f"engine degraded: {', '.join(self._launch.degraded)}"
-                    await self._report(
-                        "engine degraded", f"started with {', '.join(self._launch.degraded)} ({record.folder})"
-                    )
+                    text = f"started with {', '.join(self._launch.degraded)} ({record.folder})"
+                    await self._report("engine degraded", text, "warning")
                 return outcome
             history.append(outcome)
             answer = next_step(self._launch, history, given=self._given)
@@ -91,7 +95,8 @@ class SGLangServer:
                 raise BootRefused(
                     f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}"
                 )
-            await self._report("engine boot failed", f"{outcome}; trying {answer.why} (boot folder: {record.folder})")
+            text = f"{outcome}; trying {answer.why} (boot folder: {record.folder})"
+            await self._report("engine boot failed", text, "warning")
             self._launch = answer.launch
             await asyncio.sleep(answer.wait_s)
 
@@ -123,7 +128,7 @@ class SGLangServer:
         try:
             async with asyncio.timeout(self._boot_deadline_s):
                 ended = asyncio.ensure_future(self._child.wait())
-                ready = asyncio.ensure_future(_until_ready(url, label))
+                ready = asyncio.ensure_future(self._until_ready(url, label, record))
                 try:
                     await asyncio.wait((ended, ready), return_when=asyncio.FIRST_COMPLETED)
                     if ready.done():
@@ -152,6 +157,28 @@ class SGLangServer:
             record.result("ready", url=url, pid=self._child.pid, seconds=seconds)
         return record, outcome
 
+    async def _until_ready(self, url: str, label: str, record: BootRecord) -> None:
+        """Waits for /health, then for the label we gave, then for a token of each kind. The server is then as after a warm-up."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
+            while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
+                await asyncio.sleep(POLL_S)
+            model = await _json(http, "GET", f"{url}/model_info")
+            if model.get("weight_version") != label:
+                raise _NotOurs(f"another server has the port: {url} states weight version {model.get('weight_version')!r}")
+            answer = await _json(http, "POST", f"{url}/generate", _one_token(GREEDY))
+            meta = answer.get("meta_info") or {}
+            if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
+                raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
+            patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
+            tokens = asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(w), patient) for w in SAMPLED))
+            if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
+                await self._report("engine compiles", f"{COMPILES} (boot folder: {record.folder})", "info")
+            await tokens
+            # What lives now lives for good: Python's collector need not walk it again and again while requests run.
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with http.post(f"{url}/freeze_gc") as response:
+                    await response.read()
+
     def _visible(self) -> dict[str, str]:
         """GPU ids are positions in what this process may see."""
         if not self._gpus:
@@ -169,26 +196,6 @@ class SGLangServer:
 
 class _NotOurs(EngineUnavailable):
     """Somebody else's server answers on the port."""
-
-
-async def _until_ready(url: str, label: str) -> None:
-    """Waits for /health, then for the label we gave, then for a token of each kind. The server is then as after a warm-up."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
-        while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
-            await asyncio.sleep(POLL_S)
-        model = await _json(http, "GET", f"{url}/model_info")
-        if model.get("weight_version") != label:
-            raise _NotOurs(f"another server has the port: {url} states weight version {model.get('weight_version')!r}")
-        answer = await _json(http, "POST", f"{url}/generate", _one_token(GREEDY))
-        meta = answer.get("meta_info") or {}
-        if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
-            raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
-        patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
-        await asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(way), patient) for way in SAMPLED))
-        # What lives now lives for good: Python's collector need not walk it again and again while requests run.
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with http.post(f"{url}/freeze_gc") as response:
-                await response.read()
 
 
 def _one_token(sampling: Mapping[str, float]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -92,8 +93,8 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
     if spec.engine != "sglang":
         return None
 
-    async def report(kind: str, text: str) -> None:
-        await context.event(kind, text, level="warning")
+    async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
+        await context.event(kind, text, level=level)
 
     args = server_args(
         tp_size=spec.tp_size,

@@ -57,6 +57,7 @@ class Publisher:
         self._asked: tuple[int, float] = (0, 0.0)  # version whose files were asked for, wall time
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
         self._heard: dict[str, float] = {}  # worker -> wall time of its last word
+        self._waits: dict[str, str] = {}  # worker -> what it said it waits for
         self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
         self._lost: set[int] = set()  # versions of a future that a restored trainer does not have
         self._active: PolicyVersion | None = None
@@ -148,6 +149,7 @@ class Publisher:
         if vitals.version < 0:
             self._files_only.add(name)
         self._heard[name] = max(self._heard.get(name, 0.0), vitals.wall)
+        self._waits[name] = vitals.waits_for
 
     def _report(self, event: Event) -> None:
         self._serving[event.actor] = int(event.data.get("version", -1))
@@ -164,11 +166,13 @@ class Publisher:
             self._serving.pop(name, None)
             self._ordered.pop(name, None)
             del self._heard[name]
-        for name, (_, ordered_at) in list(self._ordered.items()):
+        for name, (version, ordered_at) in list(self._ordered.items()):
             if now - ordered_at > spec.activation_deadline_s:
                 del self._ordered[name]
                 self._files_only.add(name)
-                await context.event("activation late", f"{name} did not report within the deadline", level="warning")
+                why = f"it waits for {self._waits[name]}" if self._waits.get(name) else "it does not say why"
+                late = f"{name} has not served version {version} within {spec.activation_deadline_s:g} s"
+                await context.event("activation late", f"{late}: {why}; ordered again, in files", level="warning")
         if not self._usable(newest):
             return
         target = newest.version.id

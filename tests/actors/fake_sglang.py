@@ -3,13 +3,14 @@
 FAKE_SGLANG names a JSON list of failures, tried in order. Each: `log` (what it prints), `exit` (status; null: hang), and when
 it does not apply: `unless_env` (name=value is set), `unless_flag` ("name" or "name=value" is given), `times` (that
 often only). When none applies it serves: /health, /model_info, /server_info, /generate, and writes what it is asked to
-sample to <plan>.asked, a line each.
+sample to <plan>.asked, a line each. No sampled token comes while there is a file <plan>.compiling.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/generate":
             with self.asked.open("a") as file:
                 file.write(json.dumps(body["sampling_params"]) + "\n")
+            while body["sampling_params"]["temperature"] > 0 and self.asked.with_suffix(".compiling").exists():
+                time.sleep(0.02)
         meta = {
             "completion_tokens": 1,
             "weight_version": self.version,

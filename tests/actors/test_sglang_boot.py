@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from actors.generation.attach import check_served
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
 from actors.generation.sglang_args import GATHER, PREFILL_BATCH, server_args
@@ -186,7 +186,8 @@ def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
         monkeypatch.setenv("FAKE_SGLANG", str(plan))
         events: list[tuple[str, str]] = []
 
-        async def report(kind: str, text: str) -> None:
+        async def report(kind: str, text: str, level: str) -> None:
+            assert level == ("info" if kind == "engine compiles" else "warning")
             events.append((kind, text))
 
         given = {"mem-fraction-static": 0.5} | settings.pop("given", {})
@@ -326,60 +327,28 @@ async def test_a_server_is_ready_once_it_has_sampled_in_each_way(boot: Boot, tmp
     assert sorted((a["temperature"], a.get("top_p", 1.0)) for a in asked) == [(0.0, 1.0), (0.9, 0.9), (1.0, 1.0)]
 
 
+async def test_a_first_sampled_token_that_takes_its_time_is_told_and_waited_for(boot: Boot, tmp_path: Path) -> None:
+    compiling = tmp_path / "plan.json.compiling"
+    compiling.touch()
+    async with boot(compiling_s=0.05) as (server, events):
+        starting = asyncio.create_task(server.start())
+        await until_async(lambda: _now(events), "the event")
+        [(kind, text)] = events
+        assert kind == "engine compiles" and str(tmp_path / "engines" / "boot.001") in text and not starting.done()
+        compiling.unlink()
+        await starting
+        assert len(events) == 1 and server.note == ""
+
+
 async def test_the_end_of_a_running_server_is_seen(boot: Boot) -> None:
     async with boot() as (server, _):
         await server.start()
         assert server.pid
         os.kill(server.pid, signal.SIGKILL)
-        await until_async(lambda: _ended(server), "the server's end is noticed")
+        await until_async(lambda: _now(not server.alive), "the server's end is noticed")
         url = await server.start()
         assert url and server.alive
 
 
-async def _ended(server: SGLangServer) -> bool:
-    return not server.alive
-
-
-# -- attaching -----------------------------------------------------------------------------------------------------
-
-
-def config(folder: Path, **values: Any) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "hidden_size": 64, "vocab_size": 64} | values)
-    )
-    return str(folder)
-
-
-def test_an_engine_of_another_shape_is_refused_and_a_like_one_is_taken(tmp_path: Path) -> None:
-    ours = config(tmp_path / "ours")
-    like = config(tmp_path / "like", head_dim=16)
-    other = config(tmp_path / "other", hidden_size=128)
-    info = {"stream_interval": 8, "skip_tokenizer_init": True, "tp_size": 2, "context_length": 4096}
-    found = check_served("http://e:1", info, like, ours)
-    assert (found.exact, found.tp_size, found.note) == (False, 2, "context of 4096 tokens")
-    with pytest.raises(BootRefused, match=r"http://e:1 serves another model .*hidden_size is 128, .* has 64"):
-        check_served("http://e:1", info, other, ours)
-    assert "not compared" in check_served("http://e:1", info, "/far/away", ours).note
-
-
-def test_an_engine_of_another_quantisation_is_refused(tmp_path: Path) -> None:
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    plain = config(tmp_path / "plain")
-    narrow = config(tmp_path / "narrow", quantization_config=fp8)
-    other = config(tmp_path / "other", quantization_config={"quant_method": "awq"})
-    check_served("u", {}, narrow, narrow)
-    with pytest.raises(BootRefused, match=r"serves plain weights .* is published as FP8 \(128 x 128 blocks\)"):
-        check_served("u", {}, plain, narrow)
-    with pytest.raises(BootRefused, match=r"serves \{'quant_method': 'awq'\} weights .* is published as plain"):
-        check_served("u", {}, other, plain)
-
-
-def test_only_one_token_a_chunk_without_a_detokenizer_is_exact() -> None:
-    for interval, skip, exact in ((1, True, True), (1, False, False), (16, True, False)):
-        info = {"stream_interval": interval, "skip_tokenizer_init": skip}
-        assert check_served("u", info, "", "").exact is exact
-        assert not check_served("u", info, "", "").exact_in_place  # the newest token comes after the pause
-        assert check_served("u", info | {"disable_overlap_schedule": True}, "", "").exact_in_place is exact
-    embedded = check_served("u", {"version": "embedded", "stream_interval": 16}, "", "")
-    assert embedded.exact and embedded.exact_in_place
+async def _now(value: object) -> bool:
+    return bool(value)
