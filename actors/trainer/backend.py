@@ -49,7 +49,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    activation_checkpointing: bool = False
+    gradient_checkpointing: bool = False
     ref_update_interval: int = 0
     logprob_tolerance: float = 0.03  # mean |trainer - engine| log-prob that the first step may show
     critic_load: str = ""  # directory the critic starts from; empty = hf_checkpoint

@@ -62,6 +62,7 @@ class History:
     first_wall: float = 0.0
     last_wall: float = 0.0
     lost_steps: int = 0
+    furthest: int = 0  # the last step ever made, lost ones included
     finished: bool = False
     _resumed: bool = False
 
@@ -98,6 +99,7 @@ class History:
 
     def _step(self, record: Record, wall: float) -> None:
         number = int(record["step"])
+        self.furthest = max(self.furthest, number)
         if self.steps and number <= self.steps[-1].step:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return

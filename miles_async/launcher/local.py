@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import psutil
 from actors.runtime.context import ActorSpec
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
-from miles_async.launcher.restart import describe_exit, judge_exit
+from miles_async.launcher.restart import Failure, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 
@@ -40,7 +41,7 @@ class Child:
     spec: ActorSpec
     pid: int = 0
     process: asyncio.subprocess.Process | None = None
-    failures: list[float] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     done: bool = False
     essential: bool = True
     outdated: bool = False  # a process of an earlier launcher may run with other settings
@@ -51,13 +52,17 @@ class Child:
 
 
 class Supervisor:
-    """Keeps a set of actors alive. `report` is called with (kind, text) for everything an operator should know."""
+    """Keeps a set of actors alive. `notes`: (kind, text) of everything an operator should know. `furthest`: asked for the last
+    training step that the run has ever made."""
 
-    def __init__(self, run_dir: Path, clock: Clock, *, budget: int, threads: dict[str, int]) -> None:
+    def __init__(
+        self, run_dir: Path, clock: Clock, *, budget: int, threads: dict[str, int], furthest: Callable[[], int]
+    ) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._budget = budget
         self._threads = threads
+        self._furthest = furthest
         self.children: dict[str, Child] = {}
         self.restarts = 0
         self.notes: list[tuple[str, str]] = []
@@ -151,7 +156,9 @@ class Supervisor:
                 child.done = True
                 return
             now = self._clock.monotonic()
-            verdict = judge_exit(child.name, code, child.failures, now, self._budget)
+            failure = Failure(now, code, self._furthest())
+            steps = child.spec.role == "trainer"
+            verdict = judge_exit(child.name, failure, child.failures, self._budget, steps=steps)
             if verdict.action == "done":
                 child.done = True
                 return
@@ -160,7 +167,7 @@ class Supervisor:
                 child.done = True
                 status = EXIT_REFUSED if code == EXIT_REFUSED else 1
                 raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(child)}", status=status)
-            child.failures.append(now)
+            child.failures.append(failure)
             self.restarts += 1
             text = f"{child.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
             self.notes.append(("restart", text))

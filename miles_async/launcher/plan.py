@@ -142,6 +142,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         adam_beta2=o.adam_beta2,
         adam_eps=o.adam_eps,
         clip_grad=o.clip_grad,
+        gradient_checkpointing=p.gradient_checkpointing,
         ref_update_interval=settings.grpo.ref_update_interval or 0,
         critic_load=place.critic_dir,
         critic_lr=o.critic_lr,

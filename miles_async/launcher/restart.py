@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.runtime.run import EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS
+from actors.runtime.run import EXIT_CRASHED, EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS
 
 QUICK_S = 60.0  # failures closer together than this count as one crash loop
 
@@ -20,21 +20,35 @@ class Verdict:
     reason: str = ""
 
 
-def judge_exit(name: str, code: int | None, failures: Sequence[float], now: float, budget: int) -> Verdict:
-    """`code` None = unknown (an adopted process); `failures`: times of former failures, seconds on the clock of `now`.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An end that was answered with a restart. `at`: seconds on the launcher's clock; `code`: None = unknown; `furthest`: the
+    last training step that the run had ever made then."""
+
+    at: float
+    code: int | None
+    furthest: int
+
+
+def judge_exit(name: str, failure: Failure, former: Sequence[Failure], budget: int, *, steps: bool = False) -> Verdict:
+    """What follows `failure`. `steps`: this actor is the one that makes the training steps.
 
     A refusal is final, and so is a run that an actor ended: the same start would come to the same. Failures within
-    QUICK_S of each other use up the budget; an actor that ran well in between starts afresh.
+    QUICK_S of each other use up the budget; an actor that ran well in between starts afresh. So do the crashes of the
+    trainer, however far apart, between which the run got no further: a batch that ends it would end it for ever.
     """
-    if code == EXIT_DONE:
+    if failure.code == EXIT_DONE:
         return Verdict("done")
-    if code == EXIT_REFUSED:
+    if failure.code == EXIT_REFUSED:
         return Verdict("give_up", reason=f"{name} refused to start")
-    if code == EXIT_RUN_ENDS:
+    if failure.code == EXIT_RUN_ENDS:
         return Verdict("give_up", reason=f"{name} cannot go on")
-    recent = [t for t in failures if now - t < QUICK_S]
+    recent = [f for f in former if failure.at - f.at < QUICK_S]
     if len(recent) >= budget:
         return Verdict("give_up", reason=f"{name} failed {len(recent) + 1} times within {QUICK_S:.0f} s")
+    stuck = [f for f in former if f.code == EXIT_CRASHED and f.furthest == failure.furthest]
+    if steps and failure.code == EXIT_CRASHED and len(stuck) >= budget:
+        return Verdict("give_up", reason=f"{name} crashed {len(stuck) + 1} times before step {failure.furthest + 1}")
     return Verdict("restart", after_s=0.0 if not recent else min(10.0, 0.25 * 2 ** len(recent)))
 
 
@@ -45,4 +59,4 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
-__all__ = ("Verdict", "describe_exit", "judge_exit")
+__all__ = ("Failure", "Verdict", "describe_exit", "judge_exit")

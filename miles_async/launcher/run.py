@@ -88,11 +88,13 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
 async def _supervise(
     settings: RunSettings, place: Place, bus: Bus, run_dir: Path, embedded: EmbeddedRedis | None
 ) -> int:
+    recorder = Recorder(bus, run_dir)
     supervisor = Supervisor(
         run_dir,
         SystemClock(),
         budget=settings.launch.restart_budget,
         threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
+        furthest=lambda: recorder.history.furthest,
     )
     for name, role, room in room_specs(settings, place):
         supervisor.add(actor_spec(settings, place, bus.config, name, role, room))
@@ -103,7 +105,6 @@ async def _supervise(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     stop = asyncio.Event()
-    recorder = Recorder(bus, run_dir)
     failure: RunFailed | None = None
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(recorder.follow(stop))

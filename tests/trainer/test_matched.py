@@ -25,11 +25,13 @@ def answers(policy: Policy, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dic
     return logp.detach(), entropy.detach(), {n: p.grad.clone() for n, p in policy.named_weights().items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("temperatures", [(1.0,), (0.7, 1.3)])
-def test_it_is_the_same_function(models: dict[str, Path], make_batch: Batch, temperatures: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("temperatures", "again"), [((1.0,), False), ((0.7, 1.3), False), ((1.0,), True)])
+def test_it_is_the_same_function(
+    models: dict[str, Path], make_batch: Batch, temperatures: tuple[float, ...], again: bool
+) -> None:
     batch = make_batch(3, temperatures=temperatures)
     plain = load_policy(str(models["qwen3"]), trainable=True)
-    matched = MatchedPolicy(load_policy(str(models["qwen3"]), trainable=True).hf, FORMULAS)
+    matched = MatchedPolicy(load_policy(str(models["qwen3"]), trainable=True, gradient_checkpointing=again).hf, FORMULAS)
     (logp, entropy, grads), (same, its, theirs) = answers(plain, batch), answers(matched, batch)
     torch.testing.assert_close(same, logp, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(its, entropy, atol=2e-5, rtol=1e-5)

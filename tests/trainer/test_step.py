@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
+from actors.trainer.torch_backend.offload import NoRoom
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -203,3 +205,32 @@ def test_equal_seeds_and_batches_give_equal_weights(make_backend: Backend, make_
             backend.train_step(make_batch(k, step=k))
         hashes.add(backend.weights_hash())
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        ({}, "set --gradient-checkpointing, lower --max-tokens-per-gpu (now 96), shard"),
+        ({"gradient_checkpointing": True}, "lower --max-tokens-per-gpu (now 96), shard"),
+        (
+            {"use_dynamic_batch_size": False, "micro_batch_size": 3},
+            "set --gradient-checkpointing, lower --micro-batch-size (now 3), shard",
+        ),
+    ],
+)
+def test_a_step_that_does_not_fit_names_the_ways_out(
+    make_backend: Backend, make_batch: Batch, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], ways: str
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 302.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 99.50 MiB "
+            "is free. Process 4512 has 610.00 MiB memory in use. Including non-PyTorch memory, this process has 139.09 GiB."
+        )
+
+    backend = make_backend(**settings)
+    monkeypatch.setattr("actors.trainer.torch_backend.step._own_passes", full)
+    with pytest.raises(NoRoom) as refused:
+        backend.train_step(make_batch(2))
+    text = str(refused.value)
+    assert text.startswith("step 1 does not fit into cpu: CUDA out of memory.") and ways in text and "4512" not in text
+    assert "\n" not in text and ("checkpointing" in text) == ("checkpointing" in ways)

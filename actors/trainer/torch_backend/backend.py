@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
 from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
@@ -19,6 +20,7 @@ from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.objective_hooks import HookError
 from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend.core import Core, settle_objective
+from actors.trainer.torch_backend.offload import NoRoom
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import TrainingState, WeightFiles
 from actors.trainer.torch_backend.step import train_batch
@@ -76,13 +78,13 @@ class TorchBackend:
         self._core = Core(config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed) and StaleTokenError (a bug;
-        nothing changed)."""
+        """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed), StaleTokenError (a bug; nothing
+        changed) and NoRoom (a step may be half done: the process is over)."""
         core = self.core
         if not self._ranks.alone:
             self._tell(pack_step(batch))
         try:
-            return train_batch(core, batch)
+            return _train(core, batch)
         except REFUSALS as error:
             raise BatchRefused(" ".join(str(error).split())) from error
 
@@ -161,10 +163,24 @@ def follow(ranks: Ranks) -> None:
             log.warning("rank %d: %s", ranks.rank, error)
 
 
+def _train(core: Core, batch: StepBatch) -> StepResult:
+    try:
+        return train_batch(core, batch)
+    except torch.OutOfMemoryError as error:
+        c = core.config
+        said = str(error).split(" Process ")[0].split(" Including ")[0]
+        dynamic = c.use_dynamic_batch_size
+        cap = f"max-tokens-per-gpu (now {c.max_tokens_per_gpu})" if dynamic else f"micro-batch-size (now {c.micro_batch_size})"
+        ways = [f"lower --{cap}", "shard over more GPUs (--actor-num-gpus-per-node)"]
+        if not c.gradient_checkpointing:
+            ways.insert(0, "set --gradient-checkpointing")
+        raise NoRoom(f"step {batch.step + 1} does not fit into {core.device}: {said} One of: {', '.join(ways)}.") from None
+
+
 def _obey(core: Core, command: Command) -> None:
     match command:
         case Step():
-            train_batch(core, unpack_step(command))
+            _train(core, unpack_step(command))
         case CopyWeights(live=live):
             core.copy_weights(live=live)
         case Snap():

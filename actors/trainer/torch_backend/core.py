@@ -81,7 +81,7 @@ class Core:
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
-            path, trainable=trainable, activation_checkpointing=self.config.activation_checkpointing and trainable
+            path, trainable=trainable, gradient_checkpointing=self.config.gradient_checkpointing and trainable
         )
         self._place(policy)
         if self.ranks.alone and not trainable:

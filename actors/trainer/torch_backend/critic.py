@@ -57,10 +57,10 @@ class Critic(nn.Module):
         return dict(self.named_parameters())
 
 
-def load_critic(path: str, *, activation_checkpointing: bool = False) -> Critic:
+def load_critic(path: str, *, gradient_checkpointing: bool = False) -> Critic:
     """A critic in float32 on the CPU. Raises Refused, in one line, for what is no model directory or a head of another
     shape."""
-    backbone = load_backbone(path, activation_checkpointing=activation_checkpointing)
+    backbone = load_backbone(path, gradient_checkpointing=gradient_checkpointing)
     head = _stored_head(Path(path))
     width = backbone.config.hidden_size
     if head is not None and tuple(head.shape) != (1, width):
@@ -88,7 +88,7 @@ class CriticTraining:
     def __init__(self, config: BackendConfig, place: Place, *, masters: bool) -> None:
         self._config = config
         self.model = load_critic(
-            config.critic_load or config.hf_checkpoint, activation_checkpointing=config.activation_checkpointing
+            config.critic_load or config.hf_checkpoint, gradient_checkpointing=config.gradient_checkpointing
         )
         place(self.model)
         self.weights = Weights(self.model.named_weights(), masters=masters)

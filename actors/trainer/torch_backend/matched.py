@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.attention import find_varlen, padded_attention
 from actors.trainer.torch_backend.head import CHUNK_ELEMENTS, token_head
 from actors.trainer.torch_backend.layout import Layout, MicroBatch
-from actors.trainer.torch_backend.model import Policy
+from actors.trainer.torch_backend.model import RECOMPUTED, Policy
 
 FAMILY = "qwen3"
 
@@ -135,15 +136,22 @@ class MatchedPolicy(Policy):
         if self._table.device != residual.device or not self._table.numel():
             self._table = _cos_sin(self.hf.config, residual.device)
         x = self._norm(residual, model.layers[0].input_layernorm)
-        for i, layer in enumerate(model.layers):
-            if i:
-                x, residual = _add_norm(x, residual, layer.input_layernorm)
-            x = self._attention(x, layer.self_attn, batch)
-            x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
-            mlp = layer.mlp
-            gate_up = F.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-            x = F.linear(_Exact.apply(self._kernels.swish, swish, gate_up), mlp.down_proj.weight)
+        again = self.hf.is_gradient_checkpointing and torch.is_grad_enabled()
+        for i in range(len(model.layers)):
+            given = (i, x, residual, batch)
+            x, residual = checkpoint(self._layer, *given, **RECOMPUTED) if again else self._layer(*given)
         return _add_norm(x, residual, model.norm)[0]
+
+    def _layer(self, i: int, x: Tensor, residual: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Layer `i`; the first one's input is normed already."""
+        layer = self.hf.model.layers[i]
+        if i:
+            x, residual = _add_norm(x, residual, layer.input_layernorm)
+        x = self._attention(x, layer.self_attn, batch)
+        x, residual = _add_norm(x, residual, layer.post_attention_layernorm)
+        mlp = layer.mlp
+        gate_up = F.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        return F.linear(_Exact.apply(self._kernels.swish, swish, gate_up), mlp.down_proj.weight), residual
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
         eps = module.variance_epsilon

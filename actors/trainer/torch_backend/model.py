@@ -22,6 +22,7 @@ from actors.trainer.torch_backend.layout import MicroBatch
 
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3")
+RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -60,17 +61,17 @@ class Policy(nn.Module):
         return dict(self.hf.named_parameters())
 
 
-def load_policy(path: str, *, trainable: bool, activation_checkpointing: bool = False) -> Policy:
+def load_policy(path: str, *, trainable: bool, gradient_checkpointing: bool = False) -> Policy:
     """The model of a Hugging Face directory in float32 on the CPU. Raises Refused, in one line, when it cannot be trained."""
-    return Policy(_load(path, AutoModelForCausalLM, trainable, activation_checkpointing))
+    return Policy(_load(path, AutoModelForCausalLM, trainable, gradient_checkpointing))
 
 
-def load_backbone(path: str, *, activation_checkpointing: bool = False) -> Any:
+def load_backbone(path: str, *, gradient_checkpointing: bool = False) -> Any:
     """The same model without a head over the vocabulary, trainable: hidden states out. Raises Refused."""
-    return _load(path, AutoModel, True, activation_checkpointing)
+    return _load(path, AutoModel, True, gradient_checkpointing)
 
 
-def _load(path: str, kind: Any, trainable: bool, activation_checkpointing: bool) -> Any:
+def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -> Any:
     attention.register()
     try:
         config = AutoConfig.from_pretrained(path)
@@ -100,8 +101,8 @@ def _load(path: str, kind: Any, trainable: bool, activation_checkpointing: bool)
     hf = hf.to(torch.float32)
     for p in hf.parameters():
         p.requires_grad_(trainable)
-    if trainable and activation_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if trainable and gradient_checkpointing:
+        hf.gradient_checkpointing_enable(RECOMPUTED)
         hf.train()
     else:
         hf.eval()

@@ -21,7 +21,7 @@ ROOM_S = 30.0  # a killed engine's memory is free only when the driver has clean
 
 
 class NoRoom(MilesAsyncError):
-    """The device has not the memory that the trainer left it with."""
+    """The device has not the memory that training needs."""
 
 
 class Offload:

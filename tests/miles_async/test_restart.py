@@ -1,0 +1,63 @@
+"""What a launcher makes of an actor's end: another start, or the run's."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_async.launcher.restart import QUICK_S, Failure, Verdict, judge_exit
+
+CRASHED, KILLED, BUS_GONE = 70, -9, 75
+BUDGET = 3
+
+
+def lives(ends: list[tuple[float, int | None, int]], name: str = "trainer") -> list[Verdict]:
+    """The verdict after each (seconds lived, exit status, furthest step of the run)."""
+    now, former, verdicts = 0.0, [], []
+    for lived_s, code, furthest in ends:
+        now += lived_s
+        failure = Failure(now, code, furthest)
+        verdicts.append(judge_exit(name, failure, former, BUDGET, steps=name == "trainer"))
+        former.append(failure)
+    return verdicts
+
+
+def test_quick_failures_of_any_kind_use_up_the_budget_and_wait_longer_each_time() -> None:
+    found = lives([(1.0, code, 0) for code in (CRASHED, KILLED, BUS_GONE, KILLED)], "sampler")
+    assert [v.action for v in found] == ["restart"] * BUDGET + ["give_up"]
+    assert found[-1].reason == "sampler failed 4 times within 60 s"
+    waits = [v.after_s for v in found[:BUDGET]]
+    assert waits == sorted(set(waits)) and waits[0] == 0.0
+
+
+def test_a_trainer_that_crashes_again_and_again_before_the_same_step_ends_the_run() -> None:
+    slow = 10 * QUICK_S  # a large model takes its time to load, and then does not fit
+    found = lives([(slow, CRASHED, 7)] * (BUDGET + 1))
+    assert [v.action for v in found] == ["restart"] * BUDGET + ["give_up"]
+    assert found[-1].reason == "trainer crashed 4 times before step 8"
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [(CRASHED, step) for step in range(1, 20)],  # it gets on in between
+        [(KILLED, 7)] * 20,  # not its own doing
+        [(BUS_GONE, 7)] * 20,
+        [(None, 7)] * 20,
+    ],
+    ids=["progress", "killed", "no bus", "unknown"],
+)
+def test_a_trainer_that_gets_on_or_is_ended_by_others_is_kept(ends: list[tuple[int | None, int]]) -> None:
+    assert {v.action for v in lives([(2 * QUICK_S, code, step) for code, step in ends])} == {"restart"}
+
+
+def test_steps_say_nothing_of_other_actors() -> None:
+    assert {v.action for v in lives([(2 * QUICK_S, CRASHED, 7)] * 20, "generation-0")} == {"restart"}
+
+
+@pytest.mark.parametrize(
+    ("code", "action", "reason"),
+    [(0, "done", ""), (2, "give_up", "w refused to start"), (65, "give_up", "w cannot go on")],
+)
+def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason: str) -> None:
+    verdict = judge_exit("w", Failure(0.0, code, 0), (), BUDGET)
+    assert (verdict.action, verdict.reason) == (action, reason)
