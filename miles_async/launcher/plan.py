@@ -148,19 +148,11 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_lr=o.critic_lr,
         num_critic_only_steps=settings.grpo.num_critic_only_steps,
         opd_teacher_load=place.teacher_dir,
-        logprob_tolerance=logprob_tolerance(settings),
+        logprob_tolerance=settings.launch.selfcheck_logprob_tolerance,
         offload_target=settings.sglang.offload_train_target,
         offload_dir=place.run_dir,
         true_on_policy=settings.model.true_on_policy_mode,
     )
-
-
-def logprob_tolerance(settings: RunSettings) -> float:
-    """Mean |trainer - engine| log-prob with equal weights: the embedded engine runs the trainer's model in float32."""
-    if settings.model.true_on_policy_mode:
-        return 1e-9
-    exact = settings.sglang.engine == "embedded" and settings.model.model_dtype == "float32"
-    return 1e-4 if exact else 0.03
 
 
 def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str, label_key: str | None) -> DataSpec:

@@ -114,6 +114,13 @@ def _lookahead(v: Values) -> int:
     return int(v["rollout_batch_size"]) if v["max_weight_staleness"] > 0 else 1
 
 
+def _tolerance(v: Values) -> float:
+    """Of log-probs under equal weights: the embedded engine runs the trainer's model in float32."""
+    if v["true_on_policy_mode"]:
+        return 1e-9
+    return 1e-4 if v["engine"] == "embedded" and v["model_dtype"] == "float32" else 0.03
+
+
 def _filter(v: Values) -> str:
     """Groups of equal rewards teach nothing, unless there is but one sample or a teacher speaks of every token."""
     single = v["n_samples_per_prompt"] == 1
@@ -143,6 +150,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("loss_agg_mode", lambda v: TOKEN_MEAN if v["calculate_per_token_loss"] else "seq-mean-token-mean"),
     ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),
     ("balance_by_flops", lambda v: v["balance_data"]),
+    ("selfcheck_logprob_tolerance", _tolerance),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),

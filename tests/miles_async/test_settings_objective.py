@@ -11,7 +11,7 @@ import pytest
 
 from actors.trainer.backend import BackendConfig
 from miles_async.cli import app
-from miles_async.launcher.plan import Place, backend_config, logprob_tolerance, objective_config, room_specs
+from miles_async.launcher.plan import Place, backend_config, objective_config, room_specs
 from miles_async.settings import RunSettings, SettingsError, settings_from
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.load import load
@@ -154,7 +154,8 @@ def test_settings_reach_the_trainer() -> None:
     )
     [trainer] = [room for name, _, room in room_specs(s, place) if name == "trainer"]
     assert (trainer.ranks, trainer.ci_test, trainer.backend.logprob_tolerance) == (2, True, 1e-4)
-    assert logprob_tolerance(make(model_dtype="bfloat16")) == 0.03
+    for fields, tolerance in (({}, 0.03), ({"selfcheck_logprob_tolerance": 0.08}, 0.08)):
+        assert backend_config(make(model_dtype="bfloat16", **fields), place).logprob_tolerance == tolerance
 
 
 @pytest.mark.timeout(240)  # three processes that import torch

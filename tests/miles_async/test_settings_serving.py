@@ -9,7 +9,7 @@ import pytest
 
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.engines import engine_specs
-from miles_async.launcher.plan import Place, backend_config, logprob_tolerance
+from miles_async.launcher.plan import Place, backend_config
 from miles_async.settings import RunSettings, SettingsError, dump_toml, load, settings_from
 from miles_async.settings.load import Loaded
 from miles_async.settings.serving import check_programs, notes
@@ -150,7 +150,7 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
     assert worker.server_args == {
         "enable-deterministic-inference": True, "attention-backend": "fa3", "stream-interval": "8"
     }  # fmt: skip
-    assert backend_config(s, place).true_on_policy and logprob_tolerance(s) < 1e-6
+    assert backend_config(s, place).true_on_policy and backend_config(s, place).logprob_tolerance < 1e-6
     for change, says in (
         ({"model_dtype": "float32"}, "model_dtype = 'float32': true_on_policy_mode needs 'bfloat16'"),
         ({"engine": "embedded"}, "engine = 'embedded'"),

@@ -22,7 +22,13 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         float, doc("Time for an actor to finish or park what it holds when it is asked to stop.", unit="seconds", gt=0)
     ] = 30.0
     restart_budget: Annotated[
-        int, doc("Restarts of one actor before the run ends with its error.", unit="restarts", ge=0)
+        int,
+        doc(
+            "Restarts of one actor within a minute, or of a trainer that crashes before the same step however long it takes, "
+            "before the run ends with its error.",
+            unit="restarts",
+            ge=0,
+        ),
     ] = 5
     heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0)] = 2.0
     debug_rollout_only: Annotated[
@@ -38,4 +44,14 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "gradient, log-probs of trainer and engine alike. Off: a failed check is only reported."
         ),
     ] = False
+    selfcheck_logprob_tolerance: Annotated[
+        float,
+        doc(
+            "Mean difference between log-probs of trainer and engine that the first step's self-check allows. What bfloat16 alone "
+            "makes grows with a model's width and depth; engines that serve FP8 show more.",
+            unit="nats",
+            derived="1e-9 with true_on_policy_mode, 1e-4 with the embedded engine and model_dtype float32, else 0.03",
+            gt=0,
+        ),
+    ]
     report: Annotated[bool, doc("Write report.html at the end of the run.")] = True
