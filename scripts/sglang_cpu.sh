@@ -6,6 +6,7 @@
 #   DIR/bin/miles-cpu train configs/quickstart.toml --engine sglang --rollout-num-gpus 1 ...   runs with such engines
 #
 # In DIR, stand-ins take the place of sgl_kernel and torchvision, SGLang pins no memory and waits for no GPU; the rest of it is as released.
+# --enable-deterministic-inference samples by seed as on a GPU (its Triton kernel interpreted) with products that depend on the batch.
 set -euo pipefail
 dir=$(mkdir -p "${1:?usage: scripts/sglang_cpu.sh DIR}" && cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -78,10 +79,14 @@ PY
 echo "import gpu_only" >"$site/gpu_only.pth"
 grep -rl "pin_memory=True" --include='*.py' "$site/sglang/srt" | xargs sed -i 's/pin_memory=True/pin_memory=False/'
 sed -i '/torch.cuda.synchronize()/d' "$site/sglang/srt/utils/weight_checker.py"
+sed -i 's/^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[/&"torch_native", /' "$site/sglang/srt/server_args.py"
+sed -i 's/^        if server_args.enable_deterministic_inference:$/        if server_args.enable_deterministic_inference and self.device != "cpu":/' \
+    "$site/sglang/srt/model_executor/model_runner.py"
 for name in sglang-cpu:sglang.launch_server miles-cpu:miles_async; do
     cat >"$dir/bin/${name%%:*}" <<SH
 #!/usr/bin/env bash
 export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH="$PWD\${PYTHONPATH:+:\$PYTHONPATH}"
+case " \$* " in *enable-deterministic-inference*) export TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 ;; esac
 exec "$dir/bin/python" -m ${name#*:} "\$@"
 SH
     chmod +x "$dir/bin/${name%%:*}"

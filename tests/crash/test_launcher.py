@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.crash.conftest import Launch
-from tests.crash.house import Run, Tables, evaluating, merged, until
+from tests.crash.house import REPO, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
@@ -251,3 +251,27 @@ def test_an_actor_that_cannot_live_ends_the_run_with_its_cause(run_of: Launch) -
     assert run.join() == 1
     assert "filter failed 3 times" in run.output()
     assert "Traceback" not in run.output()
+
+
+def test_a_trainer_that_never_gets_further_ends_the_run_with_its_words(run_of: Launch, tmp_path: Path) -> None:
+    """However long each of its lives takes: here no two failures count as quick ones."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'actors.trainer' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    from actors.trainer.torch_backend import backend\n"
+        "    whole = backend.train_batch\n"
+        "    def fits_twice(core, batch):\n"
+        "        if batch.step >= 2:\n"
+        "            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 302.00 MiB.')\n"
+        "        return whole(core, batch)\n"
+        "    backend.train_batch = fits_twice\n"
+        "elif 'miles_async' in sys.orig_argv:\n"
+        "    from miles_async.launcher import restart\n"
+        "    restart.QUICK_S = 0.0\n"
+    )
+    run = run_of({"launch": {"restart_budget": 1}, "rollout": {"num_rollout": 500}})
+    run.start(wrap=("env", f"PYTHONPATH={tmp_path}:{REPO}"))
+    assert run.join() == 1
+    assert "does not fit into cpu: CUDA out of memory." in run.output() and "lower --max-tokens-per-gpu" in run.output()
+    assert "trainer crashed 2 times before step 3" in run.output() and "Traceback" not in run.output()

@@ -138,9 +138,14 @@ async def test_cuts_leave_only_the_most_likely_tokens(http: Http, target: Target
     assert (len(seen) > 1) == (len(allowed) > 1)
 
 
-async def test_a_seed_decides_the_answer_whatever_else_runs(http: Http, target: Target) -> None:
-    if not target.embedded:
+@pytest.fixture
+async def seeded(http: Http, target: Target) -> None:
+    if not target.embedded and not (await http.get("/server_info"))[1].get("enable_deterministic_inference"):
         pytest.skip("SGLang needs --enable-deterministic-inference for this")
+
+
+@pytest.mark.usefixtures("seeded")
+async def test_a_seed_decides_the_answer_whatever_else_runs(http: Http) -> None:
     alone = await http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=77)
     crowd = [http.generate([i + 2] * (i % 9 + 1), max_new_tokens=10 + i, ignore_eos=True) for i in range(40)]
     among, *_ = await asyncio.gather(
@@ -151,9 +156,8 @@ async def test_a_seed_decides_the_answer_whatever_else_runs(http: Http, target: 
     assert other["output_ids"] != alone["output_ids"]
 
 
-async def test_a_seed_goes_on_where_a_prefix_left_off(http: Http, target: Target) -> None:
-    if not target.embedded:
-        pytest.skip("SGLang needs --enable-deterministic-inference for this")
+@pytest.mark.usefixtures("seeded")
+async def test_a_seed_goes_on_where_a_prefix_left_off(http: Http) -> None:
     whole = (await http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=5))["output_ids"]
     rest = await http.generate(PROMPT + whole[:13], max_new_tokens=27, ignore_eos=True, sampling_seed=5)
     assert rest["output_ids"] == whole[13:]
