@@ -207,30 +207,40 @@ def test_equal_seeds_and_batches_give_equal_weights(make_backend: Backend, make_
     assert len(hashes) == 1
 
 
+OUT_OF_MEMORY = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 302.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 99.50 MiB is free. "
+    "Process 4512 has 610.00 MiB memory in use. Including non-PyTorch memory, this process has 139.09 GiB memory in use."
+)
+
+
+def _full(*_: object) -> None:
+    raise OUT_OF_MEMORY
+
+
 @pytest.mark.parametrize(
     ("settings", "ways"),
     [
-        ({}, "set --gradient-checkpointing, lower --max-tokens-per-gpu (now 96), shard"),
-        ({"gradient_checkpointing": True}, "lower --max-tokens-per-gpu (now 96), shard"),
-        (
-            {"use_dynamic_batch_size": False, "micro_batch_size": 3},
-            "set --gradient-checkpointing, lower --micro-batch-size (now 3), shard",
-        ),
+        ({}, "Set --gradient-checkpointing, or lower --max-tokens-per-gpu (now 96), or shard"),
+        ({"gradient_checkpointing": True}, "is free. Lower --max-tokens-per-gpu (now 96), or shard"),
+        ({"use_dynamic_batch_size": False, "micro_batch_size": 3}, "checkpointing, or lower --micro-batch-size (now 3), or shard"),
     ],
 )
 def test_a_step_that_does_not_fit_names_the_ways_out(
     make_backend: Backend, make_batch: Batch, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], ways: str
 ) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 302.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 99.50 MiB "
-            "is free. Process 4512 has 610.00 MiB memory in use. Including non-PyTorch memory, this process has 139.09 GiB."
-        )
-
     backend = make_backend(**settings)
-    monkeypatch.setattr("actors.trainer.torch_backend.step._own_passes", full)
-    with pytest.raises(NoRoom) as refused:
+    weights = sum(p.nbytes for p in backend.core.policy.parameters())
+    assert backend.core.resident_bytes() >= weights > 0
+    backend.train_step(make_batch(2))
+    assert backend.core.resident_bytes() >= 3 * weights, "moments"
+    monkeypatch.setattr("actors.trainer.torch_backend.step._own_passes", _full)
+    with pytest.raises(NoRoom, match=r"^step 1 does not fit into cpu, where 0\.0 GiB are weights and .*: CUDA") as refused:
         backend.train_step(make_batch(2))
     text = str(refused.value)
-    assert text.startswith("step 1 does not fit into cpu: CUDA out of memory.") and ways in text and "4512" not in text
-    assert "\n" not in text and ("checkpointing" in text) == ("checkpointing" in ways)
+    assert ways in text and "4512" not in text and "\n" not in text
+
+
+def test_a_model_that_does_not_fit_is_told_in_one_line(make_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.trainer.torch_backend.core.Optimizer", _full)
+    with pytest.raises(NoRoom, match=r"^the models and their masters do not fit: CUDA .* is free\. Shard over more GPUs with"):
+        make_backend()

@@ -42,6 +42,7 @@ from actors.trainer.torch_backend.wire import (
 )
 
 log = logging.getLogger(__name__)
+_SHARD = "shard over more GPUs with --actor-num-gpus-per-node"
 REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
 """Raised from the batch alone, before anything changed, so on every rank or on none."""
 
@@ -75,7 +76,7 @@ class TorchBackend:
             self._ranks = Ranks.from_environment()
             self._ranks.connect()
         self._tell(Setup(config))
-        self._core = Core(config, self._ranks)
+        self._core = _load(config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed), StaleTokenError (a bug; nothing
@@ -153,7 +154,7 @@ def follow(ranks: Ranks) -> None:
         if isinstance(command, Stop):
             return
         if isinstance(command, Setup):
-            core = Core(command.config, ranks)
+            core = _load(command.config, ranks)
             continue
         if core is None:
             raise RuntimeError(f"rank 0 sent {type(command).__name__} before Setup; start all ranks together.")
@@ -163,18 +164,35 @@ def follow(ranks: Ranks) -> None:
             log.warning("rank %d: %s", ranks.rank, error)
 
 
+def _load(config: BackendConfig, ranks: Ranks) -> Core:
+    try:
+        return Core(config, ranks)
+    except torch.OutOfMemoryError as error:
+        raise NoRoom(f"the models and their masters do not fit: {_said(error)} {_either(_SHARD)}") from None
+
+
 def _train(core: Core, batch: StepBatch) -> StepResult:
     try:
         return train_batch(core, batch)
     except torch.OutOfMemoryError as error:
         c = core.config
-        said = str(error).split(" Process ")[0].split(" Including ")[0]
         dynamic = c.use_dynamic_batch_size
         cap = f"max-tokens-per-gpu (now {c.max_tokens_per_gpu})" if dynamic else f"micro-batch-size (now {c.micro_batch_size})"
-        ways = [f"lower --{cap}", "shard over more GPUs (--actor-num-gpus-per-node)"]
-        if not c.gradient_checkpointing:
-            ways.insert(0, "set --gradient-checkpointing")
-        raise NoRoom(f"step {batch.step + 1} does not fit into {core.device}: {said} One of: {', '.join(ways)}.") from None
+        ways = [] if c.gradient_checkpointing else ["set --gradient-checkpointing"]
+        raise NoRoom(
+            f"step {batch.step + 1} does not fit into {core.device}, where {core.resident_bytes() / 2**30:.1f} GiB are weights and "
+            f"optimizer state: {_said(error)} {_either(*ways, f'lower --{cap}', _SHARD)}"
+        ) from None
+
+
+def _said(error: torch.OutOfMemoryError) -> str:
+    """Without the processes and hints that torch lists."""
+    return str(error).split(" Process ")[0].split(" Including ")[0]
+
+
+def _either(*ways: str) -> str:
+    text = ", or ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _obey(core: Core, command: Command) -> None:

@@ -23,7 +23,7 @@ from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
-from actors.trainer.torch_backend.offload import Offload
+from actors.trainer.torch_backend.offload import Offload, storages
 from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.plan import cost_of
@@ -160,6 +160,10 @@ class Core:
     def wake(self) -> None:
         """Everything back, to the last bit."""
         self._offload.fetch()
+
+    def resident_bytes(self) -> int:
+        """Bytes on the device between steps, of this rank."""
+        return sum(storage.nbytes() for storage in storages(self._resident()))
 
     def _resident(self) -> Iterator[Tensor]:
         """What lies on the device between steps; host copies (former actors) stay."""

@@ -42,8 +42,8 @@ class Offload:
     def store(self, tensors: Iterable[Tensor]) -> int:
         """Move the memory of `tensors` out, each piece once though several lie in it; bytes moved. Host memory of a trainer
         on a CPU stays where it is, unless it goes to disk."""
-        found = {s._cdata: s for s in map(_storage, tensors) if s.device.type != "cpu" or self._on_disk(s)}
-        sizes = [(s, s.nbytes()) for s in found.values() if s.nbytes()]
+        found = [s for s in storages(tensors) if s.device.type != "cpu" or self._on_disk(s)]
+        sizes = [(s, s.nbytes()) for s in found if s.nbytes()]
         total = sum(n for _, n in sizes)
         if self._host.numel() != total:
             self._host = self._allocate(total, pinned=any(s.device.type == "cuda" for s, _ in sizes))
@@ -96,8 +96,10 @@ class Offload:
             time.sleep(0.1)  # the driver tells nobody when it has cleaned up; we are in the training's own thread
 
 
-def _storage(x: Tensor) -> torch.UntypedStorage:
-    return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The pieces of memory that `tensors` lie in, each once; of a sharded tensor this rank's."""
+    found = ((x.to_local() if isinstance(x, DTensor) else x).untyped_storage() for x in tensors)
+    return list({s._cdata: s for s in found}.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -109,4 +111,4 @@ def _settle(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ("NoRoom", "Offload")
+__all__ = ("NoRoom", "Offload", "storages")
