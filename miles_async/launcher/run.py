@@ -42,7 +42,8 @@ def train(settings: RunSettings) -> int:
     preflight(settings, shipped=names, probes=[check_quantization])
     place = place_of(settings)
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
-    preflight(settings, shipped=names, count_tokens=counter)
+    for note in preflight(settings, shipped=names, count_tokens=counter).notes:
+        print(f"note: {note}", file=sys.stderr)
     run_dir = Path(place.run_dir)
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.settings.catalog import catalog
-from miles_async.settings.colocate import check_memory
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.memory import check_memory
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models
 from miles_async.settings.serving import check_programs
@@ -24,11 +24,13 @@ CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin)."""
+    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin), and what
+    is allowed but worth knowing."""
 
     prompts: DataInfo
     held_out: Mapping[str, DataInfo]
     model_context: int | None
+    notes: tuple[str, ...] = ()
 
 
 def preflight(
@@ -49,13 +51,13 @@ def preflight(
         check_shipped_name(settings, field, valid)
     context = check_model(settings, builtin_models)
     check_programs(settings)
-    check_memory(settings)
+    notes = check_memory(settings)
     prompts, held_out = check_data(settings)
     if count_tokens is not None:
         check_prompt_lengths(settings, prompts, count_tokens, context)
     for probe in probes:
         probe(settings)
-    return Preflight(prompts, held_out, context)
+    return Preflight(prompts, held_out, context, notes)
 
 
 def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]) -> None:

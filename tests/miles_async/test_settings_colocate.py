@@ -1,4 +1,4 @@
-"""Engines on the trainer's GPUs: what follows from --colocate, what is refused, and whether both have room."""
+"""Engines on the trainer's GPUs: what follows from --colocate, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from miles_async.launcher.plan import Place, room_specs
-from miles_async.settings import SettingsError
-from miles_async.settings.colocate import GIB, check_memory, fits, parameters
 from tests.miles_async.test_settings_serving import made, refusal
 
-H200 = 140 * GIB
-BILLION = 10**9
 PLACE = Place(
     run_dir="/r", model_dir="/m", weights_dir="/w", blob_dir="/b", stop_token_ids=(), num_rollout=3, fingerprint="f"
 )
@@ -96,54 +90,3 @@ def test_without_it_engines_and_trainer_know_nothing_of_each_other(tmp_path: Pat
 )
 def test_what_cannot_be(tmp_path: Path, flags: str, says: str) -> None:
     assert says in refusal(tmp_path, flags=flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "billions", "says"),
-    [
-        ("", 4.0, ""),
-        ("--sglang-mem-fraction-static 0.95", 4.0, "the engine's turn on a shared GPU needs 144.5 GiB of 140.0 GiB"),
-        ("--sglang-mem-fraction-static 0.95", 4.0, "Lower --sglang-mem-fraction-static to 0.92"),
-        ("--no-offload", 4.0, "engine 98.0 GiB, trainer 67.1 GiB"),
-        ("--no-offload --sglang-mem-fraction-static 0.4", 4.0, ""),
-        ("--no-offload-train", 4.0, "Lower --sglang-mem-fraction-static to 0.44"),
-        ("", 8.0, "the trainer's turn on a shared GPU needs 153.0 GiB"),
-        ("--offload-rollout-level kv_cache", 7.0, "engine 13.0 GiB, trainer 117.3 GiB"),
-        ("--actor-num-gpus-per-node 2 --global-batch-size 32", 8.0, ""),
-    ],
-)
-def test_both_have_room_or_the_run_does_not_start(tmp_path: Path, flags: str, billions: float, says: str) -> None:
-    s = made(tmp_path, flags=f"--colocate --engine sglang --model-dtype bfloat16 {flags}").settings
-    if not says:
-        fits(s, H200, int(billions * BILLION))
-        return
-    with pytest.raises(SettingsError) as caught:
-        fits(s, H200, int(billions * BILLION))
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_sizes_are_read_from_the_headers_of_the_shards(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"c": torch.zeros(2, 2)}, tmp_path / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
-    assert parameters(tmp_path) == 26
-    (tmp_path / "model-00003.safetensors").write_bytes(b"no header")
-    assert parameters(tmp_path) == 0
-
-
-def test_the_check_reads_the_model_and_asks_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a program of its own in place of nvidia-smi; the header alone claims 100 billion parameters."""
-    model = tmp_path / "model"
-    model.mkdir()
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [100_000, 1_000_000], "data_offsets": [0, 0]}}).encode()
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 143771\n")
-    program.chmod(0o755)
-    s = made(tmp_path, flags=f"--colocate --engine sglang --hf-checkpoint {model}").settings
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SettingsError, match=r"of 140\.4 GiB"):
-        check_memory(s)
-    program.unlink()
-    check_memory(s)
