@@ -171,9 +171,12 @@ class SGLangServer:
                 raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
             patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
             tokens = asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(w), patient) for w in SAMPLED))
-            if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
-                await self._report("engine compiles", f"{COMPILES} (boot folder: {record.folder})", "info")
-            await tokens
+            try:
+                if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
+                    await self._report("engine compiles", f"{COMPILES} (boot folder: {record.folder})", "info")
+                await tokens
+            finally:
+                tokens.cancel()  # the boot may be over first
             # What lives now lives for good: Python's collector need not walk it again and again while requests run.
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with http.post(f"{url}/freeze_gc") as response:

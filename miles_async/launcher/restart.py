@@ -34,8 +34,8 @@ def judge_exit(name: str, failure: Failure, former: Sequence[Failure], budget: i
     """What follows `failure`. `steps`: this actor is the one that makes the training steps.
 
     A refusal is final, and so is a run that an actor ended: the same start would come to the same. Failures within
-    QUICK_S of each other use up the budget; an actor that ran well in between starts afresh. So do the crashes of the
-    trainer, however far apart, between which the run got no further: a batch that ends it would end it for ever.
+    QUICK_S of each other use up the budget; an actor that ran well in between starts afresh. Crashes of the trainer
+    before the same step use it up too, however far apart: a batch that ends it would end it for ever.
     """
     if failure.code == EXIT_DONE:
         return Verdict("done")
