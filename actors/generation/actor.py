@@ -23,6 +23,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Commit, Entry, Out, Reader, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, Sending, Turn
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
@@ -114,7 +115,7 @@ class Worker:
                 continue
             if link.engine is None or link.broken.is_set():
                 self._changed.clear()
-                with self._context.waiting("the engine to boot"):
+                with self._context.waiting(BOOTING):
                     await link.boot(lambda: sharing.aside)
                 if link.engine is None or link.broken.is_set():  # draining, or the trainer's turn came in between
                     await self._until_changed()

@@ -20,7 +20,7 @@ from actors.publisher.plan import choose_ways, next_wave
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Out, Tail
-from bus.messages.control import Event, Vitals
+from bus.messages.control import BOOTING, Event, Vitals
 from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest, WeightsOnDisk
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
@@ -58,6 +58,7 @@ class Publisher:
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
         self._heard: dict[str, float] = {}  # worker -> wall time of its last word
         self._waits: dict[str, str] = {}  # worker -> what it said it waits for
+        self._late: set[str] = set()  # workers that let the deadline of their last order pass
         self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
         self._lost: set[int] = set()  # versions of a future that a restored trainer does not have
         self._active: PolicyVersion | None = None
@@ -154,6 +155,7 @@ class Publisher:
     def _report(self, event: Event) -> None:
         self._serving[event.actor] = int(event.data.get("version", -1))
         self._files_only.discard(event.actor)
+        self._late.discard(event.actor)
         self._heard[event.actor] = event.wall
         self._ordered.pop(event.actor, None)
 
@@ -167,9 +169,12 @@ class Publisher:
             self._ordered.pop(name, None)
             del self._heard[name]
         for name, (version, ordered_at) in list(self._ordered.items()):
-            if now - ordered_at > spec.activation_deadline_s:
+            if self._waits.get(name) == BOOTING:
+                self._ordered[name] = (version, now)
+            elif now - ordered_at > spec.activation_deadline_s:
                 del self._ordered[name]
                 self._files_only.add(name)
+                self._late.add(name)
                 why = f"it waits for {self._waits[name]}" if self._waits.get(name) else "it does not say why"
                 late = f"{name} has not served version {version} within {spec.activation_deadline_s:g} s"
                 await context.event("activation late", f"{late}: {why}; ordered again, in files", level="warning")
@@ -179,7 +184,9 @@ class Publisher:
         in_progress = [n for n, (version, _) in self._ordered.items() if version == target and n in self._serving]
         together = self._plan is not None and bool(self._plan.workers)  # the trainer waits for all of them
         fraction = 1.0 if together else spec.wave_fraction
-        wave = next_wave(serving=self._serving, target=target, fraction=fraction, in_progress=in_progress)
+        wave = next_wave(
+            serving=self._serving, target=target, fraction=fraction, in_progress=in_progress, late=self._late
+        )
         ways = choose_ways(
             wave,
             serving=self._serving,

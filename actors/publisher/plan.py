@@ -33,17 +33,23 @@ def choose_ways(
     return Ways(announced, rest, []) if have_files else Ways(announced, [], rest)
 
 
-def next_wave(*, serving: Mapping[str, int], target: int, fraction: float, in_progress: Sequence[str]) -> list[str]:
+def next_wave(
+    *, serving: Mapping[str, int], target: int, fraction: float, in_progress: Collection[str], late: Collection[str] = ()
+) -> list[str]:
     """Workers to order to `target` now.
 
-    `fraction` 1.0 = all at once; 1/k = rolling, at most that share (at least one) is away at any time. Workers already
-    there or on their way are left alone; names are sorted, so that the choice does not depend on arrival.
+    `fraction` 1.0 = all at once; 1/k = rolling: of those that serve a version (`serving` >= 0) at most that share, but one at
+    least, is away at any time. Who serves nothing is missed by nobody and goes at once. Workers already there or on their way
+    are left alone; names are sorted, so that the choice does not depend on arrival, those that were `late` last: a slow engine
+    holds nobody back.
     """
-    behind = sorted(name for name, version in serving.items() if version < target and name not in in_progress)
+    behind = sorted((n for n, v in serving.items() if v < target and n not in in_progress), key=lambda n: (n in late, n))
     if fraction >= 1.0:
-        return behind
-    allowed = max(1, int(len(serving) * fraction))
-    return behind[: max(0, allowed - len(in_progress))]
+        return sorted(behind)
+    at_work = [n for n in behind if serving[n] >= 0]
+    away = sum(serving.get(n, -1) >= 0 for n in in_progress)
+    allowed = max(1, int(sum(v >= 0 for v in serving.values()) * fraction))
+    return sorted(n for n in behind if n not in at_work) + at_work[: max(0, allowed - away)]
 
 
 __all__ = ("Ways", "choose_ways", "next_wave")

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from bus.messages.base import Header, Message
 
 ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
+BOOTING = "the engine to boot"
+"""What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
 
 
 class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
@@ -90,4 +92,4 @@ class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
         return Header(id=f"{self.name}@{self.step}", version=self.version)
 
 
-__all__ = ("ActorState", "DeadLetter", "EvalDone", "Event", "KnobPatch", "Vitals")
+__all__ = ("BOOTING", "ActorState", "DeadLetter", "EvalDone", "Event", "KnobPatch", "Vitals")

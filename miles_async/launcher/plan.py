@@ -199,7 +199,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 replay_from=c.load_debug_rollout_data or "",
             ),
         ),
-        ("publisher", "publisher", PublisherSpec(weights_dir=place.weights_dir)),
+        (
+            "publisher",
+            "publisher",
+            PublisherSpec(
+                weights_dir=place.weights_dir, wave_fraction=settings.sglang.update_weight_wave_fraction
+            ),
+        ),
         (
             "sampler",
             "sampler",

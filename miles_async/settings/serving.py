@@ -168,6 +168,17 @@ def delta_is_for_files(s: RunSettings) -> None:
         )
 
 
+def waves_are_for_files(s: RunSettings) -> None:
+    way, fraction = s.sglang.update_weight_transport, s.sglang.update_weight_wave_fraction
+    if fraction < 1 and way != "disk":
+        raise SettingsError(
+            f"update_weight_transport is {way!r}, which reaches all engines at once",
+            field="update_weight_wave_fraction",
+            value=fraction,
+            remedy="Leave it out, or set --update-weight-transport disk.",
+        )
+
+
 def engines_are_different(s: RunSettings) -> None:
     """Two workers on one engine would activate versions under each other's requests."""
     known: dict[str, str] = {}
@@ -183,7 +194,14 @@ def engines_are_different(s: RunSettings) -> None:
         known[bare] = address
 
 
-RULES = (engines_are_different, delta_is_for_files, engines_match_the_gpus, passed_flags_are_not_ours, router_settings_agree)
+RULES = (
+    engines_are_different,
+    delta_is_for_files,
+    waves_are_for_files,
+    engines_match_the_gpus,
+    passed_flags_are_not_ours,
+    router_settings_agree,
+)
 
 
 def notes(s: RunSettings) -> Iterator[str]:

@@ -1,48 +1,149 @@
-"""The publisher room: a version is ordered until it is served, and who is late says why."""
+"""The publisher room: a version is ordered until it is served, in waves if asked to, and who is late says why."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.publisher.actor import PublisherSpec, run
+from actors.publisher.plan import next_wave
 from bus import Bus
-from bus.messages.control import Event, Vitals
+from bus.messages.control import BOOTING, Event, Vitals
 from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.actors.house import messages, open_bus, put, running, until
 
 
-@pytest.mark.parametrize(
-    ("waits_for", "says"),
-    [("the engine to boot", "it waits for the engine to boot"), ("", "it does not say why")],
-)
-async def test_a_worker_that_is_late_is_told_with_its_reason_and_ordered_again(
-    redis_url: str, run_name: str, tmp_path: Path, waits_for: str, says: str
-) -> None:
-    manifest = WeightManifest(path=str(tmp_path))
-    vitals = Vitals(
-        actor="w", role="generation", pid=1, host="h", state="running", wall=time.time(), waits_for=waits_for
+@asynccontextmanager
+async def publishing(bus: Bus, **spec: Any) -> AsyncIterator[None]:
+    """A publisher that listens already: what was said before it came it would read elsewhere."""
+    async with running(bus, "publisher", run, PublisherSpec(worker_timeout_s=600.0, **spec)) as context:
+
+        async def listens() -> bool:
+            return bool(context.vitals().waits_for)
+
+        await until(listens)
+        yield
+
+
+async def orders(bus: Bus, at_least: int) -> list[Activate]:
+    """All orders, once there are so many."""
+    found = [m for m in await messages(bus, ACTIVE) if isinstance(m, Activate)]
+    return found if len(found) >= at_least else []
+
+
+async def told(bus: Bus) -> list[str]:
+    """Texts of late activations."""
+    return [m.text for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == "activation late"]
+
+
+async def served(bus: Bus, serving: dict[str, int]) -> list[Any]:
+    return [m for m in await messages(bus, ACTIVE) if isinstance(m, PolicyActive) and m.serving == serving]
+
+
+def says(name: str, version: int = -1, waits_for: str = "") -> Vitals:
+    """Signs of life."""
+    wall = time.time()
+    return Vitals(
+        actor=name, role="generation", pid=1, host="h", state="running", wall=wall, version=version, waits_for=waits_for
     )
 
-    async def orders(bus: Bus, at_least: int) -> list[Activate]:
-        found = [m for m in await messages(bus, ACTIVE) if isinstance(m, Activate)]
-        return found if len(found) >= at_least else []
 
-    async def served(bus: Bus) -> list[Any]:
-        return [m for m in await messages(bus, ACTIVE) if isinstance(m, PolicyActive) and m.serving == {"w": 1}]
+def activated(name: str, version: int) -> Event:
+    return Event(actor=name, kind="activated", text="", wall=time.time(), data={"version": version})
 
+
+def announced(version: int, directory: Path) -> PolicyAnnounced:
+    manifest = WeightManifest(path=str(directory))
+    return PolicyAnnounced(version=PolicyVersion(version, version - 1), manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "why"),
+    [("activation of version 1", "it waits for activation of version 1"), ("", "it does not say why")],
+)
+async def test_a_worker_that_is_late_is_told_with_its_reason_and_ordered_again(
+    redis_url: str, run_name: str, tmp_path: Path, waits_for: str, why: str
+) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        async with running(bus, "publisher", run, PublisherSpec(activation_deadline_s=0.2)):
-            await put(bus, POLICY, PolicyAnnounced(version=PolicyVersion(1, 0), manifest=manifest))
-            await put(bus, EVENTS, vitals)
+        async with publishing(bus, activation_deadline_s=0.2):
+            await put(bus, POLICY, announced(1, tmp_path))
+            await put(bus, EVENTS, says("w", waits_for=waits_for))
             found = await until(lambda: orders(bus, 2))
             assert {(o.version.id, o.workers, o.manifest.transport) for o in found} == {(1, ("w",), "disk")}
-            late = next(m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == "activation late")
-            assert late.text == f"w has not served version 1 within 0.2 s: {says}; ordered again, in files"
-            await put(bus, EVENTS, Event(actor="w", kind="activated", text="", wall=time.time(), data={"version": 1}))
-            await until(lambda: served(bus))
+            assert (await told(bus))[0] == f"w has not served version 1 within 0.2 s: {why}; ordered again, in files"
+            await put(bus, EVENTS, activated("w", 1))
+            await until(lambda: served(bus, {"w": 1}))
+
+
+async def test_the_deadline_of_an_activation_begins_when_the_engine_is_there(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, activation_deadline_s=0.2):
+            await put(bus, POLICY, announced(1, tmp_path))
+            await put(bus, EVENTS, says("w", waits_for=BOOTING))
+            await until(lambda: orders(bus, 1))
+            for _ in range(6):  # several deadlines long
+                await asyncio.sleep(0.2)
+                await put(bus, EVENTS, says("w", waits_for=BOOTING))
+            assert len(await orders(bus, 1)) == 1 and not await told(bus)
+            await put(bus, EVENTS, says("w", waits_for="activation"))
+            await until(lambda: told(bus))
+
+
+# -- waves ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    serving=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(-1, 2), min_size=1),
+    fraction=st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]),
+    on_the_way=st.sets(st.sampled_from("abcdefgh")),
+    late=st.sets(st.sampled_from("abcdefgh")),
+)
+def test_a_wave_leaves_its_share_of_engines_at_work(
+    serving: dict[str, int], fraction: float, on_the_way: set[str], late: set[str]
+) -> None:
+    gone = {n for n in on_the_way if serving.get(n, 2) < 2}
+    wave = next_wave(serving=serving, target=2, fraction=fraction, in_progress=gone, late=late)
+    behind = {n for n, version in serving.items() if version < 2} - gone
+    assert len(set(wave)) == len(wave) and set(wave) <= behind
+    assert {n for n in behind if serving[n] < 0} <= set(wave), "nobody misses who serves nothing"
+    allowed = len(serving) if fraction == 1.0 else max(1, int(sum(v >= 0 for v in serving.values()) * fraction))
+    at_work = [n for n in wave if serving[n] >= 0]
+    away = [n for n in gone if serving[n] >= 0]
+    assert len(at_work) + len(away) <= max(allowed, len(away)), "no more than the share"
+    assert len(at_work) == min(len([n for n in behind if serving[n] >= 0]), max(0, allowed - len(away))), "and no fewer"
+    assert not any(n in late for n in at_work) or not [n for n in behind - set(wave) if n not in late], "the slow ones last"
+
+
+async def test_rolling_the_others_serve_on(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, wave_fraction=0.5):
+            for name, version in (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("new", -1)):
+                await put(bus, EVENTS, says(name, version))
+            await put(bus, POLICY, announced(2, tmp_path))
+            [first] = await until(lambda: orders(bus, 1))
+            assert first.workers == ("new", "a", "b")
+            await put(bus, EVENTS, activated("b", 2))
+            assert (await until(lambda: orders(bus, 2)))[1].workers == ("c",)
+
+
+async def test_rolling_a_slow_engine_holds_nobody_back(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, wave_fraction=0.5, activation_deadline_s=0.2):
+            for name in "ab":
+                await put(bus, EVENTS, says(name, 1))
+            await put(bus, POLICY, announced(2, tmp_path))
+            assert [o.workers for o in await until(lambda: orders(bus, 2))][:2] == [("a",), ("b",)]
+            await put(bus, EVENTS, activated("b", 2))
+            await until(lambda: served(bus, {"a": 1, "b": 2}))

@@ -127,6 +127,13 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
             "--engine external --rollout-external-engine-addrs localhost:30000 http://127.0.0.1:30000/",
             ("localhost:30000 and http://127.0.0.1:30000/ are one engine", "a port of its own"),
         ),
+        ("", "--update-weight-delta --update-weight-transport ipc", ("'ipc', which sends all tensors",)),
+        (
+            "",
+            "--update-weight-wave-fraction 0.5 --update-weight-transport nccl",
+            ("update_weight_wave_fraction = 0.5", "'nccl', which reaches all engines at once"),
+        ),
+        ("", "--update-weight-wave-fraction 0", ("--update-weight-wave-fraction = '0': must be a number > 0 and <= 1",)),
         ("", "--router-policy random", ("router_args", "use_router is off")),
         ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("router_args", "its own flags")),
     ],

@@ -9,10 +9,10 @@ import pytest
 
 from bus import Bus
 from bus.messages.control import Event
-from bus.messages.policy import PolicyAnnounced, StepDone, WeightsOnDisk
-from bus.topology import EVENTS, POLICY
+from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, StepDone, WeightsOnDisk
+from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.crash.conftest import Launch
-from tests.crash.house import Run, merged
+from tests.crash.house import Run, merged, until
 from tests.crash.judge import judge
 
 pytestmark = pytest.mark.timeout(400)
@@ -81,3 +81,26 @@ def test_a_worker_killed_while_weights_are_broadcast_stops_nobody(point: str, ru
     broken = [e for e in events if e.kind in ("transfer failed", "transport failed")]
     assert broken and any(isinstance(m, WeightsOnDisk) for m in policy)
     assert "nccl" in ways(events)
+
+
+def test_rolling_one_of_two_engines_serves_on_while_the_other_is_away(run_of: Launch) -> None:
+    run = run_of(merged(TWO, {"sglang": {"update_weight_wave_fraction": 0.5}, "rollout": {"num_rollout": 2000}}))
+    run.start()
+    run.until_step(1)
+
+    def enough() -> list[tuple[str, ...]]:
+        """Whom each order is for, once both engines are known to serve and had several more."""
+        said = run.ask(active)
+        states = [(i, [*m.serving.values()]) for i, m in enumerate(said) if isinstance(m, PolicyActive)]
+        known = [i for i, versions in states if len(versions) == 2 and min(versions) > 0]
+        orders = [m.workers for m in said[known[0] :] if isinstance(m, Activate)] if known else []
+        return orders if min(orders.count((name,)) for name in ("generation-0", "generation-1")) > 2 else []
+
+    until("both engines to be ordered three more versions", lambda: bool(enough()))
+    assert all(len(workers) == 1 for workers in enough())
+    run.drain()
+
+
+async def active(bus: Bus) -> list[Any]:
+    """Orders, and who serves what."""
+    return [await bus.message(e) for e in await bus.scan_all(ACTIVE)]

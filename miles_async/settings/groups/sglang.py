@@ -122,6 +122,15 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             gt=0,
         ),
     ] = 60.0
+    update_weight_wave_fraction: Annotated[
+        float,
+        doc(
+            "Share of the engines that may be away loading a version at a time, for transport disk; below 1 the others serve on "
+            "with the version before. nccl and ipc reach all engines at once.",
+            gt=0,
+            le=1,
+        ),
+    ] = 1.0
     update_weight_delta: Annotated[
         bool,
         doc(
