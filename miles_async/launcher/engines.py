@@ -35,6 +35,7 @@ def generation_spec(
         request_deadline_s=s.sglang_request_deadline_s,
         token_deadline_s=s.engine_token_deadline_s,
         boot_deadline_s=s.engine_boot_deadline_s,
+        control_deadline_s=s.update_weight_deadline_s,
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,

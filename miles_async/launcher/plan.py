@@ -203,7 +203,9 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             "publisher",
             "publisher",
             PublisherSpec(
-                weights_dir=place.weights_dir, wave_fraction=settings.sglang.update_weight_wave_fraction
+                weights_dir=place.weights_dir,
+                wave_fraction=settings.sglang.update_weight_wave_fraction,
+                activation_deadline_s=settings.sglang.update_weight_deadline_s,
             ),
         ),
         (
@@ -235,6 +237,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         custom_rm_path=r.custom_rm_path or "",
         rm_url=r.rm_url or "",
         reward_key=r.reward_key or "",
+        eval_reward_key=settings.eval.eval_reward_key or "",
+        skip_special_tokens=r.rollout_skip_special_tokens,
         max_retries=r.reward_max_retries,
         tokenizer_dir=place.model_dir,
         teacher_urls=settings.grpo.opd_teacher_urls if settings.grpo.distills else (),

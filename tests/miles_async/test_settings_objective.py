@@ -192,3 +192,19 @@ def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_rooms_wait_for_and_read_is_what_the_settings_say() -> None:
+    place = Place(run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f")
+
+    def rooms(**fields: object) -> dict[str, Any]:
+        return {name: room for name, _, room in room_specs(make(**fields), place)}
+
+    slow = rooms(update_weight_deadline_s=300.0, update_weight_wave_fraction=0.25)
+    assert (slow["publisher"].activation_deadline_s, slow["publisher"].wave_fraction) == (300.0, 0.25)
+    assert slow["generation-0"].control_deadline_s == 300.0
+    both = {"reward_key": "a", "eval_reward_key": "b"}
+    for fields, keys in (({}, ("", "")), ({"reward_key": "a"}, ("a", "a")), (both, ("a", "b"))):
+        reward = rooms(**fields)["reward-0"]
+        assert (reward.reward_key, reward.eval_reward_key, reward.skip_special_tokens) == (*keys, True)
+    assert not rooms(rollout_skip_special_tokens=False)["reward-0"].skip_special_tokens

@@ -30,6 +30,7 @@ class EvalSettings(Group, frozen=True, kw_only=True):
     eval_max_response_len: Annotated[
         int, doc("Most tokens per evaluated sample.", unit="tokens", derived="rollout_max_response_len", ge=1)
     ]
+    eval_reward_key: Annotated[str | None, doc("The same as reward_key, for evaluation.", derived="reward_key")]
     skip_eval_before_train: Annotated[bool, doc("Leave out the evaluation before the first rollout.")] = False
 
     @property

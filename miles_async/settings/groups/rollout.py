@@ -62,6 +62,10 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
     ] = ()
 
+    rollout_skip_special_tokens: Annotated[
+        bool, doc("Leave special tokens out of the text that reward functions get; the tokens themselves stay as they are.")
+    ] = True
+
     rm_type: Annotated[str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.")] = None
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
     rm_url: Annotated[str | None, doc("Address of the reward service for rm_type remote_rm, http:// or https://.")] = (

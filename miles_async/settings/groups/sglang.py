@@ -117,7 +117,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     update_weight_deadline_s: Annotated[
         float,
         doc(
-            "Longest wait for all engines to be ready for a version, and for its broadcast; then it goes by disk.",
+            "Longest wait for all engines to be ready for a version, and for its broadcast; then it goes by disk. Also for one "
+            "engine to load a version and go on, or to answer any other call but a request; then it is started anew.",
             unit="seconds",
             gt=0,
         ),
