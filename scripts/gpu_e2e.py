@@ -102,7 +102,7 @@ RECIPES = {"qwen2.5-0.5b-gsm8k": "qwen2.5-0.5b", "qwen3-0.6b-gsm8k": "0.6b", "qw
 
 async def recipes(b: Any) -> None:
     """Whether each recipe trains: its own flags, but for what random weights and a tokenizer of digits cannot give."""
-    found = b.found("recipes")
+    found, failed = b.found("recipes"), []
     for name, shape in RECIPES.items():
         if name in found or (b.args.e2e_runs and name not in b.args.e2e_runs):
             continue
@@ -117,8 +117,13 @@ async def recipes(b: Any) -> None:
             *("--num-rollout", str(b.args.train_steps)),
             *("--no-save", "--console", "none", "--no-report", "--runs-dir", str(b.scratch / "runs")),
         ]
-        found[name] = await _run(b, words, name, 0)
+        try:
+            found[name] = await _run(b, words, name, 0)
+        except RuntimeError as error:
+            failed.append(str(error))
         b.save("recipes", {"runs": found}, done=False)
+    if failed:
+        raise RuntimeError("; ".join(failed))
     b.save("recipes", {"runs": found}, done=len(found) == len(RECIPES))
 
 
