@@ -38,18 +38,18 @@ def next_wave(
 ) -> list[str]:
     """Workers to order to `target` now.
 
-    `fraction` 1.0 = all at once; 1/k = rolling: of those that serve a version (`serving` >= 0) at most that share, but one at
-    least, is away at any time. Who serves nothing is missed by nobody and goes at once. Workers already there or on their way
-    are left alone; names are sorted, so that the choice does not depend on arrival, those that were `late` last: a slow engine
-    holds nobody back.
+    `fraction` 1.0 = all at once; 1/k = rolling: at most that share of those that serve a version (`serving` >= 0), but one at
+    least, is away at any time. Who serves nothing is missed by nobody and goes at once. Workers already there or on their way are
+    left alone. By name, so that the choice does not depend on arrival; the `late` ones last, so that they hold nobody back.
     """
-    behind = sorted((n for n, v in serving.items() if v < target and n not in in_progress), key=lambda n: (n in late, n))
+    behind = sorted(name for name, version in serving.items() if version < target and name not in in_progress)
     if fraction >= 1.0:
-        return sorted(behind)
-    at_work = [n for n in behind if serving[n] >= 0]
-    away = sum(serving.get(n, -1) >= 0 for n in in_progress)
-    allowed = max(1, int(sum(v >= 0 for v in serving.values()) * fraction))
-    return sorted(n for n in behind if n not in at_work) + at_work[: max(0, allowed - away)]
+        return behind
+    idle = [name for name in behind if serving[name] < 0]
+    at_work = sorted((name for name in behind if serving[name] >= 0), key=lambda name: name in late)
+    away = sum(serving.get(name, -1) >= 0 for name in in_progress)
+    allowed = max(1, int(sum(version >= 0 for version in serving.values()) * fraction))
+    return idle + at_work[: max(0, allowed - away)]
 
 
 __all__ = ("Ways", "choose_ways", "next_wave")

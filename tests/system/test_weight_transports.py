@@ -88,16 +88,18 @@ def test_rolling_one_of_two_engines_serves_on_while_the_other_is_away(run_of: La
     run.start()
     run.until_step(1)
 
-    def enough() -> list[tuple[str, ...]]:
-        """Whom each order is for, once both engines are known to serve and had several more."""
+    orders: list[tuple[str, ...]] = []
+
+    def enough() -> bool:
+        """Collects whom each order is for since both engines are known to serve; whether both had several more."""
         said = run.ask(active)
         states = [(i, [*m.serving.values()]) for i, m in enumerate(said) if isinstance(m, PolicyActive)]
         known = [i for i, versions in states if len(versions) == 2 and min(versions) > 0]
-        orders = [m.workers for m in said[known[0] :] if isinstance(m, Activate)] if known else []
-        return orders if min(orders.count((name,)) for name in ("generation-0", "generation-1")) > 2 else []
+        orders[:] = [m.workers for m in said[known[0] :] if isinstance(m, Activate)] if known else []
+        return min(orders.count((name,)) for name in ("generation-0", "generation-1")) > 2
 
-    until("both engines to be ordered three more versions", lambda: bool(enough()))
-    assert all(len(workers) == 1 for workers in enough())
+    until("both engines to be ordered three more versions", enough)
+    assert all(len(workers) == 1 for workers in orders)
     run.drain()
 
 
