@@ -21,7 +21,7 @@ import psutil
 from actors.runtime.context import ActorSpec
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
-from miles_async.launcher.restart import Failure, describe_exit, judge_exit
+from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 
@@ -41,7 +41,7 @@ class Child:
     spec: ActorSpec
     pid: int = 0
     process: asyncio.subprocess.Process | None = None
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[Ending] = field(default_factory=list)
     done: bool = False
     essential: bool = True
     outdated: bool = False  # a process of an earlier launcher may run with other settings
@@ -156,9 +156,9 @@ class Supervisor:
                 child.done = True
                 return
             now = self._clock.monotonic()
-            failure = Failure(now, code, self._furthest())
+            ending = Ending(now, code, self._furthest())
             steps = child.spec.role == "trainer"
-            verdict = judge_exit(child.name, failure, child.failures, self._budget, steps=steps)
+            verdict = judge_exit(child.name, ending, child.failures, self._budget, steps=steps)
             if verdict.action == "done":
                 child.done = True
                 return
@@ -167,7 +167,7 @@ class Supervisor:
                 child.done = True
                 status = EXIT_REFUSED if code == EXIT_REFUSED else 1
                 raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(child)}", status=status)
-            child.failures.append(failure)
+            child.failures.append(ending)
             self.restarts += 1
             text = f"{child.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
             self.notes.append(("restart", text))

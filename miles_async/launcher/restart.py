@@ -21,8 +21,8 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An end that was answered with a restart. `at`: seconds on the launcher's clock; `code`: None = unknown; `furthest`: the
+class Ending:
+    """How an actor ended. `at`: seconds on the launcher's clock; `code`: None = unknown; `furthest`: the
     last training step that the run had ever made then."""
 
     at: float
@@ -30,25 +30,25 @@ class Failure:
     furthest: int
 
 
-def judge_exit(name: str, failure: Failure, former: Sequence[Failure], budget: int, *, steps: bool = False) -> Verdict:
-    """What follows `failure`. `steps`: this actor is the one that makes the training steps.
+def judge_exit(name: str, ending: Ending, former: Sequence[Ending], budget: int, *, steps: bool = False) -> Verdict:
+    """What follows `ending`. `steps`: this actor is the one that makes the training steps.
 
     A refusal is final, and so is a run that an actor ended: the same start would come to the same. Failures within
     QUICK_S of each other use up the budget; an actor that ran well in between starts afresh. Crashes of the trainer
     before the same step use it up too, however far apart: a batch that ends it would end it for ever.
     """
-    if failure.code == EXIT_DONE:
+    if ending.code == EXIT_DONE:
         return Verdict("done")
-    if failure.code == EXIT_REFUSED:
+    if ending.code == EXIT_REFUSED:
         return Verdict("give_up", reason=f"{name} refused to start")
-    if failure.code == EXIT_RUN_ENDS:
+    if ending.code == EXIT_RUN_ENDS:
         return Verdict("give_up", reason=f"{name} cannot go on")
-    recent = [f for f in former if failure.at - f.at < QUICK_S]
+    recent = [f for f in former if ending.at - f.at < QUICK_S]
     if len(recent) >= budget:
         return Verdict("give_up", reason=f"{name} failed {len(recent) + 1} times within {QUICK_S:.0f} s")
-    stuck = [f for f in former if f.code == EXIT_CRASHED and f.furthest == failure.furthest]
-    if steps and failure.code == EXIT_CRASHED and len(stuck) >= budget:
-        return Verdict("give_up", reason=f"{name} crashed {len(stuck) + 1} times before step {failure.furthest + 1}")
+    stuck = [f for f in former if f.code == EXIT_CRASHED and f.furthest == ending.furthest]
+    if steps and ending.code == EXIT_CRASHED and len(stuck) >= budget:
+        return Verdict("give_up", reason=f"{name} crashed {len(stuck) + 1} times before step {ending.furthest + 1}")
     return Verdict("restart", after_s=0.0 if not recent else min(10.0, 0.25 * 2 ** len(recent)))
 
 
@@ -59,4 +59,4 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
-__all__ = ("Failure", "Verdict", "describe_exit", "judge_exit")
+__all__ = ("Ending", "Verdict", "describe_exit", "judge_exit")

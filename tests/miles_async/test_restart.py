@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.launcher.restart import QUICK_S, Failure, Verdict, judge_exit
+from miles_async.launcher.restart import QUICK_S, Ending, Verdict, judge_exit
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
 BUDGET = 3
@@ -15,9 +15,9 @@ def lives(ends: list[tuple[float, int | None, int]], name: str = "trainer") -> l
     now, former, verdicts = 0.0, [], []
     for lived_s, code, furthest in ends:
         now += lived_s
-        failure = Failure(now, code, furthest)
-        verdicts.append(judge_exit(name, failure, former, BUDGET, steps=name == "trainer"))
-        former.append(failure)
+        ending = Ending(now, code, furthest)
+        verdicts.append(judge_exit(name, ending, former, BUDGET, steps=name == "trainer"))
+        former.append(ending)
     return verdicts
 
 
@@ -59,5 +59,5 @@ def test_steps_say_nothing_of_other_actors() -> None:
     [(0, "done", ""), (2, "give_up", "w refused to start"), (65, "give_up", "w cannot go on")],
 )
 def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason: str) -> None:
-    verdict = judge_exit("w", Failure(0.0, code, 0), (), BUDGET)
+    verdict = judge_exit("w", Ending(0.0, code, 0), (), BUDGET)
     assert (verdict.action, verdict.reason) == (action, reason)
