@@ -30,7 +30,7 @@ from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
 from miles_async.launcher.prepare import check_quantization, place_of, prepare_bus, token_counter
-from miles_async.settings.checks import preflight
+from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import write_run_file
@@ -38,12 +38,12 @@ from miles_async.settings.runs import write_run_file
 
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given."""
-    names = {"rm_type": RM_TYPES}
-    preflight(settings, shipped=names, probes=[check_quantization])
+    found = preflight(settings, shipped={"rm_type": RM_TYPES}, probes=[check_quantization])
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
-    for note in preflight(settings, shipped=names, count_tokens=counter).notes:
-        print(f"note: {note}", file=sys.stderr)
+    check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     run_dir = Path(place.run_dir)
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))

@@ -38,26 +38,22 @@ def preflight(
     *,
     shipped: Mapping[str, Collection[str]] | None = None,
     builtin_models: Collection[str] = ("arithmetic",),
-    count_tokens: CountTokens | None = None,
     probes: Iterable[Probe] = (),
 ) -> Preflight:
-    """Check data, model directory, names and the outside, in this order.
+    """Check names, model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
 
     shipped: settings field -> names that this build offers for it, e.g. {"rm_type": (...)}.
-    count_tokens: tokens of one value of input_key; when given, prompts longer than the context are refused.
     probes: further checks that raise SettingsError (ports, bus).
     """
     for field, valid in (shipped or {}).items():
         check_shipped_name(settings, field, valid)
-    context = check_model(settings, builtin_models)
+    config = check_model(settings, builtin_models)
     check_programs(settings)
-    notes = check_memory(settings)
+    notes = check_memory(settings, config)
     prompts, held_out = check_data(settings)
-    if count_tokens is not None:
-        check_prompt_lengths(settings, prompts, count_tokens, context)
     for probe in probes:
         probe(settings)
-    return Preflight(prompts, held_out, context, notes)
+    return Preflight(prompts, held_out, _context(config), notes)
 
 
 def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]) -> None:
@@ -70,8 +66,9 @@ def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]
     raise SettingsError("unknown name", field=field, value=value, remedy=f"{close} {known}".strip())
 
 
-def check_model(settings: RunSettings, builtin_models: Collection[str]) -> int | None:
-    """The model's context in tokens, or None for a builtin model."""
+def check_model(settings: RunSettings, builtin_models: Collection[str]) -> dict[str, Any]:
+    """The model's config.json; empty for a builtin model."""
+    config: dict[str, Any] = {}
     builtin = settings.model.builtin_name
     if builtin is not None:
         if builtin not in builtin_models:
@@ -81,16 +78,19 @@ def check_model(settings: RunSettings, builtin_models: Collection[str]) -> int |
                 value=settings.model.hf_checkpoint,
                 remedy=f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(builtin_models))}.",
             )
-        context = None
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
-        context = config.get("max_position_embeddings")
-        context = context if isinstance(context, int) else None
     _check_reference(settings)
     check_second_models(settings)
-    if context is not None:
+    if (context := _context(config)) is not None:
         _check_lengths(settings, context)
-    return context
+    return config
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    """Tokens of the model's context, as far as it is known."""
+    context = config.get("max_position_embeddings")
+    return context if isinstance(context, int) else None
 
 
 def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKPOINT_FILES) -> dict[str, Any]:
@@ -184,7 +184,8 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
 def check_prompt_lengths(
     settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None
 ) -> None:
-    """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out."""
+    """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out. count_tokens: of
+    one value of input_key."""
     r = settings.rollout
     limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
     context = min(limits, default=None)

@@ -10,6 +10,7 @@ import pytest
 
 from miles_async.launcher.prepare import check_quantization
 from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
+from miles_async.settings.checks import check_prompt_lengths
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
 
 ROWS = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
@@ -163,11 +164,16 @@ def test_lengths_must_fit_the_model(data, model):
 
 
 def test_a_prompt_longer_than_the_context_is_refused_unless_it_is_left_out(data):
-    lengths = {"count_tokens": lambda prompt: 500 if prompt.startswith("7") else 5}
-    text = refusal(make(data, rollout_max_context_len=300), **lengths)
-    assert "500 tokens" in text and "--rollout-max-prompt-len 299" in text
-    preflight(make(data, rollout_max_context_len=300, rollout_max_prompt_len=200), **lengths)
-    assert "every prompt" in refusal(make(data, rollout_max_prompt_len=4), **lengths)
+    def check(**fields: int) -> None:
+        settings = make(data, **fields)
+        found = preflight(settings)
+        check_prompt_lengths(settings, found.prompts, lambda prompt: 500 if prompt.startswith("7") else 5, found.model_context)
+
+    with pytest.raises(SettingsError, match=r"500 tokens .* Set --rollout-max-prompt-len 299"):
+        check(rollout_max_context_len=300)
+    check(rollout_max_context_len=300, rollout_max_prompt_len=200)
+    with pytest.raises(SettingsError, match="every prompt"):
+        check(rollout_max_prompt_len=4)
 
 
 def test_probes_are_asked_last_and_their_refusal_counts(data):

@@ -63,9 +63,9 @@ def test_the_check_reads_the_model_and_asks_the_gpu(
     s = made(tmp_path, flags=f"--colocate --engine sglang --hf-checkpoint {model}").settings
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SettingsError, match=r"of 140\.4 GiB"):
-        check_memory(s)
+        check_memory(s, {})
     program.unlink()
-    assert check_memory(s) == ()
+    assert check_memory(s, {}) == ()
 
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads; billions of parameters
@@ -101,10 +101,8 @@ def test_a_full_micro_batch_that_may_not_fit_is_noted(
 ) -> None:
     monkeypatch.setattr("miles_async.settings.memory.gpu_bytes", lambda: 143_771 << 20)
     monkeypatch.setattr("miles_async.settings.memory.parameters", lambda _: int(SHAPES[shape][-1] * BILLION))
-    flags = f"--engine sglang --model-dtype bfloat16 --max-tokens-per-gpu 16384 --hf-checkpoint {tmp_path / 'm'} {flags}"
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(json.dumps(config_of(shape)))
-    notes = check_memory(made(tmp_path, flags=flags).settings)
+    flags = f"--engine sglang --model-dtype bfloat16 --max-tokens-per-gpu 16384 --hf-checkpoint m {flags}"
+    notes = check_memory(made(tmp_path, flags=flags).settings, config_of(shape))
     assert [bool(says and says in note) for note in notes] == [True] * bool(says)
 
 
