@@ -235,7 +235,7 @@ async def check(bus: Bus) -> LedgerCheck:
         accounts,
         groups,
         {stream.name: _entries(raw) for stream, raw in zip(HOME, rows, strict=True)},
-        reissuing=bool(reissue) and _text(reissue) == "pending",
+        reissuing=bool(reissue) and _text(reissue).startswith("pending"),
     )
 
 
@@ -256,7 +256,9 @@ def audit(
     *,
     reissuing: bool = False,
 ) -> LedgerCheck:
-    """Where each sample lies (pure): `groups` are the open ones by id, `entries` what lies on each stream of HOME."""
+    """Where each sample lies (pure): `groups` are the open ones and their parts by key, `entries` what lies on each stream
+    of HOME."""
+    wanted = {sample for opened in groups.values() for sample in opened.sample_ids}
     places: dict[str, int] = {}  # sample -> entries it lies in
     located: dict[str, int] = {}
     extra: list[str] = []
@@ -266,21 +268,22 @@ def audit(
         for entry in found:
             if not entry.id or entry.group.startswith(EVAL_GROUPS):
                 continue
-            located[name] += entry.samples
             tokens += entry.tokens
-            if entry.group not in groups:
-                extra.append(entry.id)
-                continue
-            is_group = name == GROUPS.name
-            for sample in [f"{entry.group}/{i}" for i in range(entry.samples)] if is_group else [entry.id]:
+            if name == GROUPS.name:
+                part = groups.get(entry.id)
+                samples = part.sample_ids[: entry.samples] if part is not None else ()
+            else:
+                samples = (entry.id,) if entry.id in wanted else ()
+            located[name] += len(samples) or entry.samples
+            extra += [] if samples else [entry.id]
+            for sample in samples:
                 places[sample] = places.get(sample, 0) + 1
-    wanted = {f"{g.group_id}/{index}" for g in groups.values() for index in range(g.n_samples)}
     return LedgerCheck(
         accounts=accounts,
-        open_groups=len(groups),
+        open_groups=len({opened.group_id for opened in groups.values()}),
         located=located,
         missing=tuple(sorted(wanted - places.keys())),
-        extra=tuple(sorted([*extra, *(places.keys() - wanted)])),
+        extra=tuple(sorted(extra)),
         doubled=tuple(sorted(sample for sample, n in places.items() if n > 1)),
         residual=accounts.pending - len(wanted),
         token_residual=accounts.tokens_pending - tokens,

@@ -51,7 +51,7 @@ PARKED = Stream("parked", samples.Parked, "generation", ("partial",))
 PREFIXES = Stream("prefixes", Prefix, "partial", ("generation",))
 ROLLOUTS = Stream("rollouts", Rollout, "generation", ("reward",))
 SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
-GROUPS = Stream("groups", groups.GroupKept, "filter", ("trainer",))
+GROUPS = Stream("groups", groups.GroupKept | groups.Turned, "filter", ("trainer",))
 # Verdicts travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
 VERDICTS = Stream("verdicts", groups.GroupVerdict, "filter", tailed_by=("sampler", "console"), cap=10_000)
 POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "generation", "console"))

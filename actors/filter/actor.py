@@ -1,103 +1,227 @@
-"""Filter room: assembles groups and judges them whole.
+"""Filter room: assembles groups, judges them, and lets them go whole or, on their last turn, in parts.
 
-Reads  scored (readers "filter")    Writes  groups (kept), verdicts (all)    Owns  half-assembled groups = its pending entries
-A group leaves in one commit: all its members are acknowledged, and it is either appended to `groups` or counted as dropped
-and closed. Killed at any await, the members are still pending and the group is assembled again.
+Reads  scored (readers "filter"), policy (log)    Writes  groups (kept, turned), verdicts (all)
+Owns   half-assembled groups = its pending entries; what left of a group lies in the open hash
+A group or part leaves in one commit: its members are acknowledged, and it is either appended to `groups` or counted as
+dropped and closed. Killed at any await, the members are still pending and the group is assembled again.
+
+Invariant: when `turned` of a trainer's version is on the stream, every member that had arrived here and would be over the
+bound in the next step lies before it, unless it has no finished sibling to be compared with. So the trainer, which cuts after
+it, passes none of them by.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
-from actors.filter.groups import GroupTable, tokens_of
+from actors.filter.groups import GroupTable, Half, leaves_now, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
 from actors.runtime.consume import Consumer, header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
-from bus import Commit, Entry, Out
-from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
+from actors.runtime.run import RunEnds
+from actors.runtime.staleness import bound_in_steps, rule_of
+from bus import Commit, Entry, Out, Tail
+from bus.errors import BadMessage
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, part_key
+from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import RolloutLost, Scored
-from bus.topology import GROUPS, SCORED, VERDICTS
+from bus.topology import GROUPS, POLICY, SCORED, VERDICTS
+
+NEWEST = 256  # entries of the policy log that are looked through for the step at the start
+JUDGE_RAISED = "judge_raised"
+MOST_RAISED = 16  # groups in a row; then the judge is at fault, not the groups
 
 
 class FilterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`custom_filter`: dotted path of a judge that replaces the knob's built-in one; empty = none."""
 
     custom_filter: str = ""
+    update_weights_interval: int = 1
 
 
 class Filter:
-    """The room: a consumer whose handler keeps entries until their group is complete."""
+    """The room: a consumer whose handler keeps entries until their group, or its part, may leave."""
 
     def __init__(self, context: Context, spec: FilterSpec) -> None:
         self._context = context
+        self._interval = spec.update_weights_interval
         self._custom: Judge | None = load_hook(spec.custom_filter, Judge) if spec.custom_filter else None
         self._table = GroupTable()
+        self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
+        self._said: Turned | None = None
+        self._raised = 0
+        self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(
             context, [SCORED], "filter", self.handle, on_dead=_on_dead, batch=256, rebuild=self._table.clear, holds=True
         )
 
     async def run(self) -> None:
         """Until draining."""
-        await self._consumer.run()
+        tail = Tail(self._context.bus, [POLICY], start="$")
+        await tail.open()
+        stop = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(tail, stop))
+                try:
+                    await self._consumer.run()
+                finally:
+                    stop.set()
+        finally:
+            await tail.close()
+
+    # -- turns --------------------------------------------------------------------------------------------------
+
+    async def _follow(self, tail: Tail, stop: asyncio.Event) -> None:
+        """The trainer's steps, from the policy log; woken by the blocking read. After a start the turn waits until the
+        entries that were pending have been taken in."""
+        for entry in reversed(await self._context.bus.last(POLICY, NEWEST)):
+            await self._hear(entry)
+        while not stop.is_set():
+            if self._turn != self._said and self._consumer.reader.recovered:
+                async with self._busy:
+                    await self._end_turn()
+            for entry in await tail.read(0.5 if self._turn == self._said else 0.02):
+                await self._hear(entry)
+
+    async def _hear(self, entry: Entry) -> None:
+        if entry.fields.get("type") not in ("policy.step", "policy.restored"):
+            return  # announcements and orders are not for us
+        try:
+            message = await self._context.bus.message(entry)
+        except BadMessage as error:
+            self._context.count("unreadable")
+            await self._context.event("unreadable", f"policy {entry.id}: {error}", level="error")
+            return
+        if isinstance(message, StepDone | Restored):
+            self._turn = Turned(step=message.step, version=message.version.id)
+
+    async def _end_turn(self) -> None:
+        """Release what is on its last turn, then say so."""
+        turn = self._turn
+        if turn is None:
+            return
+        for half in self._table.halves():
+            if self._leaves(half):
+                await self._release(half)
+        fault_point(self._context.name, "turned")
+        await self._context.bus.append([Out(GROUPS, turn)], repeatable=True)
+        self._said = turn
+
+    # -- groups -------------------------------------------------------------------------------------------------
 
     async def handle(self, entry: Entry, member: Member) -> Commit | None:
-        """Hold a member; judge the group when it is the last."""
-        if isinstance(member, RolloutLost) and member.n_samples == 0:
-            member = msgspec.structs.replace(member, n_samples=await self._size_of(member.group_id))
-        match self._table.add(entry, member):
-            case "duplicate":
+        """Hold a member; let its group, or what is here of it, go when it may."""
+        group_id = member.rollout.task.group_id if isinstance(member, Scored) else member.group_id
+        async with self._busy:
+            if not self._table.knows(group_id):
+                self._table.begin(group_id, await self._opened(group_id))
+            if self._table.add(entry, member) == "duplicate":
                 self._context.count("duplicates")
                 return Commit(ack=(entry,))
-            case "held":
-                self._context.note = f"{len(self._table)} groups in assembly"
-                return None
-        group_id = entry.fields.get("group", "")
-        fault_point(self._context.name, "assembling")
-        await self._judge(group_id)
+            half = self._table.get(group_id)
+            fault_point(self._context.name, "assembling")
+            if self._leaves(half):
+                await self._release(half)
+        self._context.note = f"{len(self._table)} groups in assembly"
         return None
 
-    async def _size_of(self, group_id: str) -> int:
-        """Samples of a group by the run's registry, for members whose own entry could not be read; 0 = unknown."""
+    async def _opened(self, group_id: str) -> OpenGroup | None:
+        """A group as the run lists it: how many samples, which of them have left and with what reward."""
         raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
-        return msgspec.msgpack.decode(raw, type=OpenGroup).n_samples if raw else 0
+        return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
-    async def _judge(self, group_id: str) -> None:
+    def _leaves(self, half: Half) -> bool:
+        knobs = self._context.knobs
+        bound = int(knobs.max_weight_staleness)
+        return leaves_now(
+            half,
+            policy=rule_of(str(knobs.staleness_policy), bound),
+            step=self._turn.step if self._turn is not None else 0,
+            bound=bound_in_steps(bound, self._interval),
+        )
+
+    async def _release(self, half: Half) -> None:
+        """What is here of a group leaves: kept or dropped, whole or as a part."""
         context = self._context
-        entries, members = self._table.take(group_id)
-        knobs = context.knobs
-        dynamic = self._custom or JUDGES[str(knobs.dynamic_sampling_filter)]
-        reason = judge(members, dynamic)
-        tokens = sum(map(tokens_of, members))
+        indexes = sorted(half.members)
+        entries, members = [half.entries[i] for i in indexes], [half.members[i] for i in indexes]
         scored = tuple(m for m in members if isinstance(m, Scored))
+        whole = not half.split and half.complete
+        rewards = () if whole else tuple(half.known.values())
+        reason = await self._judge(half.group_id, members, rewards)
         prompt_id = scored[0].rollout.task.prompt_id if scored else getattr(members[0], "prompt_id", "")
         verdict = GroupVerdict(
-            group_id=group_id,
+            group_id=half.group_id,
             prompt_id=prompt_id,
             kept=reason is None,
             reason=reason or "",
             n_samples=len(members),
-            tokens=tokens,
-            mean_reward=sum(s.reward for s in scored) / max(1, len(scored)),
+            tokens=sum(map(tokens_of, members)),
+            mean_reward=sum(s.reward / len(scored) for s in scored),
+            members=() if whole else tuple(indexes),
         )
+        opened: dict[str, bytes] = {}
+        key = half.group_id if whole else part_key(half.group_id, indexes)
+        rest = half.wanted - set(indexes)
+        if not whole:
+            base = half.opened or OpenGroup(group_id=half.group_id, prompt_id=prompt_id, n_samples=half.n_samples)
+            base = msgspec.structs.replace(base, rewards=half.known)
+            if rest:
+                opened[half.group_id] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(sorted(rest))))
+            if reason is None:
+                opened[key] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(indexes)))
+        closes = () if rest or (whole and reason is None) else (half.group_id,)
+        outs = [Out(VERDICTS, verdict)]
+        ledger: dict[str, int] = {}
         if reason is None:
-            kept = GroupKept(group_id=group_id, prompt_id=prompt_id, samples=scored, knob_epoch=knobs.epoch)
-            commit = Commit(ack=entries, append=(Out(GROUPS, kept), Out(VERDICTS, verdict)), bounded=True)
-        else:
-            commit = Commit(
-                ack=entries,
-                append=(Out(VERDICTS, verdict),),
-                close_groups=(group_id,),
-                ledger={f"dropped/{reason}": len(members), f"tokens/dropped/{reason}": tokens},
+            kept = GroupKept(
+                group_id=half.group_id,
+                prompt_id=prompt_id,
+                samples=scored,
+                knob_epoch=context.knobs.epoch,
+                part="" if whole else key,
+                known=rewards,
             )
-        if await self._consumer.commit(commit):
-            context.count("groups_kept" if reason is None else f"groups_dropped/{reason}")
+            outs.insert(0, Out(GROUPS, kept))
+        else:
+            ledger = {f"dropped/{reason}": len(members), f"tokens/dropped/{reason}": verdict.tokens}
+        commit = Commit(
+            ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=ledger, bounded=reason is None
+        )
+        if not await self._consumer.commit(commit):
+            # Some member was finished by another filter; what is still ours comes back from the pending list.
+            for entry in entries:
+                if (entry.stream.name, entry.id) in self._consumer.reader.held:
+                    self._consumer.reader.retry_later(entry)
+            self._table.forget(half.group_id)
             return
-        # Some member was finished by another filter; what is still ours comes back from the pending list.
-        for entry in entries:
-            if (entry.stream.name, entry.id) in self._consumer.reader.held:
-                self._consumer.reader.retry_later(entry)
+        self._table.release(half, indexes)
+        what = "groups" if whole else "parts"
+        context.count(f"{what}_kept" if reason is None else f"{what}_dropped/{reason}")
+
+    async def _judge(self, group_id: str, members: list[Member], known: tuple[float, ...]) -> str | None:
+        """The drop reason, or None. A judge that raises drops what it judged, with a reason of its own; one that raises again
+        and again ends the run with its text."""
+        dynamic = self._custom or JUDGES[str(self._context.knobs.dynamic_sampling_filter)]
+        try:
+            reason = judge(members, dynamic, known)
+        except Exception as error:
+            self._raised += 1
+            said = f"{type(error).__name__}: {error}"
+            await self._context.event("judge raised", f"{group_id} is dropped: {said}"[:300], level="error")
+            if self._raised >= MOST_RAISED:
+                raise RunEnds(
+                    f"the filter {getattr(dynamic, '__name__', dynamic)!r} raised for {self._raised} groups in a row, last "
+                    f"{said}. Mend it, or choose another --dynamic-sampling-filter-path; the same command resumes."
+                ) from error
+            return JUDGE_RAISED
+        self._raised = 0
+        return reason
 
 
 def _on_dead(entry: Entry, message: object, error: str) -> Commit:

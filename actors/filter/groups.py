@@ -1,76 +1,135 @@
-"""Siblings collected so far (pure): a table that is rebuilt from the filter's own pending entries at every start."""
+"""Siblings collected so far (pure): a table that is rebuilt from the filter's own pending entries and the open groups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.filter.judges import Member
+from actors.filter.judges import Member, usable
+from bus.messages.groups import OpenGroup, index_of
 from bus.messages.samples import RolloutLost, Scored
+from bus.messages.versions import staleness
 from bus.streams.entry import Entry
 
 
 @dataclass(slots=True)
 class Half:
-    """A group under assembly: one entry and one member per sample id."""
+    """A group under assembly: one entry and one member per index. `wanted`: indexes that have not left; `left`: rewards of
+    those that have, by index; a group of which some left is said to be split."""
 
+    group_id: str
     n_samples: int = 0  # 0 while unknown
-    entries: dict[str, Entry] = field(default_factory=dict)
-    members: dict[str, Member] = field(default_factory=dict)
+    opened: OpenGroup | None = None
+    wanted: set[int] = field(default_factory=set)
+    left: dict[int, float] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        return 0 < self.n_samples <= len(self.members)
+        """Whether every member that has not left is here."""
+        return bool(self.members) and self.n_samples > 0 and self.wanted <= self.members.keys()
+
+    @property
+    def split(self) -> bool:
+        return bool(self.left)
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Rewards by index of all members that are known, those that left included; what is no usable number is left out."""
+        here = {i: m.reward for i, m in self.members.items() if isinstance(m, Scored)}
+        return {i: reward for i, reward in sorted((self.left | here).items()) if usable(reward)}
+
+    @property
+    def lost(self) -> bool:
+        """Whether a member here will never finish."""
+        return any(isinstance(m, RolloutLost) for m in self.members.values())
+
+    def age(self, step: int) -> int:
+        """Staleness at `step` of the oldest token here, 0 without tokens."""
+        made = [s.step for m in self.members.values() if isinstance(m, Scored) for s in m.rollout.response.spans]
+        return max(staleness(step, min(made)), staleness(step, max(made))) if made else 0
+
+
+def leaves_now(half: Half, *, policy: str, step: int, bound: int) -> bool:
+    """Whether the members here go on now, without those still generating.
+
+    Late members of a split group follow at once. `split`: two members at least, whose oldest token would be over the bound
+    in the next step. `member`: as soon as half of the group is here. A group with a lost member stays, to be dropped whole.
+    """
+    if half.complete:
+        return True
+    if half.split:
+        return bool(half.members)
+    if len(half.members) < 2 or half.lost:
+        return False
+    if policy == "member" and 2 * len(half.members) >= half.n_samples:
+        return True
+    return policy in ("split", "member") and half.age(step) >= bound
 
 
 class GroupTable:
-    """Groups by id. A sample counts once: a second result for a sample id already here is a duplicate."""
+    """Groups by id. A sample counts once: a second result for an index already here, or that has left, is a duplicate."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Half] = {}
 
-    def add(self, entry: Entry, member: Member) -> Literal["held", "complete", "duplicate"]:
-        """Take one member in."""
-        if isinstance(member, Scored):
-            task = member.rollout.task
-            group_id, sample_id, n_samples = task.group_id, task.sample_id, task.n_samples
-        else:
-            group_id, sample_id, n_samples = member.group_id, member.sample_id, member.n_samples
-        half = self._groups.setdefault(group_id, Half())
-        if sample_id in half.members:
-            if half.entries[sample_id].id == entry.id:
-                half.entries[sample_id] = entry  # the same entry, delivered again
-                return "complete" if half.complete else "held"
+    def knows(self, group_id: str) -> bool:
+        return group_id in self._groups
+
+    def begin(self, group_id: str, opened: OpenGroup | None) -> None:
+        """A group whose first member arrives, as the run lists it."""
+        half = self._groups[group_id] = Half(group_id, opened=opened)
+        if opened is not None:
+            half.n_samples = opened.n_samples
+            half.wanted = set(opened.indexes)
+            half.left = {i: reward for i, reward in opened.rewards.items() if i not in half.wanted}
+
+    def add(self, entry: Entry, member: Member) -> Literal["held", "duplicate"]:
+        """Take one member of a group that has begun."""
+        task = member.rollout.task if isinstance(member, Scored) else member
+        half, index = self._groups[task.group_id], index_of(task.sample_id)
+        if half.opened is None and task.n_samples > half.n_samples:  # the run lists no such group: its own word counts
+            half.n_samples = task.n_samples
+            half.wanted = set(range(task.n_samples))
+        if index in half.members and half.entries[index].id == entry.id:
+            half.entries[index] = entry  # the same entry, delivered again
+            return "held"
+        if index in half.members or (half.n_samples and index not in half.wanted):
             return "duplicate"
-        half.n_samples = max(half.n_samples, n_samples)
-        half.entries[sample_id] = entry
-        half.members[sample_id] = member
-        return "complete" if half.complete else "held"
+        half.entries[index], half.members[index] = entry, member
+        return "held"
 
-    def take(self, group_id: str) -> tuple[list[Entry], list[Member]]:
-        """Remove a group: its entries, and its members in index order."""
-        half = self._groups.pop(group_id)
-        order = sorted(half.members, key=lambda sample_id: int(sample_id.rpartition("/")[2]))
-        return [half.entries[s] for s in order], [half.members[s] for s in order]
+    def get(self, group_id: str) -> Half:
+        return self._groups[group_id]
 
-    def forget(self, entry_ids: set[str]) -> None:
-        """Entries that somebody else finished."""
-        for group_id, half in list(self._groups.items()):
-            for sample_id in [s for s, e in half.entries.items() if e.id in entry_ids]:
-                del half.entries[sample_id], half.members[sample_id]
-            if not half.members:
-                del self._groups[group_id]
+    def release(self, half: Half, indexes: Iterable[int]) -> None:
+        """These members have left, with the commit done."""
+        for index in list(indexes):
+            member = half.members.pop(index)
+            del half.entries[index]
+            half.wanted.discard(index)
+            if isinstance(member, Scored):
+                half.left[index] = member.reward
+        if not half.wanted:
+            self._groups.pop(half.group_id, None)
+
+    def forget(self, group_id: str) -> None:
+        """Begin anew with this group when its next member arrives."""
+        self._groups.pop(group_id, None)
 
     def clear(self) -> None:
         """Forget everything; the entries are pending and will be read again."""
         self._groups.clear()
 
     def __len__(self) -> int:
-        return len(self._groups)
+        """Groups of which some member is here."""
+        return sum(1 for half in self._groups.values() if half.members)
 
-    def waiting(self) -> list[tuple[str, int, int]]:
-        """(group, members here, members wanted) of every incomplete group."""
-        return [(g, len(h.members), h.n_samples) for g, h in self._groups.items()]
+    def halves(self) -> list[Half]:
+        """All groups under assembly, by id."""
+        return [self._groups[g] for g in sorted(self._groups)]
 
 
 def tokens_of(member: Member) -> int:
@@ -78,4 +137,4 @@ def tokens_of(member: Member) -> int:
     return member.tokens_made if isinstance(member, RolloutLost) else member.rollout.response.n_tokens
 
 
-__all__ = ("GroupTable", "tokens_of")
+__all__ = ("GroupTable", "Half", "leaves_now", "tokens_of")

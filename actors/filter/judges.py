@@ -1,4 +1,4 @@
-"""Is a complete group worth training (pure)? Each judge answers with a drop reason, or None to keep."""
+"""Is a group, or a part of one, worth training (pure)? Each judge answers with a drop reason, or None to keep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from bus.messages.samples import RolloutLost, Scored
 Member = Scored | RolloutLost
 Judge = Callable[[Sequence[Scored]], str | None]
 
+LARGEST_REWARD = 3e38  # of float32, in which advantages are trained
+
 
 def lost_member(members: Sequence[Member]) -> str | None:
     """A group with a sample that will never finish cannot be compared within itself."""
@@ -19,9 +21,14 @@ def lost_member(members: Sequence[Member]) -> str | None:
     return None
 
 
+def usable(reward: float) -> bool:
+    """Whether a reward is a number that the trainer can hold."""
+    return abs(reward) <= LARGEST_REWARD
+
+
 def finite_rewards(samples: Sequence[Scored]) -> str | None:
-    """A reward that is no number teaches nothing."""
-    return None if all(math.isfinite(s.reward) for s in samples) else "reward_not_finite"
+    """A reward that is no number, or too large for the trainer's, teaches nothing."""
+    return None if all(usable(s.reward) for s in samples) else "reward_not_finite"
 
 
 def nonempty(samples: Sequence[Scored]) -> str | None:
@@ -29,12 +36,16 @@ def nonempty(samples: Sequence[Scored]) -> str | None:
     return None if any(any(s.rollout.response.loss_mask) for s in samples) else "nothing_to_train"
 
 
+def equal_rewards(rewards: Sequence[float]) -> str | None:
+    """The reason when finite rewards have no spread. hypot does not overflow where a sum of squares would."""
+    mean = math.fsum(r / len(rewards) for r in rewards)
+    std = math.hypot(*(r - mean for r in rewards)) / math.sqrt(len(rewards))
+    return None if std > 1e-8 else f"zero_std_{round(rewards[0], 1):g}"
+
+
 def nonzero_std(samples: Sequence[Scored]) -> str | None:
     """Equal rewards give zero advantage to every sample (DAPO's dynamic sampling)."""
-    rewards = [s.reward for s in samples]
-    mean = sum(rewards) / len(rewards)
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
-    return None if std > 1e-8 else f"zero_std_{round(rewards[0], 1):g}"
+    return equal_rewards([s.reward for s in samples])
 
 
 def no_truncation(samples: Sequence[Scored]) -> str | None:
@@ -55,12 +66,20 @@ JUDGES: dict[str, Judge] = {
 }
 
 
-def judge(members: Sequence[Member], dynamic: Judge) -> str | None:
-    """Drop reason of a complete group, or None. Lost members first: the rest presumes complete scores."""
+def judge(members: Sequence[Member], dynamic: Judge, known: Sequence[float] = ()) -> str | None:
+    """Drop reason of a whole group or of a part, or None. Lost members first: the rest presumes complete scores.
+
+    `known`: for a part, usable rewards of all members of the group, also of those that left before it. Whether rewards have a
+    spread is asked of all of them; any other judge sees the part alone, since the samples that left are no longer here.
+    """
     if reason := lost_member(members):
         return reason
     samples = [m for m in members if isinstance(m, Scored)]
-    return finite_rewards(samples) or nonempty(samples) or dynamic(samples)
+    if reason := finite_rewards(samples) or nonempty(samples):
+        return reason
+    if dynamic is nonzero_std and known:
+        return equal_rewards(known)
+    return dynamic(samples)
 
 
-__all__ = ("JUDGES", "Judge", "Member", "judge", "nonzero_std")
+__all__ = ("JUDGES", "Judge", "Member", "judge", "nonzero_std", "usable")

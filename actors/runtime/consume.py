@@ -15,6 +15,7 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.retry import decide
+from actors.runtime.run import RunEnds
 from bus import Commit, Entry, Out, Reader, Stream
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
 from bus.messages.control import DeadLetter
@@ -104,7 +105,7 @@ class Consumer:
                 raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
             message = await context.bus.message(entry)
             commit = await self._handler(entry, message)
-        except (BusUnreachable, BusFull, InvariantBroken):
+        except (BusUnreachable, BusFull, InvariantBroken, RunEnds):
             raise
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await self.failed(entry, message, error)

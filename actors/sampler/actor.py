@@ -1,4 +1,4 @@
-"""Sampler room: starts prompt groups while slots are free.
+"""Sampler room: starts prompt groups while engines have room and the staleness bound leaves credits.
 
 Reads  verdicts, policy, active, knobs (logs)    Writes  prompts    Owns  the data set cursor (state field `sampler`)
 One commit appends the samples of the new groups, lists the groups as open, counts them as issued and moves the cursor,
@@ -14,19 +14,21 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
-from actors.sampler.admission import free_slots, open_limit
+from actors.runtime.staleness import rule_of
+from actors.sampler.admission import engine_room, free_samples, open_limit
 from actors.sampler.order import Cursor, Order
-from actors.sampler.progress import Progress
+from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Guard, Out, Tail
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.messages.samples import SampleTask, Sampling
-from bus.topology import ACTIVE, GROUPS, POLICY, PROMPTS, VERDICTS
+from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, VERDICTS
 
 GROUPS_PER_COMMIT = 16
-QUIET_READS = 6  # of half a second without news
+QUIET_S = 3.0  # without news; then what is held here is compared with the run's list
+LOOK_AGAIN_S = 0.05  # at free slots of engines, which nobody tells the sampler
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     lookahead: int = 0
     update_weights_interval: int = 1
+    keeps_checkpoints: bool = True
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -78,17 +81,19 @@ class Sampler:
         tail = Tail(context.bus, [VERDICTS, POLICY, ACTIVE])
         try:
             await self._rebuild(tail)
-            quiet = 0
+            heard_at = context.clock.monotonic()
             while not context.draining.is_set():
                 if context.bus.link.server_restarts != self._restarts:
                     await self._rebuild(tail)
                 issued = 0 if self._progress.finished else await self._fill()
-                what = "slots: news of verdicts, policy or active" if not issued else "news"
+                what = "credits: news of verdicts, policy or active" if not issued else "news"
                 with context.waiting(what):
-                    news = await tail.read(0.5)
-                quiet = 0 if news or issued else quiet + 1
-                if quiet >= QUIET_READS:
-                    quiet = 0
+                    news = await tail.read(LOOK_AGAIN_S if self._credits else 0.5)
+                now = context.clock.monotonic()
+                if news or issued:
+                    heard_at = now
+                elif now - heard_at > QUIET_S:
+                    heard_at = now
                     await self._reconcile()
                 for entry in news:
                     message = await context.bus.message(entry)
@@ -99,28 +104,36 @@ class Sampler:
             await tail.close()
 
     async def _reconcile(self) -> None:
-        """Nothing moves: give up slots of groups that the run no longer lists. Their closing was said on a server that
+        """Nothing moves: give up credits of samples that the run no longer lists. Their closing was said on a server that
         forgot it, or to one that was asked before."""
-        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
-        gone = self._progress.untrained() - listed.keys()
-        for group_id in gone:
-            self._progress.close(group_id)
+        listed: dict[str, int] = {}
+        for opened in await self._listed():
+            listed[opened.group_id] = listed.get(opened.group_id, 0) | mask_of(opened.indexes)
+        gone = self._progress.unlisted(listed)
+        for group_id, mask in gone.items():
+            self._progress.close(group_id, mask)
         if gone:
-            await self._context.event("slots freed", f"{len(gone)} groups are closed, which was not heard")
+            await self._context.event("slots freed", f"samples of {len(gone)} groups are closed, which was not heard")
+
+    async def _listed(self) -> list[OpenGroup]:
+        """The run's open samples, by group and part."""
+        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
+        return [msgspec.msgpack.decode(raw, type=OpenGroup) for _, raw in sorted(listed.items())]
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything in memory from the streams: positions first, so that nothing falls between scan and tail."""
         bus = self._context.bus
         self._restarts = bus.link.server_restarts
-        self._progress = Progress()
+        self._progress = Progress(keeps=self._spec.keeps_checkpoints)
+        self._credits = False
         self._again: list[tuple[str, tuple[str, ...]]] = []
         await tail.open()
         newest = await bus.last(VERDICTS)
         tail.positions[VERDICTS.name] = newest[0].id if newest else "0"
         self._position = Position.parse(await bus.state("sampler"))
-        kept = {entry.fields.get("group", "") for entry in await bus.scan_all(GROUPS)}
-        for group_id in await bus.hash_of(bus.keys.open_groups):
-            self._progress.issued(group_id, kept=group_id in kept)
+        kept = {entry.fields.get("id", "") for entry in await bus.scan_all(GROUPS)}
+        for key, raw in (await bus.hash_of(bus.keys.open_groups)).items():
+            self._progress.issued(msgspec.msgpack.decode(raw, type=OpenGroup), judged=key in kept)
         await self._issue_again()
 
     async def _issue_again(self) -> None:
@@ -141,7 +154,7 @@ class Sampler:
                     f"open group {group_id} is of prompt {opened.prompt_id}, which {self._spec.data.path} does not hold. "
                     "Give the data set the run began with."
                 )
-            tasks = self._tasks(group_id, self._prompts[row], opened.attempt, self._context.knobs)
+            tasks = self._tasks(opened, self._prompts[row], self._context.knobs)
             then = f"pending:{group_id}"
             fault_point(self._context.name, "reissuing")
             outs = [Out(PROMPTS, task) for task in tasks]
@@ -152,62 +165,80 @@ class Sampler:
 
     async def _fill(self) -> int:
         """Issue what fits; returns the number of groups issued."""
-        context, progress = self._context, self._progress
+        context, progress, spec = self._context, self._progress, self._spec
         knobs = context.knobs
-        per_step = int(knobs.rollout_batch_size)
-        per_version = per_step * self._spec.update_weights_interval
-        waves = progress.drops_in_a_row / max(1, int(knobs.over_sampling_batch_size))
+        self._credits = False
+        group = spec.n_samples_per_prompt
+        batch, over = int(knobs.rollout_batch_size), int(knobs.over_sampling_batch_size)
+        waves = progress.drops_in_a_row / (group * max(batch, over))
         if knobs.max_waves and waves >= knobs.max_waves:
             raise Refused(
-                f"filter starving: {progress.drops_in_a_row} groups in a row were dropped ({waves:.0f} waves of "
-                f"--over-sampling-batch-size {knobs.over_sampling_batch_size}; --max-waves {knobs.max_waves}). Make the "
-                "prompts easier or harder, change --dynamic-sampling-filter-path, or raise --max-waves."
+                f"filter starving: {progress.drops_in_a_row} samples in a row were dropped ({waves:.0f} waves of "
+                f"{max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or harder, change "
+                "--dynamic-sampling-filter-path, or raise --max-waves."
             )
-        slots = free_slots(
-            open_groups=progress.open_groups,
-            in_generation=progress.in_generation,
-            limit=open_limit(
-                groups_per_step=per_version,
-                max_staleness=int(knobs.max_weight_staleness),
-                lookahead=self._spec.lookahead if knobs.staleness_policy == "wait" else 0,
-            ),
-            over_sampling=int(knobs.over_sampling_batch_size),
-            still_needed=(self._spec.num_rollout - max(progress.step, 0)) * per_step
-            + (int(knobs.over_sampling_batch_size) - per_step),
-        )
         if progress.active_step < 0:
-            slots = 0  # nobody serves a version yet: groups issued now would wait, not run
+            return 0  # nobody serves a version yet: samples issued now would wait, not run
+        bound = int(knobs.max_weight_staleness)
+        limit = open_limit(
+            per_version=batch * group * spec.update_weights_interval,
+            max_staleness=bound,
+            over_sampling=over * group,
+            lookahead=spec.lookahead * group if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,
+        )
+        steps_left = spec.num_rollout - max(progress.step, 0)
+        common = {
+            "unjudged": progress.unjudged,
+            "limit": limit,
+            "over_sampling": over * group,
+            "still_needed": steps_left * batch * group + max(0, over - batch) * group,
+        }
+        credits = free_samples(open_samples=progress.open_samples, engine_room=limit, **common) // group
+        self._credits = credits > 0
+        if not credits:
+            return 0
+        room = engine_room(slots=self._slots(knobs), under_way=await self._under_way(), group=group)
+        # A group that engines could begin is issued whole.
+        groups = min(credits, -(-max(0, room) // group))
         issued = 0
-        while issued < slots:
-            issued += await self._issue(min(GROUPS_PER_COMMIT, slots - issued), knobs)
+        while issued < groups:
+            issued += await self._issue(min(GROUPS_PER_COMMIT, groups - issued), knobs)
         return issued
+
+    def _slots(self, knobs: KnobValues) -> int:
+        """Samples that all workers which serve a version take at once."""
+        usual = int(knobs.sglang_server_concurrency)
+        return sum(slots or usual for slots in self._progress.slots.values())
+
+    async def _under_way(self) -> int:
+        """Samples with the engines or waiting for them: entries leave these streams when a sample ends."""
+        bus = self._context.bus
+        return sum([await bus.length(stream) for stream in (PROMPTS, PARKED, PREFIXES)])
 
     async def _issue(self, n_groups: int, knobs: KnobValues) -> int:
         context = self._context
         before, position = self._position, self._position
         outs: list[Out] = []
-        opened: dict[str, bytes] = {}
+        opened: list[OpenGroup] = []
         for _ in range(n_groups):
             row, attempt, position = self._next(position)
             prompt = self._prompts[row]
-            group_id = f"g{position.cursor.group:07d}"
-            outs += [Out(PROMPTS, task) for task in self._tasks(group_id, prompt, attempt, knobs)]
-            opened[group_id] = msgspec.msgpack.encode(
-                OpenGroup(
-                    group_id=group_id,
-                    prompt_id=f"p{prompt.index}",
-                    n_samples=self._spec.n_samples_per_prompt,
-                    attempt=attempt,
-                    step=self._progress.step,
-                    source_index=prompt.index,
-                    epoch=position.cursor.epoch,
-                )
+            group = OpenGroup(
+                group_id=f"g{position.cursor.group:07d}",
+                prompt_id=f"p{prompt.index}",
+                n_samples=self._spec.n_samples_per_prompt,
+                attempt=attempt,
+                step=self._progress.active_step,
+                source_index=prompt.index,
+                epoch=position.cursor.epoch,
             )
+            outs += [Out(PROMPTS, task) for task in self._tasks(group, prompt, knobs)]
+            opened.append(group)
         fault_point(context.name, "before_append")
         await context.bus.commit(
             Commit(
                 append=outs,
-                open_groups=opened,
+                open_groups={group.group_id: msgspec.msgpack.encode(group) for group in opened},
                 ledger={"issued": len(outs)},
                 guard=Guard("sampler", "" if before == Position() else before.text(), position.text()),
                 bounded=True,
@@ -215,8 +246,8 @@ class Sampler:
         )
         fault_point(context.name, "after_append")
         self._position = position
-        for group_id in opened:
-            self._progress.issued(group_id)
+        for group in opened:
+            self._progress.issued(group)
         context.count("groups_issued", len(opened))
         return len(opened)
 
@@ -236,19 +267,20 @@ class Sampler:
         row, cursor = self._order.take(position.cursor)
         return row, 0, Position(cursor, position.reissued)
 
-    def _tasks(self, group_id: str, prompt: Prompt, attempt: int, knobs: KnobValues) -> list[SampleTask]:
+    def _tasks(self, group: OpenGroup, prompt: Prompt, knobs: KnobValues) -> list[SampleTask]:
+        """The samples of a group that are open under its key; they begin under the version served now or a later one."""
         spec = self._spec
         tokens = pack_ints(prompt.token_ids)
         tasks: list[SampleTask] = []
-        for index in range(spec.n_samples_per_prompt):
-            sample_id = f"{group_id}/{index}"
+        for index in group.indexes:
+            sample_id = f"{group.group_id}/{index}"
             tasks.append(
                 SampleTask(
                     sample_id=sample_id,
-                    group_id=group_id,
+                    group_id=group.group_id,
                     index=index,
-                    n_samples=spec.n_samples_per_prompt,
-                    prompt_id=f"p{prompt.index}",
+                    n_samples=group.n_samples,
+                    prompt_id=group.prompt_id,
                     prompt_tokens=tokens,
                     prompt_text=prompt.text,
                     label=prompt.label,
@@ -260,11 +292,11 @@ class Sampler:
                         top_k=spec.top_k,
                         max_new_tokens=int(knobs.rollout_max_response_len),
                         stop_token_ids=spec.stop_token_ids,
-                        seed=seed_for(self._context.spec.run_seed, sample_id, attempt) & 0x7FFFFFFF,
+                        seed=seed_for(self._context.spec.run_seed, sample_id, group.attempt) & 0x7FFFFFFF,
                     ),
-                    attempt=attempt,
+                    attempt=group.attempt,
                     knob_epoch=knobs.epoch,
-                    step=self._progress.step,
+                    step=max(0, self._progress.active_step),
                 )
             )
         return tasks

@@ -1,33 +1,46 @@
-"""How many groups may start now (pure). The staleness bound holds by construction here; the trainer's mask only guards it.
+"""How many samples may start now (pure).
 
-A group is open from its issue until it is dropped, dead, or trained *and* the version that holds it is active on an
-engine. If batches are cut oldest first and at most (bound + 1) * groups_per_step groups are open, a group waits for at
-most `bound` steps of older groups, so no token of it is more than `bound` steps old when it is trained. A slot is freed
-by activation and not by announcement, or groups are born stale.
+A sample is open from its issue until it is dropped, dead, or trained *and* the version that holds it is served. With batches of
+S samples and a bound of N, at most (N + 1) * S samples are open. So when version v is served, at most (v + 1 + N) * S samples
+have been issued, and of those whose tokens may be of version v or older at most S are untrained once N more steps are done:
+what is on its last turn fits into the next batch, if the trainer has not trained younger ones in their place (actors.trainer.cut
+sees to that). A slot is freed by serving and not by announcement, or samples are born stale.
 """
 
 from __future__ import annotations
 
 
-def open_limit(*, groups_per_step: int, max_staleness: int, lookahead: int = 0) -> int:
-    """Most groups that may be open.
+def open_limit(*, per_version: int, max_staleness: int, over_sampling: int = 0, lookahead: int = 0) -> int:
+    """Most samples that may be open. `per_version`: samples trained between two published versions.
 
-    `lookahead` W > 0 (staleness policy `wait`) lets the trainer pass over up to W groups, which may age a group by
-    ceil((W - 1) / groups_per_step) more steps; admission gives up as many steps, but never below one batch.
+    At bound 0 there is one wave a version: the batch, or `over_sampling` samples where that is more, of which the surplus
+    is dropped. `lookahead` W > 0 (staleness policy `wait`) lets the trainer pass over up to W samples, which may age a sample
+    by ceil((W - 1) / per_version) more steps; admission gives up as many steps, but never below one batch.
     """
+    if max_staleness == 0:
+        return max(per_version, over_sampling)
     allowed = max_staleness
     if lookahead > 0:
-        allowed -= -(-(lookahead - 1) // groups_per_step)
-    return (max(0, allowed) + 1) * groups_per_step
+        allowed -= -(-(lookahead - 1) // per_version)
+    return (max(0, allowed) + 1) * per_version
 
 
-def free_slots(*, open_groups: int, in_generation: int, limit: int, over_sampling: int, still_needed: int) -> int:
-    """Groups that may be issued now, >= 0.
+def free_samples(*, open_samples: int, unjudged: int, limit: int, over_sampling: int, still_needed: int, engine_room: int) -> int:
+    """Samples that may be issued now, >= 0.
 
-    `in_generation`: issued and not yet judged. `over_sampling`: how many of those are wanted at once. `still_needed`:
-    groups that the rest of the run can use, so that the end leaves little behind.
+    `unjudged`: issued and not yet judged; `over_sampling`: how many of those are wanted at most, 0 = as many as may be open.
+    `still_needed`: samples that the rest of the run can use, so that the end leaves little behind. `engine_room`: samples that
+    engines can take beyond those that wait for them: a prompt is issued when it can start, with the settings of that moment.
     """
-    return max(0, min(limit - open_groups, over_sampling - in_generation, still_needed - open_groups))
+    wanted = over_sampling - unjudged if over_sampling else limit
+    return max(0, min(limit - open_samples, wanted, still_needed - open_samples, engine_room))
 
 
-__all__ = ("free_slots", "open_limit")
+def engine_room(*, slots: int, under_way: int, group: int) -> int:
+    """Samples to issue so that no slot waits for a prompt. `slots`: of all workers that serve a version; `under_way`: samples
+    that are with them or wait for them; `group`: samples of a group. Beside full slots, two groups or a quarter of the slots lie
+    ready, since the sampler hears of a free slot later than the engine."""
+    return slots + max(2 * group, slots // 4) - under_way
+
+
+__all__ = ("engine_room", "free_samples", "open_limit")

@@ -19,6 +19,7 @@ from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
+from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
     booked_as_trained,
@@ -31,7 +32,6 @@ from actors.trainer.checkpoint import (
 )
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
-from actors.trainer.cut import cut
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
@@ -41,7 +41,6 @@ from actors.trainer.spec import TrainerSpec
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
-from bus.messages.groups import GroupKept
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
@@ -62,6 +61,9 @@ class Trainer:
         self._intake = Intake(context)
         self._saver = Saver(
             context, self._intake, save=Path(spec.save), keep_last=spec.keep_last, fingerprint=spec.fingerprint
+        )
+        self._batches = Batches(
+            context, self._intake, interval=spec.update_weights_interval, lookahead=spec.lookahead, ci_test=spec.ci_test
         )
         self._version = PolicyVersion(id=0, step=0)
         self._marker = ""  # value of the state field `trainer`
@@ -124,7 +126,7 @@ class Trainer:
                 "--name."
             )
         if state is not None:
-            while await self._intake.fetch(256, 0.0):
+            while await self._intake.fetch(256, 0.0, step=step):
                 continue
             self._intake.adopt((*consumed_before(Path(spec.load), step), *state.consumed), state.step)
             inside = await self._intake.inside_but_open()
@@ -135,7 +137,7 @@ class Trainer:
         number = await bus.next_number("version", at_least=max(parent, newest_written(Path(spec.weights_dir))) + 1)
         self._version = PolicyVersion(id=number, step=step, parent=parent)
         checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
-        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, groups=inside))
+        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, samples=inside))
         await self._publish(tasks)
         await self._courier.wait()
         context.version = number
@@ -173,17 +175,17 @@ class Trainer:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
             began = context.clock.monotonic()
-            groups = await self._next_batch(tasks)
-            if groups is None:
+            batch = await self._next_batch(tasks)
+            if batch is None:
                 return
             await self._turns.take()
             waited = context.clock.monotonic()
-            result = await self._step(groups)
+            result = await self._step(batch)
             if result.skipped and not spec.replay_from:
-                await self._skipped(groups)
+                await self._skipped(batch)
                 continue
             trained = context.clock.monotonic()
-            await self._done(groups, result, began=began, waited=waited, trained=trained)
+            await self._done(batch, result, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
                 await self._check_first_step(result.metrics)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
@@ -191,40 +193,13 @@ class Trainer:
             if self._save_due():
                 await self._save(tasks)
 
-    async def _next_batch(self, tasks: asyncio.TaskGroup) -> list[GroupKept] | None:
-        """Waits for groups until a batch is complete; woken by the blocking read. None when draining. Shared GPUs are the
-        engines' meanwhile: several complete batches are trained in one turn."""
-        context, spec, intake = self._context, self._spec, self._intake
-        step = self._version.step
+    async def _next_batch(self, tasks: asyncio.TaskGroup) -> Batch | None:
+        """None when draining. Shared GPUs are the engines' while this waits: several complete batches are trained in one turn."""
+        spec = self._spec
         if spec.replay_from:
-            return list((await asyncio.to_thread(read_record, path_of(spec.replay_from, step + 1))).groups)
-        while not context.draining.is_set():
-            await self._check_bus()
-            knobs = context.knobs
-            interval = spec.update_weights_interval
-            open_order: list[str] = []
-            if knobs.staleness_policy == "wait":
-                trained = {t.consumed.group_id for t in intake.uncommitted}
-                open_order = sorted(g for g in (await context.bus.snapshot()).open_groups if g not in trained)
-            made = cut(
-                ready=intake.ready,
-                open_order=open_order,
-                step=step,
-                groups_per_step=int(knobs.rollout_batch_size),
-                bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
-                policy=knobs.staleness_policy,
-                lookahead=spec.lookahead,
-            )
-            if made.drop:
-                await intake.give_up(made.drop, reissue=knobs.staleness_policy == "drop")
-            if made.take:
-                while await intake.fetch(64, 0.0):
-                    continue
-                return [intake.ready[g] for g in made.take]
-            await self._give_turn(tasks)
-            with context.waiting(f"{made.missing} of step {step + 1} on groups"):
-                await intake.fetch(64, 0.5)
-        return None
+            record = await asyncio.to_thread(read_record, path_of(spec.replay_from, self._version.step + 1))
+            return Batch(groups=record.groups, bound=self._batches.bound(self._context.knobs))
+        return await self._batches.next(self._version, check=self._check_bus, idle=lambda: self._give_turn(tasks))
 
     async def _check_bus(self) -> None:
         """A server that came back without what was said here last has lost its last second: start again from the
@@ -240,14 +215,13 @@ class Trainer:
                 "moments. The trainer starts again from its last checkpoint."
             )
 
-    async def _step(self, groups: list[GroupKept]) -> StepResult:
+    async def _step(self, batch: Batch) -> StepResult:
         knobs = self._context.knobs
         step = self._version.step
         values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
-        interval = self._spec.update_weights_interval
-        values["max_weight_staleness"] = (int(knobs.max_weight_staleness) + 1) * interval - 1
-        batch = StepBatch(
-            samples=to_samples(groups, step=step),
+        values["max_weight_staleness"] = batch.bound
+        work = StepBatch(
+            samples=to_samples(batch.groups, step=step),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
@@ -255,15 +229,15 @@ class Trainer:
         self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
         try:
-            result: StepResult = await self._in_thread(self._backend.train_step, batch)
+            result: StepResult = await self._in_thread(self._backend.train_step, work)
         except BatchRefused as error:
-            text = f"step {step + 1} cannot be trained: {error} Its {len(groups)} groups stay pending."
+            text = f"step {step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
             await self._context.event("batch refused", text, level="error")
             raise RunEnds(text) from error
-        for reason, sample_ids in result.flags.items():
-            shown = ", ".join(sample_ids[:5])
+        for reason, flagged in result.flags.items():
+            shown = ", ".join(flagged[:5])
             await self._context.event(
-                f"batch/{reason}", f"step {step + 1}: {len(sample_ids)} samples ({shown})", level="warning"
+                f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"
             )
         return result
 
@@ -277,10 +251,10 @@ class Trainer:
         if found and self._spec.ci_test:
             raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
 
-    async def _skipped(self, groups: list[GroupKept]) -> None:
+    async def _skipped(self, batch: Batch) -> None:
         """A step whose gradient was not finite changed nothing. Its groups stay and are tried once more; a second time
         they are given up with that reason, so that one bad batch cannot hold the run."""
-        ids = tuple(g.group_id for g in groups)
+        ids = batch.keys
         again = ids == self._skipped_before
         self._skipped_before = () if again else ids
         await self._context.event(
@@ -293,15 +267,15 @@ class Trainer:
             await self._intake.give_up(tuple((g, "nonfinite_gradient") for g in ids), reissue=False)
 
     async def _done(
-        self, groups: list[GroupKept], result: StepResult, *, began: float, waited: float, trained: float
+        self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float
     ) -> None:
-        context = self._context
+        context, groups = self._context, batch.groups
         step = self._version.step
         number = await context.bus.next_number("version", at_least=self._version.id + 1)
         version = PolicyVersion(id=number, step=step + 1, parent=self._version.id)
         metrics = {
             **result.metrics,
-            **batch_metrics(groups, step=step),
+            **batch_metrics(groups, step=step, bound=batch.bound),
             **self._turns.times,
             "perf/wait_s": waited - began,
             "perf/train_s": trained - waited,
@@ -312,9 +286,9 @@ class Trainer:
             step=step + 1,
             version=version,
             trained_on=self._version,
-            groups=tuple(g.group_id for g in groups),
-            prompts=tuple(g.prompt_id for g in groups),
-            samples=tuple(s.rollout.task.sample_id for g in groups for s in g.samples),
+            groups=tuple(dict.fromkeys(g.group_id for g in groups)),
+            prompts=tuple(dict.fromkeys(g.prompt_id for g in groups)),
+            samples=sample_ids(groups),
             packing=result.packing,
             seed=seed_for(context.spec.run_seed, "step", step),
             knob_epoch=self._step_epoch,
@@ -323,14 +297,14 @@ class Trainer:
             wall=context.clock.wall(),
         )
         if self._spec.record:
-            record = RecordedBatch(done=done, groups=tuple(groups), knobs=self._step_knobs)
+            record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)
             await asyncio.to_thread(write_record, self._spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")
         await self._say(done)
         fault_point(context.name, "after_done")
         if not self._spec.replay_from:
-            self._intake.trained(groups, result, step + 1)
+            await self._batches.done(batch, result, step=step)
         context.version = number
         context.count("steps")
         if not self._spec.save:

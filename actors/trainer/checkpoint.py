@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -21,21 +22,49 @@ import msgspec
 from bus import Bus, Commit
 from bus.errors import CheckpointRefused
 from bus.ledger import Accounts
-from bus.messages.groups import OpenGroup
+from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Consumed(msgspec.Struct, frozen=True):
-    """One group inside a checkpoint, and what the accounts get for it."""
+    """Samples of one entry of `groups` inside a checkpoint, and what the accounts get for them. `samples` and `tokens` were
+    trained, `masked_*` and `aged` were not: see actors.trainer.accounts."""
 
-    group_id: str
+    group_id: str  # the key of the group or part
     samples: int
     masked_samples: int
     tokens: int
     masked_tokens: int
     versions: tuple[tuple[int, int], ...] = ()  # trained tokens by policy version
+    members: tuple[int, ...] = ()  # indexes of these samples; empty = all of the entry, in checkpoints of former releases
+    aged: dict[str, tuple[int, int]] = {}  # reason -> samples and tokens over the staleness bound
+    rewards: tuple[float, ...] = ()  # by member, where only a part of the entry was trained
+
+    def covers(self, group: GroupKept) -> bool:
+        """Whether these are all samples of an entry."""
+        return {s.rollout.task.index for s in group.samples} <= set(self.members)
+
+    def with_more(self, other: Consumed) -> Consumed:
+        """Both together, for samples of one entry that were trained in several steps; the same samples count once."""
+        if not other.members or set(other.members) <= set(self.members):
+            return self
+        aged = dict(self.aged)
+        for reason, (samples, tokens) in other.aged.items():
+            before = aged.get(reason, (0, 0))
+            aged[reason] = (before[0] + samples, before[1] + tokens)
+        return Consumed(
+            self.group_id,
+            self.samples + other.samples,
+            self.masked_samples + other.masked_samples,
+            self.tokens + other.tokens,
+            self.masked_tokens + other.masked_tokens,
+            self.versions + other.versions,
+            self.members + other.members,
+            aged,
+            self.rewards + other.rewards,
+        )
 
 
 class BusState(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,18 +219,35 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
     ledger = dict(state.ledger)
     if tokens_open:
         ledger["tokens/dropped/bus_lost"] = ledger.get("tokens/dropped/bus_lost", 0) + tokens_open
-    groups = {
-        group_id: msgspec.msgpack.encode(
-            msgspec.structs.replace(opened, attempt=opened.attempt + 1)
-        )
-        for group_id, raw in state.open_groups.items()
-        for opened in [msgspec.msgpack.decode(raw, type=OpenGroup)]
-    }
+    groups = {group.group_id: msgspec.msgpack.encode(group) for group in whole_again(state.open_groups.values())}
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
     fields = {k: v for k, v in state.state.items() if k in ("sampler", "version")}
     fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
     fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
+
+
+def whole_again(opened: Iterable[bytes]) -> list[OpenGroup]:
+    """Open groups and parts as groups to issue again: one for each group, of all its open samples, with the rewards of those
+    that are trained."""
+    parts: dict[str, list[OpenGroup]] = {}
+    for raw in opened:
+        part = msgspec.msgpack.decode(raw, type=OpenGroup)
+        parts.setdefault(part.group_id, []).append(part)
+    groups: list[OpenGroup] = []
+    for _, found in sorted(parts.items()):
+        members = sorted({index for part in found for index in part.indexes})
+        rewards = {i: reward for part in found for i, reward in part.rewards.items() if i not in members}
+        all_of_it = len(members) == found[0].n_samples
+        groups.append(
+            msgspec.structs.replace(
+                found[0],
+                attempt=max(part.attempt for part in found) + 1,
+                members=None if all_of_it else tuple(members),
+                rewards=rewards,
+            )
+        )
+    return groups
 
 
 def newest_written(weights_dir: Path) -> int:

@@ -14,8 +14,9 @@ from bus.messages.samples import Scored
 from bus.messages.versions import staleness
 
 
-def to_sample(scored: Scored, *, step: int) -> BatchSample:
-    """One scored rollout. Spans carry `step - staleness`, so that tokens of a lost future age on the right side."""
+def to_sample(scored: Scored, *, step: int, known: tuple[float, ...] = ()) -> BatchSample:
+    """One scored rollout; `known`: see GroupKept. Spans carry `step - staleness`, so that tokens of a lost future age on the
+    right side."""
     rollout = scored.rollout
     response, task = rollout.response, rollout.task
     tokens, taught = np.frombuffer(response.tokens, dtype=np.int32), scored.teacher_logprobs
@@ -33,30 +34,35 @@ def to_sample(scored: Scored, *, step: int) -> BatchSample:
             rollout_logp=np.frombuffer(response.logprobs, dtype=np.float32),
             teacher_logp=None if taught is msgspec.UNSET else np.frombuffer(taught, dtype=np.float32),
             spans=[(step - staleness(step, s.step), s.n) for s in response.spans],
+            known_rewards=known,
         ),
     )
 
 
 def to_samples(groups: Sequence[GroupKept], *, step: int) -> list[BatchSample]:
     """All samples in group order."""
-    return [to_sample(scored, step=step) for group in groups for scored in group.samples]
+    return [to_sample(scored, step=step, known=group.known) for group in groups for scored in group.samples]
 
 
-def batch_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]:
-    """What the batch was made of: rewards, lengths, staleness (token-weighted mean and maximum)."""
+def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:
+    """What the batch was made of: rewards, lengths, staleness of what is within the bound (token-weighted mean, maximum), and
+    how much was over it before the mask. `bound` in steps."""
     samples = [s for g in groups for s in g.samples]
     lengths = [s.rollout.response.n_tokens for s in samples]
-    spans = [span for s in samples for span in s.rollout.response.spans]
-    tokens = max(1, sum(span.n for span in spans))
-    ages = [staleness(step, span.step) for span in spans]
+    spans = [(staleness(step, span.step), span.n) for s in samples for span in s.rollout.response.spans]
+    fresh = [(age, n) for age, n in spans if age <= bound]
+    tokens, trained = max(1, sum(n for _, n in spans)), max(1, sum(n for _, n in fresh))
     n = max(1, len(samples))
     return {
         "rollout/raw_reward": sum(s.reward for s in samples) / n,
         "rollout/response_len/mean": sum(lengths) / n,
         "rollout/response_len/max": float(max(lengths, default=0)),
         "rollout/truncated_ratio": sum(s.rollout.finish == "length" for s in samples) / n,
-        "rollout/fully_async/avg_staleness": sum(a * s.n for a, s in zip(ages, spans, strict=True)) / tokens,
-        "rollout/fully_async/max_staleness": float(max(ages, default=0)),
+        "rollout/fully_async/avg_staleness": sum(age * k for age, k in fresh) / trained,
+        "rollout/fully_async/max_staleness": float(max((age for age, _ in fresh), default=0)),
+        "rollout/fully_async/oldest_token": float(max((age for age, _ in spans), default=0)),
+        "rollout/masked_fraction": sum(k for age, k in spans if age > bound) / tokens,
+        "rollout/part_samples": float(sum(len(g.samples) for g in groups if g.known)),
         "rollout/tokens": float(sum(lengths)),
         "rollout/resumed_tokens": float(sum(s.rollout.resumed_tokens for s in samples)),
         "rollout/mixed_version_ratio": sum(len(s.rollout.response.spans) > 1 for s in samples) / n,

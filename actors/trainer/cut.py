@@ -1,73 +1,187 @@
-"""Which ready groups make the next batch (pure)."""
+"""Which ready samples make the next batch (pure).
+
+A batch has exactly `size` samples, oldest first. Parts of groups are taken whole, but for the one at the edge, or where the bound
+asks for more. A sample is due at the step in which its oldest token reaches the bound; one step later it loses tokens. One that
+is not here yet may be due `bound` steps after its issue. The promise: no finished sample waits past the bound, in whatever order
+samples end. It holds because before each step s, and for each step j from s on, at most (j - s + 1) * size untrained samples are
+due at j or before:
+
+- admission issues no more than that (actors.sampler.admission: with version k served, open samples are at most those);
+- a cut takes what is due first, so what is due earliest only gets less;
+- it takes younger samples in place of older ones still under way only if for each later step it leaves no more than that many.
+  Otherwise it waits: what is under way comes, and takes their place.
+
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
-from bus.messages.groups import GroupKept
-from bus.messages.versions import VersionSpan, staleness
+from actors.runtime.staleness import Rule
+from bus.messages.groups import GroupKept, index_of
+from bus.messages.samples import Scored
+from bus.messages.versions import staleness
 
-Policy = Literal["mask", "wait", "drop"]
+Span = tuple[int, int]  # first and last step that made tokens of a sample
+
+
+class Part(msgspec.Struct):
+    """Samples of one entry of `groups` that no step has trained yet. `left`: their positions in the entry. `came`: number of
+    the step whose batch was the first they could be in."""
+
+    group: GroupKept
+    left: tuple[int, ...]
+    came: int
+    steps: tuple[Span | None, ...] = ()  # by position; None = no tokens
+
+    @staticmethod
+    def of(group: GroupKept, *, came: int, without: frozenset[int] = frozenset()) -> Part:
+        """All samples of an entry, but for indexes that a checkpoint holds already."""
+        left = tuple(at for at, s in enumerate(group.samples) if index_of(s.rollout.task.sample_id) not in without)
+        return Part(group, left, came, tuple(map(steps_of, group.samples)))
+
+    def left_members(self) -> tuple[int, ...]:
+        """Indexes, within the prompt group, of the samples left."""
+        return tuple(self.group.samples[at].rollout.task.index for at in self.left)
+
+    def age(self, step: int, at: int) -> int:
+        """Staleness at `step` of the oldest token of one sample, 0 without tokens."""
+        span = self.steps[at]
+        return 0 if span is None else max(staleness(step, span[0]), staleness(step, span[1]))
+
+    def oldest(self, step: int) -> int:
+        """The same of all samples left."""
+        return max((self.age(step, at) for at in self.left), default=0)
+
+    def hopeless(self, step: int, bound: int) -> bool:
+        """Whether no token of the samples left is within the bound."""
+        newest = [min(staleness(step, s) for s in span) for at in self.left if (span := self.steps[at]) is not None]
+        return bool(newest) and min(newest) > bound
+
+    def cut(self, positions: Sequence[int]) -> GroupKept:
+        """The entry with these samples only; their baselines stay those of the group."""
+        if len(positions) == len(self.group.samples):
+            return self.group
+        samples = self.group.samples
+        known = self.group.known or tuple(s.reward for s in samples)
+        return msgspec.structs.replace(self.group, samples=tuple(samples[at] for at in positions), known=known)
+
+
+def steps_of(scored: Scored) -> Span | None:
+    """First and last step that made tokens of a sample; None without tokens."""
+    made = [span.step for span in scored.rollout.response.spans]
+    return (min(made), max(made)) if made else None
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """`take` in training order when the batch is complete, else empty; `drop` pairs group and reason; `missing` says what
-    the trainer waits for."""
+    """`take`: key and positions in training order when the batch may be made, else empty. `drop` pairs key and reason. `missing`
+    says what the trainer waits for. `left_behind`: samples not taken that are due now, and will lose tokens."""
 
-    take: tuple[str, ...] = ()
+    take: tuple[tuple[str, tuple[int, ...]], ...] = ()
     drop: tuple[tuple[str, str], ...] = ()
     missing: str = ""
+    left_behind: int = 0
 
 
-def spans_of(group: GroupKept) -> list[VersionSpan]:
-    """All spans of a group's samples."""
-    return [span for scored in group.samples for span in scored.rollout.response.spans]
-
-
-def group_age(step: int, group: GroupKept) -> int:
-    """Staleness of the oldest token, 0 without tokens."""
-    return max((staleness(step, s.step) for s in spans_of(group)), default=0)
-
-
-def hopeless(step: int, group: GroupKept, bound: int) -> bool:
-    """Whether no token is within the bound."""
-    spans = spans_of(group)
-    return bool(spans) and all(staleness(step, s.step) > bound for s in spans)
+Take = dict[str, list[int]]
 
 
 def cut(
     *,
-    ready: Mapping[str, GroupKept],
-    open_order: Sequence[str],
+    ready: Mapping[str, Part],
     step: int,
-    groups_per_step: int,
+    size: int,
     bound: int,
-    policy: Policy,
-    lookahead: int,
+    rule: Rule,
+    elsewhere: Mapping[int, int] | None = None,
+    window: frozenset[str] | None = None,
 ) -> Cut:
-    """Oldest first among what is ready.
-
-    `open_order`: ids of all open untrained groups in issue order (only `wait` looks at it): with lookahead W a batch may
-    take only from the first groups_per_step + W - 1 open ones, so that no straggler is passed by more than W groups.
-    """
+    """The batch of `step` from what is ready. `bound` in steps. `elsewhere`: open samples that are not here yet, by the step of
+    their issue; None = the rule gives no promise. `window`: groups that `wait` may take from, None = any."""
     drop: list[tuple[str, str]] = []
-    fit: list[str] = []
-    for group_id, group in ready.items():
-        if hopeless(step, group, bound) or (policy == "drop" and group_age(step, group) > bound):
-            drop.append((group_id, "stale"))
-        else:
-            fit.append(group_id)
-    fit.sort(key=lambda g: (-group_age(step, ready[g]), g))
-    if policy == "wait":
-        window = set(open_order[: groups_per_step + max(1, lookahead) - 1])
-        fit = sorted(g for g in fit if g in window)
+    fit: list[tuple[int, str]] = []
+    for key, part in ready.items():
+        age = part.oldest(step)
+        if part.hopeless(step, bound) or (rule == "drop" and age > bound):
+            drop.append((key, drop_reason(part, step, bound)))
+        elif window is None or part.group.group_id in window:
+            fit.append((-age, key))
     dropped = tuple(sorted(drop))
-    if len(fit) < groups_per_step:
-        return Cut(drop=dropped, missing=f"{groups_per_step - len(fit)} of {groups_per_step} groups")
-    return Cut(take=tuple(fit[:groups_per_step]), drop=dropped)
+    there = sum(len(ready[key].left) for _, key in fit)
+    if there < size:
+        return Cut(drop=dropped, missing=f"{size - there} of {size} samples")
+    fit.sort(key=lambda item: item if window is None else (0, item[1]))
+    keys = [key for _, key in fit]
+    take = _by_part(ready, keys, step, size)
+    waits = excess(ready, keys, take, elsewhere or {}, step=step, size=size, bound=bound) if elsewhere is not None else 0
+    if waits:  # the siblings of what is due may wait, what is due may not
+        take = _by_sample(ready, keys, step, size)
+        waits = excess(ready, keys, take, elsewhere or {}, step=step, size=size, bound=bound)
+    if waits:
+        return Cut(drop=dropped, missing=f"{waits} older samples, still under way,")
+    due = [(key, at) for key in keys for at in ready[key].left if ready[key].age(step, at) >= bound]
+    return Cut(
+        take=tuple((key, tuple(sorted(positions))) for key, positions in take.items()),
+        drop=dropped,
+        left_behind=sum(at not in take.get(key, ()) for key, at in due),
+    )
 
 
-__all__ = ("Cut", "Policy", "cut", "group_age", "hopeless")
+def _by_part(ready: Mapping[str, Part], keys: Sequence[str], step: int, size: int) -> Take:
+    """Part after part; of the one at the edge the oldest samples."""
+    take: Take = {}
+    room = size
+    for key in keys:
+        part = ready[key]
+        taken = list(part.left) if len(part.left) <= room else sorted(part.left, key=lambda at: (-part.age(step, at), at))[:room]
+        take[key] = taken
+        room -= len(taken)
+        if not room:
+            break
+    return take
+
+
+def _by_sample(ready: Mapping[str, Part], keys: Sequence[str], step: int, size: int) -> Take:
+    """The oldest samples of all parts."""
+    every = [(-ready[key].age(step, at), key, at) for key in keys for at in ready[key].left]
+    take: Take = {}
+    for _, key, at in sorted(every)[:size]:
+        take.setdefault(key, []).append(at)
+    return take
+
+
+def excess(
+    ready: Mapping[str, Part],
+    keys: Sequence[str],
+    take: Take,
+    elsewhere: Mapping[int, int],
+    *,
+    step: int,
+    size: int,
+    bound: int,
+) -> int:
+    """By how many samples this batch would break the promise, 0 = it keeps it: the worst of the coming steps, counting only
+    those for which the batch holds younger samples that could wait."""
+    worst = 0
+    spans = [(ready[key].steps[at], at in take.get(key, ())) for key in keys for at in ready[key].left]
+    for coming in range(step, step + bound):
+        born = coming - bound  # the newest step whose samples are due then
+        younger = any(taken and (span is None or span[0] > born) for span, taken in spans)
+        if younger:
+            left = sum(not taken and span is not None and span[0] <= born for span, taken in spans)
+            left += sum(n for issued, n in elsewhere.items() if issued <= born) if coming > step else 0
+            worst = max(worst, left - size * (coming - step))
+    return worst
+
+
+def drop_reason(part: Part, step: int, bound: int) -> str:
+    """Why a part with no trainable token left is dropped: it waited here (at bound 0: a wave larger than its batch), or its own
+    generation outlasted the bound."""
+    if part.came == step:
+        return "outlasted"
+    return "surplus" if bound == 0 else "stale"
+
+
+__all__ = ("Cut", "Part", "cut", "drop_reason")

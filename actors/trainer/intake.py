@@ -1,39 +1,31 @@
-"""What the trainer holds: groups that are ready, and groups trained but not yet in a durable checkpoint.
+"""What the trainer holds: samples that are ready, and samples trained but not yet in a durable checkpoint.
 
-Invariant: every entry of `groups` that was delivered to the trainer is in exactly one of `ready` and `uncommitted`, and is
-acknowledged only by a commit that books it as trained or dropped.
+Invariant: every sample of an entry of `groups` that was delivered to the trainer is in exactly one of `ready` and `uncommitted`. An
+entry is acknowledged by one commit that books all its samples, once the last of them is durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from actors.runtime.consume import header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from actors.trainer.backend import StepResult
+from actors.trainer.accounts import Trained, booked, remaining
 from actors.trainer.checkpoint import Consumed
+from actors.trainer.cut import Part
 from bus import Commit, Entry, Out, Reader
 from bus.errors import BadMessage
 from bus.messages.control import DeadLetter
-from bus.messages.groups import GroupKept
+from bus.messages.groups import OpenGroup, Turned
 from bus.messages.policy import Checkpointed, GroupsGivenUp
-from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
-ALREADY_TRAINED = "already_trained"  # said of a group that came again; it counts as trained
-SETTLED_KEPT = 4096  # groups; far more than a second's worth
-
-
-class Trained(msgspec.Struct, frozen=True):
-    """One group that a step trained: its entry, and what the accounts will get when the step is durable."""
-
-    step: int
-    entry: Entry
-    consumed: Consumed
+ALREADY_TRAINED = "already_trained"  # said of samples that came again; they count as trained
+SETTLED_KEPT = 4096  # entries; far more than a second's worth
 
 
 class Intake:
@@ -43,34 +35,49 @@ class Intake:
         self._context = context
         # One trainer exists: nobody else claims these entries, so they need no renewal.
         self.reader = Reader(context.bus, [GROUPS], "trainer", "trainer")
-        self.ready: dict[str, GroupKept] = {}
-        self._entries: dict[str, Entry] = {}
+        self.ready: dict[str, Part] = {}
+        self.turned = -1  # newest version of ours up to which the filter has released what is on its last turn
+        self._entries: dict[str, Entry] = {}  # by key, until all samples of the entry are trained
         self.uncommitted: list[Trained] = []
-        self._settled: dict[str, Consumed] = {}  # the newest groups inside durable checkpoints
+        self._settled: dict[str, Consumed] = {}  # the newest entries inside durable checkpoints
 
-    async def fetch(self, count: int, block_s: float) -> int:
-        """Read more groups; returns how many came. One that is here already, or inside a checkpoint, is settled at once."""
+    async def fetch(self, count: int, block_s: float, *, step: int) -> int:
+        """Read more; returns how many entries came. One that is here already, or inside a checkpoint, is settled at once. `step`:
+        number of the step whose batch they may be in first."""
         bus = self._context.bus
         entries = await self.reader.read(count, block_s)
         for entry in entries:
             try:
-                group: GroupKept = await bus.message(entry)
+                group = await bus.message(entry)
             except BadMessage as error:
                 await self._bury(entry, error)
                 continue
-            if group.group_id in self._settled or self._held(group.group_id) is not None:
-                await self._came_again(entry, group.group_id)
+            if isinstance(group, Turned):
+                self.turned = max(self.turned, group.version)
+                await bus.commit(Commit(ack=(entry,)))
+                self.reader.forget([entry])
                 continue
-            self.ready[group.group_id] = group
-            self._entries[group.group_id] = entry
+            settled = self._settled.get(group.key)
+            if settled is not None and settled.members and not settled.covers(group):
+                # Some of its samples are inside a checkpoint, and it was not here when that was loaded.
+                del self._settled[group.key]
+                self.uncommitted.append(Trained(step=0, entry=entry, consumed=settled))
+                self.ready[group.key] = Part.of(group, came=step, without=frozenset(settled.members))
+                self._entries[group.key] = entry
+                continue
+            if settled is not None or self._held(group.key) is not None:
+                await self._came_again(entry, group.key)
+                continue
+            self.ready[group.key] = Part.of(group, came=step)
+            self._entries[group.key] = entry
         return len(entries)
 
-    def _held(self, group_id: str) -> Entry | None:
-        """The entry under which a group is here."""
-        known = (t.entry for t in self.uncommitted if t.consumed.group_id == group_id)
-        return self._entries.get(group_id) or next(known, None)
+    def _held(self, key: str) -> Entry | None:
+        """The entry under which a group or part is here."""
+        known = (t.entry for t in self.uncommitted if t.consumed.group_id == key)
+        return self._entries.get(key) or next(known, None)
 
-    async def _came_again(self, entry: Entry, group_id: str) -> None:
+    async def _came_again(self, entry: Entry, key: str) -> None:
         """A server that lost its last second may forget deliveries, acknowledgements and entries that this process knows.
 
         An acknowledgement that was forgotten is given again, with its accounts if they were forgotten too. A group whose
@@ -78,32 +85,33 @@ class Intake:
         """
         bus = self._context.bus
         self._context.count("duplicates")
-        consumed = self._settled.get(group_id)
+        consumed = self._settled.get(key)
         if consumed is not None:
-            is_open = await bus.link.run("HEXISTS", bus.keys.open_groups, group_id)
-            moves = booked([Trained(step=0, entry=entry, consumed=consumed)]) if is_open else {}
+            listed = await bus.link.run("HGET", bus.keys.open_groups, key)
+            again = Trained(step=0, entry=entry, consumed=consumed)
             # The sampler may have issued it again from a cursor that fell back.
-            known = GroupsGivenUp(groups=((group_id, ALREADY_TRAINED),))
-            await bus.commit(
-                Commit(ack=(entry,), append=(Out(POLICY, known),), close_groups=(group_id,), ledger=moves)
-            )
+            samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
+            known = GroupsGivenUp(groups=((entry.fields.get("group", key), ALREADY_TRAINED),), samples=samples)
+            append = (Out(POLICY, known),) if samples else ()
+            ledger = booked([again]) if listed else {}
+            await bus.commit(Commit(ack=(entry,), append=append, close_groups=(key,), ledger=ledger))
             self.reader.forget([entry])
             return
-        held = self._held(group_id)
+        held = self._held(key)
         if held is None or held.id == entry.id:
             return
         if held.id not in await self.reader.renew([held]):
             await bus.commit(Commit(ack=(entry,)))
             self.reader.forget([entry])
             return
-        if group_id in self._entries:
-            self._entries[group_id] = entry
+        if key in self._entries:
+            self._entries[key] = entry
         self.uncommitted = [
-            msgspec.structs.replace(t, entry=entry) if t.consumed.group_id == group_id else t for t in self.uncommitted
+            msgspec.structs.replace(t, entry=entry) if t.consumed.group_id == key else t for t in self.uncommitted
         ]
 
     async def _bury(self, entry: Entry, error: BadMessage) -> None:
-        group_id = entry.fields.get("group", "")
+        key, group_id = entry.fields.get("id", ""), entry.fields.get("group", "")
         note = entry.fields.get("note", "").removeprefix("samples=")
         n_samples = int(note) if note.isdecimal() else 0
         tokens = header_number(entry, "tokens")
@@ -118,72 +126,90 @@ class Intake:
             wall=self._context.clock.wall(),
             group_id=group_id,
         )
-        given_up = GroupsGivenUp(groups=((group_id, "malformed"),))
+        listed = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, key) if key else None
+        samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
+        given_up = GroupsGivenUp(groups=((group_id, "malformed"),), samples=samples)
         await self._context.bus.commit(
             Commit(
                 ack=(entry,),
                 append=(Out(DEAD, letter), Out(POLICY, given_up)),
-                close_groups=(group_id,) if group_id else (),
+                close_groups=(key,) if key else (),
                 ledger={"dropped/malformed": n_samples, "tokens/dropped/malformed": tokens} if n_samples else {},
             )
         )
         self.reader.forget([entry])
-        await self._context.event("dead letter", f"groups {group_id}: {error}", level="error")
+        await self._context.event("dead letter", f"groups {key}: {error}", level="error")
 
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
-        """Drop ready groups for good, with their reason; the sampler may start their prompts again."""
-        prompts = tuple(self.ready[g].prompt_id for g, _ in drops)
-        ledger: dict[str, int] = {}
-        for group_id, reason in drops:
-            group = self.ready.pop(group_id)
-            tokens = sum(s.rollout.response.n_tokens for s in group.samples)
-            ledger[f"dropped/{reason}"] = ledger.get(f"dropped/{reason}", 0) + len(group.samples)
-            ledger[f"tokens/dropped/{reason}"] = ledger.get(f"tokens/dropped/{reason}", 0) + tokens
-        entries = [self._entries.pop(g) for g, _ in drops]
-        message = GroupsGivenUp(groups=drops, prompts=prompts, reissue=reissue)
+        """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of
+        which some samples are trained, the others wait for its acknowledgement as dropped."""
+        whole = [key for key, _ in drops if not self.ready[key].group.part and key not in self._half_trained()]
+        prompts = tuple(self.ready[key].group.prompt_id for key in whole) if reissue else ()
+        done: list[Trained] = []
+        pairs: list[tuple[str, str]] = []
+        samples: list[str] = []
+        for key, reason in drops:
+            part = self.ready.pop(key)
+            pairs.append((part.group.group_id, reason))
+            left = [part.group.samples[at] for at in part.left]
+            samples += [s.rollout.task.sample_id for s in left]
+            tokens = sum(s.rollout.response.n_tokens for s in left)
+            members = tuple(s.rollout.task.index for s in left)
+            consumed = Consumed(key, 0, 0, 0, 0, members=members, aged={reason: (len(left), tokens)})
+            done.append(Trained(step=-1, entry=self._entries.pop(key), consumed=consumed))
+        before = [t for t in self.uncommitted if t.consumed.group_id in {key for key, _ in drops}]
+        message = GroupsGivenUp(groups=tuple(pairs), prompts=prompts, reissue=bool(prompts), samples=tuple(samples))
+        at_once = [t for t in done if all(t.consumed.group_id != other.consumed.group_id for other in before)]
+        self.uncommitted += [
+            msgspec.structs.replace(t, step=max(o.step for o in before if o.consumed.group_id == t.consumed.group_id))
+            for t in done
+            if t not in at_once
+        ]
         await self._context.bus.commit(
-            Commit(ack=entries, append=(Out(POLICY, message),), close_groups=[g for g, _ in drops], ledger=ledger)
+            Commit(
+                ack=[t.entry for t in at_once],
+                append=(Out(POLICY, message),),
+                close_groups=[t.consumed.group_id for t in at_once],
+                ledger=booked(at_once),
+            )
         )
-        self.reader.forget(entries)
+        self.reader.forget([t.entry for t in at_once])
         self._context.count("groups_given_up", len(drops))
 
-    def trained(self, groups: list[GroupKept], result: StepResult, step: int) -> None:
-        """Move a batch from ready to uncommitted, with its accounts."""
-        position = 0
-        for group in groups:
-            n = len(group.samples)
-            trained = result.trained_tokens[position : position + n]
-            position += n
-            total = sum(s.rollout.response.n_tokens for s in group.samples)
-            masked = sum(1 for t in trained if t == 0)
-            self.uncommitted.append(
-                Trained(
-                    step=step,
-                    entry=self._entries.pop(group.group_id),
-                    consumed=Consumed(
-                        group.group_id,
-                        n - masked,
-                        masked,
-                        sum(trained),
-                        total - sum(trained),
-                        trained_versions([s.rollout.response.spans for s in group.samples], trained),
-                    ),
-                )
-            )
-            del self.ready[group.group_id]
+    def _half_trained(self) -> set[str]:
+        """Keys of entries of which some samples are trained and some ready."""
+        return {t.consumed.group_id for t in self.uncommitted} & self.ready.keys()
+
+    def trained(self, consumed: Iterable[Consumed], step: int) -> None:
+        """Move samples from ready to uncommitted, with their accounts."""
+        for item in consumed:
+            part, gone = self.ready[item.group_id], set(item.members)
+            entry = self._entries[item.group_id]
+            left = tuple(at for at in part.left if part.group.samples[at].rollout.task.index not in gone)
+            if left:
+                part.left = left
+            else:
+                del self.ready[item.group_id], self._entries[item.group_id]
+            self.uncommitted.append(Trained(step=step, entry=entry, consumed=item))
 
     async def acknowledge(self, step: int, checkpoint: Checkpointed | None) -> None:
-        """Everything trained up to `step` is durable: acknowledge, close and book it. Repeatable after a crash."""
-        done = [t for t in self.uncommitted if t.step <= step]
-        for start in range(0, len(done), ACKS_PER_COMMIT):
-            part = done[start : start + ACKS_PER_COMMIT]
+        """Everything trained up to `step` is durable: acknowledge, close and book the entries of which no sample is left.
+        Repeatable after a crash."""
+        later = {t.consumed.group_id for t in self.uncommitted if t.step > step} | self.ready.keys()
+        done = [t for t in self.uncommitted if t.step <= step and t.consumed.group_id not in later]
+        by_key: dict[str, list[Trained]] = {}
+        for t in done:
+            by_key.setdefault(t.consumed.group_id, []).append(t)
+        keys = list(by_key)
+        for start in range(0, len(keys), ACKS_PER_COMMIT):
+            part = keys[start : start + ACKS_PER_COMMIT]
             while part:
                 fault_point(self._context.name, "before_ack")
                 result = await self._context.bus.commit(
                     Commit(
-                        ack=[t.entry for t in part],
-                        close_groups=[t.consumed.group_id for t in part],
-                        ledger=booked(part),
+                        ack=[by_key[key][0].entry for key in part],
+                        close_groups=part,
+                        ledger=booked([t for key in part for t in by_key[key]]),
                         state={"saved": str(step)},
                     )
                 )
@@ -191,61 +217,65 @@ class Intake:
                 if result.done:
                     break
                 # Entries that the server forgot: their groups come again, and are settled then.
-                part = [t for t in part if t.entry.id not in result.moved]
+                part = [key for key in part if by_key[key][0].entry.id not in result.moved]
         self.reader.forget([t.entry for t in done])
         self._settle([t.consumed for t in done])
-        self.uncommitted = [t for t in self.uncommitted if t.step > step]
+        self.uncommitted = [t for t in self.uncommitted if t.step > step or t.consumed.group_id in later]
         if checkpoint is not None:
             await self._context.bus.append([Out(POLICY, checkpoint)])
 
     def _settle(self, consumed: Iterable[Consumed]) -> None:
-        self._settled |= {item.group_id: item for item in consumed}
-        for group_id in list(self._settled)[:-SETTLED_KEPT]:
-            del self._settled[group_id]
+        for item in consumed:
+            before = self._settled.get(item.group_id)
+            self._settled[item.group_id] = item if before is None else before.with_more(item)
+        for key in list(self._settled)[:-SETTLED_KEPT]:
+            del self._settled[key]
 
     async def inside_but_open(self) -> tuple[str, ...]:
-        """Groups inside the checkpoint that the bus still lists as open: not acknowledged yet, or it forgot that."""
-        inside = [*self._settled, *(t.consumed.group_id for t in self.uncommitted)]
+        """Samples inside the checkpoint that the bus still lists as open: not acknowledged yet, or it forgot that."""
+        inside: dict[str, set[int] | None] = {}  # None = all of the entry
+        for item in [*self._settled.values(), *(t.consumed for t in self.uncommitted)]:
+            before = inside.get(item.group_id, set())
+            inside[item.group_id] = before | set(item.members) if item.members and before is not None else None
         listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups) if inside else {}
-        return tuple(group_id for group_id in inside if group_id in listed)
+        found: list[str] = []
+        for key, members in inside.items():
+            if key in listed:
+                opened = msgspec.msgpack.decode(listed[key], type=OpenGroup)
+                found += [f"{opened.group_id}/{i}" for i in opened.indexes if members is None or i in members]
+        return tuple(found)
+
+    def still_open(self, listed: Mapping[str, bytes]) -> dict[str, bytes]:
+        """What of the run's open groups no step of ours has trained: what a checkpoint made now keeps as open."""
+        return remaining(listed, self.uncommitted)
+
+    def elsewhere(self, listed: Mapping[str, bytes]) -> dict[int, int]:
+        """Open samples that are not here yet, by the step of their issue."""
+        here = self.ready.keys() | {t.consumed.group_id for t in self.uncommitted}
+        found: dict[int, int] = {}
+        for key, raw in listed.items():
+            if key not in here:
+                group = msgspec.msgpack.decode(raw, type=OpenGroup)
+                found[group.step] = found.get(group.step, 0) + len(group.indexes)
+        return found
+
+    @property
+    def n_ready(self) -> int:
+        """Samples ready."""
+        return sum(len(part.left) for part in self.ready.values())
 
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
-        """At a start: groups that the loaded checkpoint already holds, delivered again, only wait for their
+        """At a start: samples that the loaded checkpoint already holds, delivered again, only wait for their
         acknowledgement; those that are not here may still come, from a server that lost its last second."""
         self._settle(item for item in consumed if item.group_id not in self.ready)
+        seen: set[tuple[str, tuple[int, ...]]] = set()
         for item in consumed:
-            if self.ready.pop(item.group_id, None) is not None:
-                entry = self._entries.pop(item.group_id)
-                self.uncommitted.append(Trained(step=step, entry=entry, consumed=item))
+            part = self.ready.get(item.group_id)
+            if part is None or (item.group_id, item.members) in seen:
+                continue
+            seen.add((item.group_id, item.members))
+            members = item.members or tuple(part.group.samples[at].rollout.task.index for at in part.left)
+            self.trained([msgspec.structs.replace(item, members=members)], step)
 
 
-def booked(trained: list[Trained]) -> dict[str, int]:
-    """Ledger movements of durable groups; accounts that do not move are left out."""
-    moves = {
-        "trained": sum(t.consumed.samples for t in trained),
-        "dropped/masked": sum(t.consumed.masked_samples for t in trained),
-        "tokens/trained": sum(t.consumed.tokens for t in trained),
-        "tokens/dropped/masked": sum(t.consumed.masked_tokens for t in trained),
-    }
-    for item in trained:
-        for version, n in item.consumed.versions:
-            account = f"tokens/trained/version/{version}"
-            moves[account] = moves.get(account, 0) + n
-    return {account: n for account, n in moves.items() if n}
-
-
-def trained_versions(
-    spans: Sequence[Sequence[VersionSpan]], trained: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Trained tokens by version: `trained[i]` tokens of sample i, the newest ones, because masks take the oldest."""
-    found: dict[int, int] = {}
-    for sample, left in zip(spans, trained, strict=True):
-        for span in reversed(sample):
-            n = min(span.n, left)
-            left -= n
-            if n:
-                found[span.version] = found.get(span.version, 0) + n
-    return tuple(sorted(found.items()))
-
-
-__all__ = ("Intake", "Trained", "booked")
+__all__ = ("Intake",)

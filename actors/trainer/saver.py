@@ -13,9 +13,10 @@ import msgspec
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.trainer.accounts import Trained, booked
 from actors.trainer.backend import Snapshot
 from actors.trainer.checkpoint import BusState, finish, iter_dir
-from actors.trainer.intake import Intake, Trained, booked
+from actors.trainer.intake import Intake
 from bus.errors import MilesAsyncError
 from bus.messages.policy import Checkpointed
 from bus.messages.versions import PolicyVersion
@@ -62,7 +63,6 @@ class Saver:
     async def _bus_state(self, version: PolicyVersion, metrics: dict[str, float]) -> BusState:
         seen = await self._context.bus.snapshot()
         trained: list[Trained] = list(self._intake.uncommitted)
-        inside = {t.consumed.group_id for t in trained}
         ledger = dict(seen.ledger)
         for account, n in booked(trained).items():
             ledger[account] = ledger.get(account, 0) + n
@@ -76,7 +76,7 @@ class Saver:
             knobs=dict(knobs.values),
             state=seen.state,
             ledger=ledger,
-            open_groups={g: raw for g, raw in seen.open_groups.items() if g not in inside},
+            open_groups=self._intake.still_open(seen.open_groups),
             consumed=tuple(t.consumed for t in trained),
             metrics=metrics,
         )

@@ -71,13 +71,14 @@ KNOBS: dict[str, Knob] = {
         Knob(name="global_batch_size", kind="int", low=1, unit="samples", applies=STEP, actor="trainer",
              follows="rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout",
              help="samples per optimizer step"),
-        Knob(name="over_sampling_batch_size", kind="int", low=1, unit="groups", applies=ISSUE, actor="sampler",
-             help="prompt groups kept in generation, at least rollout_batch_size"),
+        Knob(name="over_sampling_batch_size", kind="int", low=0, unset=0, unit="groups", applies=ISSUE, actor="sampler",
+             help="most prompt groups in generation, at least rollout_batch_size; 0 = what the bound admits"),
         Knob(name="max_weight_staleness", kind="int", low=0, high=1024, unit="policy versions",
              applies=f"{ISSUE}; {STEP}", actor="sampler, trainer",
              help="most versions between the weights that made a token and the weights being trained"),
-        Knob(name="staleness_policy", kind="str", choices=("mask", "wait", "drop"), applies=STEP,
-             actor="trainer, sampler", help="what happens to a sample that would cross the bound"),
+        Knob(name="staleness_policy", kind="str", choices=("auto", "split", "whole", "member", "wait", "drop"),
+             applies=f"{STEP}; next sample scored", actor="trainer, filter, sampler",
+             help="what happens to a group that would cross the bound; auto = split, whole at bound 0"),
         Knob(name="rollout_temperature", kind="float", low=0, open_low=True, high=100, applies=ISSUE, actor="sampler",
              help="sampling temperature; the trainer divides its logits by each sample's own"),
         Knob(name="rollout_top_p", kind="float", low=0, open_low=True, high=1, applies=ISSUE, actor="sampler",
@@ -132,6 +133,7 @@ FACTS: dict[str, Fact] = {
         Fact(name="no_correction", kind="bool"),
         Fact(name="use_kl_loss", kind="bool"),
         Fact(name="has_eval_data", kind="bool"),
+        Fact(name="needs_whole_groups", kind="bool"),
         Fact(name="rollout_max_context_len", kind="int", low=0, unset=0),
     )
 }
@@ -205,12 +207,30 @@ def _within(fact: Fact, value: Any) -> bool:
 
 def _oversampling_covers_a_batch(v: Values) -> None:
     over, batch = v["over_sampling_batch_size"], v["rollout_batch_size"]
-    if over < batch:
+    if 0 < over < batch:
         raise KnobRejected(
             knob="over_sampling_batch_size",
             value=over,
             rule=f"smaller than rollout_batch_size = {batch}",
-            remedy=f"Set over_sampling_batch_size >= {batch}, in the same patch if both change.",
+            remedy=f"Set over_sampling_batch_size >= {batch}, in the same patch if both change, or 0 for what the bound admits.",
+        )
+
+
+def _parts_have_a_turn(v: Values) -> None:
+    policy, bound = v["staleness_policy"], v["max_weight_staleness"]
+    if policy in ("split", "member") and bound == 0:
+        raise KnobRejected(
+            knob="staleness_policy",
+            value=policy,
+            rule="with max_weight_staleness = 0 every batch is of one version, and no group has a turn to be split on",
+            remedy="Set staleness_policy to whole or auto, or max_weight_staleness >= 1, in the same patch.",
+        )
+    if policy in ("split", "member") and v.get("needs_whole_groups", False):
+        raise KnobRejected(
+            knob="staleness_policy",
+            value=policy,
+            rule="it trains parts of groups, and this run's estimator or reward hook needs all rewards of a group at once",
+            remedy="Set it to whole, wait or drop.",
         )
 
 
@@ -297,6 +317,7 @@ RULES: tuple[Callable[[Values], None], ...] = (
     _four_knobs_agree,
     _stale_data_is_corrected,
     _wait_leaves_room,
+    _parts_have_a_turn,
     _response_fits_the_context,
     _kl_has_a_reference,
     _filter_can_keep_something,

@@ -1,6 +1,12 @@
-"""What the filter decided about a whole prompt group."""
+"""What the filter decided about a prompt group, and which groups of a run are open.
+
+A group leaves the filter whole, or in parts: on its last turn within the staleness bound its finished members go on as one
+part, and each late member follows as a part of its own. A sample is in exactly one part.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -9,17 +15,28 @@ from bus.messages.samples import Scored
 
 
 class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
-    """A complete group worth training. filter -> trainer. Samples are in index order."""
+    """A group worth training, or a part of one. filter -> trainer. Samples are in index order.
+
+    `known`: rewards of all members of the group whose reward was known when this part left, its own included; the baseline
+    of each member is taken over them. Empty for a whole group, whose own samples are all there is to know.
+    """
 
     group_id: str
     prompt_id: str
     samples: tuple[Scored, ...]
     knob_epoch: int = 0
+    part: str = ""  # its key among the open groups; empty = the group is whole
+    known: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names this part: the group's id, or `part_key` of its members."""
+        return self.part or self.group_id
 
     def header(self) -> Header:
         spans = [s for scored in self.samples for s in scored.rollout.response.spans]
         return Header(
-            id=self.group_id,
+            id=self.key,
             group=self.group_id,
             version=min((s.version for s in spans), default=-1),
             tokens=sum(s.rollout.response.n_tokens for s in self.samples),
@@ -28,8 +45,20 @@ class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
         )
 
 
+class Turned(Message, frozen=True, kw_only=True, tag="group.turned"):
+    """Everything that must be trained now or lose tokens lies before this entry. filter -> trainer, once for each version
+    of the trainer: the filter has heard of version `version` and released what is on its last turn at step `step`."""
+
+    step: int
+    version: int
+
+    def header(self) -> Header:
+        return Header(version=self.version, note=f"turned={self.step}")
+
+
 class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
-    """News of one judged group, without its data. filter -> sampler, console. `reason` is empty for a kept group."""
+    """News of one judged group or part, without its data. filter -> sampler, console. `reason` is empty for a kept one;
+    `members` are the indexes it is about, empty = all of the group."""
 
     group_id: str
     prompt_id: str
@@ -38,6 +67,7 @@ class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
     n_samples: int = 0
     tokens: int = 0
     mean_reward: float = 0.0
+    members: tuple[int, ...] = ()
 
     def header(self) -> Header:
         note = "kept" if self.kept else f"dropped: {self.reason}"
@@ -45,9 +75,11 @@ class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group issued and not yet closed, with what is needed to issue it again. Lies in the run's open hash.
+    """Samples of one group that are issued and not yet closed, with what is needed to issue them again. Lies in the run's
+    open hash, under the group's id, and for each part that left the filter under the part's key.
 
-    `source_index` is the row of the data set, `epoch` the pass over it, `step` the training step at issue.
+    `source_index` is the row of the data set, `epoch` the pass over it, `step` the step of the version that was served at
+    issue: no token of the group is older.
     """
 
     group_id: str
@@ -57,6 +89,29 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     source_index: int = 0
     epoch: int = 0
+    members: tuple[int, ...] | None = None  # indexes of the samples under this key; None = all of the group
+    rewards: dict[int, float] = {}  # by index: members of the group that left the filter, for the baseline of the others
+
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        """Indexes of the samples under this key."""
+        return tuple(range(self.n_samples)) if self.members is None else self.members
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """Their ids."""
+        return tuple(f"{self.group_id}/{index}" for index in self.indexes)
 
 
-__all__ = ("GroupKept", "GroupVerdict", "OpenGroup")
+def part_key(group_id: str, members: Iterable[int]) -> str:
+    """Key of a part. A sample leaves the filter once, so the first member's index tells parts of a group apart."""
+    return f"{group_id}+{min(members)}"
+
+
+def index_of(sample_id: str) -> int:
+    """Index of a sample within its group, from `<group_id>/<index>`; -1 when there is none."""
+    text = sample_id.rpartition("/")[2]
+    return int(text) if text.isdecimal() else -1
+
+
+__all__ = ("GroupKept", "GroupVerdict", "OpenGroup", "Turned", "index_of", "part_key")

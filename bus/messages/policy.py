@@ -83,8 +83,9 @@ class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
 class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     """One training step and its batch manifest: enough to train the same batch again.
 
-    `step` is the number of the step just done (1-based): the weights now hold `step` updates. `groups` are in training
-    order. `dropped` pairs group id and reason for groups the trainer gave up while cutting this batch.
+    `step` is the number of the step just done (1-based): the weights now hold `step` updates. `samples` are in training
+    order, `groups` are their groups by first appearance. `dropped` pairs group id and reason for groups the trainer gave up
+    while cutting this batch.
     """
 
     step: int
@@ -108,26 +109,30 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
 
 
 class GroupsGivenUp(Message, frozen=True, kw_only=True, tag="policy.given_up"):
-    """Groups the trainer dropped outside a step. trainer -> sampler. `reissue`: start their prompts again."""
+    """Groups, or members of groups, that the trainer dropped outside a step. trainer -> sampler. `samples`: the ids that are
+    given up, empty = all of each group. `reissue`: start `prompts` again."""
 
     groups: tuple[tuple[str, str], ...]  # (group id, reason)
     prompts: tuple[str, ...] = ()
     reissue: bool = False
+    samples: tuple[str, ...] = ()
 
     def header(self) -> Header:
         return Header(id=f"{len(self.groups)} groups", note=self.groups[0][1] if self.groups else "")
 
 
 class Restored(Message, frozen=True, kw_only=True, tag="policy.restored"):
-    """The trainer (re)started from a checkpoint; steps after `step` are a lost future and their groups are open again.
+    """The trainer (re)started from a checkpoint; steps after `step` are a lost future and their samples are open again.
 
-    `groups`: open ones that are inside the checkpoint, although a bus that lost its last second may not say so.
+    `samples`: open ones that are inside the checkpoint, although a bus that lost its last second may not say so. `groups`:
+    the same by group, in logs of former releases.
     """
 
     step: int
     version: PolicyVersion
     checkpoint: str = ""
     groups: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
 
     def header(self) -> Header:
         return Header(id=f"restored{self.step}", version=self.version.id)
@@ -171,6 +176,7 @@ class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):
 
     version: PolicyVersion  # newest version active on at least one engine
     serving: dict[str, int] = {}  # worker -> version id
+    slots: dict[str, int] = {}  # worker -> samples it takes at once; a worker that is missing takes the knob's number
 
     def header(self) -> Header:
         return Header(id=f"active{self.version.id}", version=self.version.id, note=f"engines={len(self.serving)}")

@@ -38,6 +38,7 @@ class Reader:
         self._mean_bytes = 1024.0
         self.held: dict[tuple[str, str], Entry] = {}
         self._reread = True
+        self.recovered = False  # entries that were pending at the start have all been given out, and more was asked for
         self._offered: list[Entry] = []
 
     async def open(self) -> None:
@@ -58,10 +59,12 @@ class Reader:
             return [entry for entry in given if (entry.stream.name, entry.id) in self.held]
         if self._reread or self._restarts_seen != self._bus.link.server_restarts:
             self._restarts_seen = self._bus.link.server_restarts
+            self.recovered = False
             entries = await self._own_pending(count)
             self._reread = len(entries) >= count
             if entries:
                 return entries
+        self.recovered = True
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
         if len(self._streams) > 1 or block_s <= 0:
             for stream in self._streams:

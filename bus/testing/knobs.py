@@ -8,7 +8,7 @@ PLAIN: dict[str, Any] = {
     "rollout_batch_size": 4,
     "over_sampling_batch_size": 4,
     "max_weight_staleness": 1,
-    "staleness_policy": "mask",
+    "staleness_policy": "whole",
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,
     "rollout_max_response_len": 16,

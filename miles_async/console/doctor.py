@@ -196,7 +196,7 @@ def starving_filter(scene: Scene) -> Iterator[Finding]:
     kept = max((i for i, note in enumerate(notes) if not note.startswith("dropped")), default=-1)
     reasons = Counter(note.removeprefix("dropped: ") for note in notes[kept + 1 :])
     streak = reasons.total()
-    wave = max(1, int(scene.knobs.get("over_sampling_batch_size", 32)))
+    wave = max(1, *(int(scene.knobs.get(name, 0)) for name in ("over_sampling_batch_size", "rollout_batch_size")))
     if streak < 2 * wave:
         return
     most = int(scene.knobs.get("max_waves", 0))

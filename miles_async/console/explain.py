@@ -74,7 +74,7 @@ def open_text(scene: Scene) -> str:
     """`5 groups open of at most 12 (2 in generation, 3 with the trainer), 8 trained and not yet in a checkpoint`."""
     where = {"generation": "in generation", "reward": "being scored", "filter": "at the filter", "kept": "with the trainer",
              "nowhere": "in no stream"}  # fmt: skip
-    saved = len(scene.uncommitted & scene.places.groups.keys())
+    saved = sum(scene.uncommitted.issuperset(group.sample_ids) for group in scene.places.groups.values())
     count = scene.places.stages()
     count["kept"] = max(0, count["kept"] - saved)
     stages = ", ".join(f"{n} {where[stage]}" for stage, n in count.items() if n)

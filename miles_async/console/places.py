@@ -55,7 +55,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Entries of the data streams with their holders, and the open groups."""
+    """Entries of the data streams with their holders, and the open groups and parts of groups by key."""
 
     heads: dict[str, list[Head]]
     pending: dict[tuple[str, str], Pending]
@@ -74,17 +74,27 @@ class Places(msgspec.Struct, frozen=True):
         return found
 
     def kept(self) -> dict[str, Place]:
-        """Whole groups that lie with the trainer."""
-        return {head.group: self.place(head) for head in self.heads.get(GROUPS.name, ())}
+        """Groups and parts that lie with the trainer, by key."""
+        return {head.sample: self.place(head) for head in self.heads.get(GROUPS.name, ()) if head.sample}
+
+    def opened(self, sample_id: str) -> OpenGroup | None:
+        """The open group or part that a sample belongs to; of a group's id, the group."""
+        parts = [part for part in self.groups.values() if sample_id in part.sample_ids]
+        return parts[0] if parts else self.groups.get(sample_id)
+
+    def holds(self, head: Head, sample_id: str, group: str) -> bool:
+        """Whether an entry of `groups` has this sample, or is of this group."""
+        part = self.groups.get(head.sample)
+        return head.group == group and (sample_id == group or part is None or sample_id in part.sample_ids)
 
     def incomplete(self) -> list[Incomplete]:
         """Open groups of which the filter has some samples but not all, oldest first."""
         samples, kept = self.by_sample(), self.kept()
         found: list[Incomplete] = []
-        for group in sorted(self.groups.values(), key=lambda g: g.group_id):
-            if group.group_id in kept:
+        for key, group in sorted(self.groups.items()):
+            if key in kept:
                 continue
-            ids = [f"{group.group_id}/{i}" for i in range(group.n_samples)]
+            ids = group.sample_ids
             here = [s for s in ids if s in samples and samples[s].head.stream == SCORED.name]
             if here and len(here) < len(ids):
                 since = min(samples[s].head.wall for s in here)
@@ -93,16 +103,16 @@ class Places(msgspec.Struct, frozen=True):
         return found
 
     def stages(self) -> dict[str, int]:
-        """Open groups by how far their slowest sample is: generation, reward, filter, kept, nowhere."""
+        """Open groups and parts by how far their slowest sample is: generation, reward, filter, kept, nowhere."""
         samples, kept = self.by_sample(), self.kept()
         stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
         names = ("nowhere", "generation", "reward", "filter", "kept")
         count = dict.fromkeys(names[::-1], 0)
-        for group in self.groups.values():
-            if group.group_id in kept:
+        for key, group in self.groups.items():
+            if key in kept:
                 count["kept"] += 1
                 continue
-            places = [samples.get(f"{group.group_id}/{i}") for i in range(group.n_samples)]
+            places = [samples.get(sample) for sample in group.sample_ids]
             count[names[min((stage_of[p.head.stream] if p else 0 for p in places), default=0)]] += 1
         return count
 

@@ -3,7 +3,8 @@
 A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry id>", unique and ordered within a stream),
 then what the kind has:
 
-step        step, version, trained_on, knob_epoch, groups, dropped, metrics
+step        step, version, trained_on, knob_epoch, groups, members (of groups trained in part: indexes by group), dropped,
+            metrics
 eval        step, version, name, n_samples, duration_s, metrics
 announced   step, version, prepare_s, n_bytes
 activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
@@ -11,7 +12,8 @@ activated   step, version, actor, pause_s, total_s, transport, requests (kept | 
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
 knob        epoch, values, author, reason
-drop        group, prompt, reason, samples, tokens, reward        one prompt group that will not be trained
+drop        group, prompt, reason, samples, tokens, reward, members (indexes; absent = all of it)
+                                                                   what of a prompt group will not be trained
 dead        stream, sample, group, actor, error
 fault       actor, event, text, level
 finished    step, version
@@ -20,12 +22,12 @@ ledger      accounts                                               samples and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bus import Entry
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
-from bus.messages.groups import GroupVerdict
+from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 from miles_async.console.heads import wall_of
@@ -56,12 +58,28 @@ def _step(m: StepDone) -> Made:
                 "trained_on": m.trained_on.id,
                 "knob_epoch": m.knob_epoch,
                 "groups": list(m.groups),
+                **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
                 "dropped": [list(pair) for pair in m.dropped],
                 "metrics": dict(m.metrics),
                 **({"wall": m.wall} if m.wall else {}),
             },
         )
     ]
+
+
+def _in_part(samples: Sequence[str]) -> dict[str, list[int]]:
+    """Indexes by group of the groups of which a step trained fewer samples than of its largest."""
+    found = _indexes_by_group(samples)
+    most = max(map(len, found.values()), default=0)
+    return {group: indexes for group, indexes in found.items() if len(indexes) < most}
+
+
+def _indexes_by_group(samples: Sequence[str]) -> dict[str, list[int]]:
+    """Indexes by group of sample ids."""
+    found: dict[str, list[int]] = {}
+    for sample in samples:
+        found.setdefault(sample.rpartition("/")[0], []).append(index_of(sample))
+    return found
 
 
 def _eval(m: EvalDone) -> Made:
@@ -89,13 +107,24 @@ def _verdict(m: GroupVerdict) -> Made:
     if m.kept:
         return []
     fields = {"group": m.group_id, "prompt": m.prompt_id, "reason": m.reason, "samples": m.n_samples}
-    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward})]
+    members = {"members": list(m.members)} if m.members else {}
+    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
 
 
 def _given_up(m: GroupsGivenUp) -> Made:
     prompts = dict(zip((g for g, _ in m.groups), m.prompts, strict=False))
+    members = _indexes_by_group(m.samples)
     return [
-        ("drop", {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue})
+        (
+            "drop",
+            {
+                "group": group,
+                "prompt": prompts.get(group, ""),
+                "reason": reason,
+                "reissued": m.reissue,
+                **({"members": members[group]} if group in members else {}),
+            },
+        )
         for group, reason in m.groups
     ]
 

@@ -22,7 +22,7 @@ from miles_async.console.snapshot import Snapshot, read_snapshot
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
-    `uncommitted`: groups that were trained since the last checkpoint; they hold no slot but stay open until the next.
+    `uncommitted`: samples that were trained since the last checkpoint; they hold no credit but stay open until the next.
     `first_step`: metrics of the run's first training step, empty where unknown."""
 
     snapshot: Snapshot
@@ -83,15 +83,15 @@ def _first_step(run_dir: Path) -> Mapping[str, float | None]:
 
 
 async def _uncommitted(bus: Bus, most: int = 1000) -> frozenset[str]:
-    """Groups of the steps behind the newest checkpoint or restore."""
-    groups: set[str] = set()
+    """Samples of the steps behind the newest checkpoint or restore."""
+    samples: set[str] = set()
     for entry in await bus.last(POLICY, most):
         kind = entry.fields.get("type")
         if kind in ("policy.checkpointed", "policy.restored"):
             break
         if kind == "policy.step":
-            groups.update((await bus.message(entry)).groups)
-    return frozenset(groups)
+            samples.update((await bus.message(entry)).samples)
+    return frozenset(samples)
 
 
 __all__ = ("Scene", "read_scene")

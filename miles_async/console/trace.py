@@ -15,9 +15,9 @@ import msgspec
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
 from bus.messages.control import DeadLetter, Event
-from bus.messages.groups import OpenGroup
+from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
-from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
+from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
 from miles_async.console.heads import all_heads, order_of
 from miles_async.console.metrics_file import read_records
 from miles_async.console.places import DOING, Place, Places, read_places
@@ -58,6 +58,7 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     """Follow one sample on a living bus, and in the run's file if there is one."""
     group = group_of(sample_id)
     places = await read_places(bus, evals=True)
+    opened = places.opened(sample_id)
     place = _find(places, sample_id, group)
     task = await _task(bus, place, sample_id) if place is not None else {}
     seen = read_records(run_dir) if run_dir is not None else []
@@ -66,7 +67,6 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     moments += await _events(bus, sample_id, group)
     moments += await _kept(bus, group)
     saved = len(await bus.load_prefix(sample_id))
-    opened = places.groups.get(group)
     if opened is not None:
         text = f"group issued at step {opened.step}, prompt {opened.prompt_id} (row {opened.source_index}, "
         text += f"epoch {opened.epoch}), {opened.n_samples} samples" + (", issued again" if opened.attempt else "")
@@ -104,7 +104,7 @@ def _find(places: Places, sample_id: str, group: str) -> Place | None:
     found: Place | None = None
     for name, heads in places.heads.items():
         for head in heads:
-            if head.sample == sample_id or (name == "groups" and head.group == group):
+            if head.sample == sample_id or (name == GROUPS.name and places.holds(head, sample_id, group)):
                 found = places.place(head)
     return found
 
@@ -156,13 +156,13 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     for i, record in enumerate(ordered):
         wall = float(record["wall"])
         match record["kind"]:
-            case "step" if group in record["groups"]:
+            case "step" if group in record["groups"] and _concerns(record.get("members", {}).get(group), sample_id):
                 lost = any(at > i and step < record["step"] for at, step in restores)
                 text = f"trained in step {record['step']}, policy version {record['version']}, knob epoch {record['knob_epoch']}"
                 text += "; that step was lost with the trainer and done again" if lost else ""
                 data = {"step": record["step"], "version": record["version"], "lost": lost}
                 found.append(Moment(wall, "lost step" if lost else "trained", text, data))
-            case "drop" if record["group"] == group:
+            case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""
                 text = f"group dropped: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
@@ -171,6 +171,12 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 text = f"{who}became a dead letter on {record['stream']}: "
                 found.append(Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]}))
     return found
+
+
+def _concerns(members: list[int] | None, sample_id: str) -> bool:
+    """Whether a line about these members of a group, None = all, is about this sample or about the whole group."""
+    index = index_of(sample_id)
+    return members is None or index < 0 or index in members
 
 
 async def _kept(bus: Bus, group: str) -> list[Moment]:

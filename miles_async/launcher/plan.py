@@ -221,9 +221,14 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 top_k=r.rollout_top_k,
                 lookahead=lookahead,
                 update_weights_interval=interval,
+                keeps_checkpoints=not (c.no_save or settings.launch.debug_rollout_only),
             ),
         ),
-        ("filter", "filter", FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS))),
+        (
+            "filter",
+            "filter",
+            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval),
+        ),
         (
             "partial",
             "partial",
@@ -321,6 +326,7 @@ def initial_knobs(settings: RunSettings) -> dict[str, Any]:
         "num_steps_per_rollout": g.num_steps_per_rollout,
         "update_weights_interval": r.update_weights_interval,
         "staleness_lookahead": r.staleness_lookahead or 0,
+        "needs_whole_groups": settings.needs_whole_groups,
         "correction": g.off_policy_correction,
         "no_correction": g.no_correction,
         "use_kl_loss": g.use_kl_loss,

@@ -110,6 +110,17 @@ def _router(v: Values) -> bool:
     return wanted or v["sglang_router_ip"] is not None
 
 
+def needs_whole_groups(*, reward_hook: str | None, estimator: str) -> bool:
+    """Whether the rewards of a group mean something only together, so that it cannot be trained in parts: a hook that is given
+    all of them, or MaxRL's division by the group's success rate."""
+    return bool(reward_hook) or estimator == "maxrl"
+
+
+def _staleness_policy(v: Values) -> str:
+    whole = needs_whole_groups(reward_hook=v["custom_reward_post_process_path"], estimator=v["advantage_estimator"])
+    return "whole" if whole else "auto"
+
+
 def _lookahead(v: Values) -> int:
     return int(v["rollout_batch_size"]) if v["max_weight_staleness"] > 0 else 1
 
@@ -132,8 +143,8 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
-    ("over_sampling_batch_size", lambda v: v["rollout_batch_size"]),
     ("dynamic_sampling_filter_path", _filter),
+    ("staleness_policy", _staleness_policy),
     ("staleness_lookahead", _lookahead),
     ("eval_input_key", lambda v: v["input_key"]),
     ("eval_label_key", lambda v: v["label_key"]),

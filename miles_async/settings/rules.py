@@ -38,12 +38,33 @@ def run_length_is_known(s: RunSettings) -> None:
 
 def oversampling_covers_a_batch(s: RunSettings) -> None:
     over, batch = s.rollout.over_sampling_batch_size, s.rollout.rollout_batch_size
-    if over < batch:
+    if 0 < over < batch:
         raise refusal(
             "over_sampling_batch_size",
             over,
             f"smaller than rollout_batch_size = {batch}",
-            f"Set it to {batch} or more.",
+            f"Set it to {batch} or more, or leave it out for what the bound admits.",
+        )
+
+
+def parts_have_a_turn(s: RunSettings) -> None:
+    policy, bound = s.rollout.staleness_policy, s.rollout.max_weight_staleness
+    if policy not in ("split", "member"):
+        return
+    if bound == 0:
+        raise refusal(
+            "staleness_policy",
+            policy,
+            "with max_weight_staleness = 0 every batch is of one version, and no group has a turn to be split on",
+            "Leave it out, or set max_weight_staleness to 1 or more.",
+        )
+    if s.needs_whole_groups:
+        why = s.grpo.custom_reward_post_process_path or f"advantage_estimator {s.grpo.advantage_estimator}"
+        raise refusal(
+            "staleness_policy",
+            policy,
+            f"it trains parts of groups, and {why} needs all rewards of a group at once",
+            "Use whole, wait or drop, or another estimator.",
         )
 
 
@@ -325,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     four_knobs_agree,
     run_length_is_known,
     oversampling_covers_a_batch,
+    parts_have_a_turn,
     one_correction_at_most,
     stale_data_is_corrected,
     correction_bounds_are_ordered,
@@ -366,7 +388,7 @@ def notes(s: RunSettings) -> Iterator[str]:
         yield "max_weight_staleness = 0 is strictly on-policy: generation waits for training"
     if r.max_weight_staleness > 0 and g.no_correction:
         yield f"max_weight_staleness = {r.max_weight_staleness} trains on off-policy data without a correction"
-    if r.over_sampling_batch_size > s.max_open_groups:
+    if r.max_weight_staleness > 0 and r.over_sampling_batch_size > s.max_open_groups:
         yield (
             f"over_sampling_batch_size = {r.over_sampling_batch_size} is cut to {s.max_open_groups}, the open groups "
             f"that max_weight_staleness = {r.max_weight_staleness} admits"

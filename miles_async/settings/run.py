@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.settings.derive import needs_whole_groups
 from miles_async.settings.groups import (
     BusSettings,
     CkptSettings,
@@ -56,6 +57,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.rollout.staleness_policy != "wait":
             return 0
         return -(-(self.rollout.staleness_lookahead - 1) // self.groups_per_version)
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether groups cannot be trained in parts."""
+        hook, estimator = self.grpo.custom_reward_post_process_path, self.grpo.advantage_estimator
+        return needs_whole_groups(reward_hook=hook, estimator=estimator)
 
     @property
     def max_open_groups(self) -> int:

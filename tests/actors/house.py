@@ -22,7 +22,7 @@ KNOBS: dict[str, Any] = {
     "update_weights_interval": 1,
     "over_sampling_batch_size": 3,
     "max_weight_staleness": 1,
-    "staleness_policy": "mask",
+    "staleness_policy": "whole",
     "staleness_lookahead": 0,
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,

@@ -100,6 +100,7 @@ def prepare_batch(
         estimator=cfg.advantage_estimator,
         std=cfg.grpo_std_normalization,
         enabled=cfg.rewards_normalization,
+        known_rewards=[s.known_rewards for s in samples],
     )
     if cfg.custom_reward_post_process_path:
         rewards, values = custom.post_processed_rewards(cfg, samples, rewards, frozenset(baseline.missing))

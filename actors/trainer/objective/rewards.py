@@ -4,6 +4,10 @@ A trajectory (rollout) split into several training samples counts once. With r_j
 trajectories: centred c_j = r_j - mean(r); standardised c_j / (s + 1e-6), s unbiased (n - 1). Groups whose
 rewards are all equal (n = 1 included) get exactly 0: max == min is tested, never a rounded s > 0.
 Reference section 4.5.
+
+Where only a part of a group is in the batch, its samples bring the rewards that were known when they left the filter: of the
+siblings that had finished then, for late ones of all. The same transform over these gives their values, so a member's baseline
+never looks at siblings that were still generating.
 """
 
 from __future__ import annotations
@@ -77,8 +81,10 @@ def normalize_group_rewards(
     estimator: str,
     std: bool = True,
     enabled: bool = True,
+    known_rewards: Sequence[Sequence[float]] | None = None,
 ) -> GroupRewards:
-    """One value per sample (three aligned sequences in, one out).
+    """One value per sample (three aligned sequences in, one out). `known_rewards`: by sample, empty for one whose group is the
+    batch's; its own reward is among them.
 
     A missing reward is None, NaN or infinite: that sample gets 0 and is listed, its group goes on without it.
     Raises RewardError when two samples of one trajectory carry different rewards.
@@ -87,6 +93,7 @@ def normalize_group_rewards(
         raise RewardError(f"{len(rewards)} rewards, {len(groups)} groups, {len(rollouts)} rollouts: lengths differ.")
     members: dict[Hashable, dict[Hashable, float]] = {}
     missing: list[int] = []
+    brought = known_rewards or ((),) * len(rewards)
     for i, (reward, group, rollout) in enumerate(zip(rewards, groups, rollouts, strict=True)):
         known = members.setdefault(group, {})
         if reward is None or not math.isfinite(reward):
@@ -113,11 +120,15 @@ def normalize_group_rewards(
         negative += transform is over_mean and math.fsum(values) < 0
         scaled[group] = dict(zip(known, [0.0] * len(values) if constant else transform(values), strict=True))
     absent = set(missing)
+    values_of = [
+        0.0 if i in absent else scaled[group][rollout] for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
+    ]
+    for i, (reward, others) in enumerate(zip(rewards, brought, strict=True)):
+        if i not in absent and others and transform is not None and reward is not None and reward in others:
+            constant = max(others) == min(others)
+            values_of[i] = 0.0 if constant else transform(others)[list(others).index(reward)]
     return GroupRewards(
-        values=[
-            0.0 if i in absent else scaled[group][rollout]
-            for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
-        ],
+        values=values_of,
         missing=missing,
         groups=len(members),
         zero_variance_groups=flat,

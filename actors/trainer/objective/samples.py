@@ -45,6 +45,9 @@ class TrainSample:
     values: ArrayLike | None = None
     spans: Sequence[tuple[int, int]] | None = None
     """[(policy version, tokens), ...] covering the response; None: of unknown age, so stale if a bound is set"""
+    known_rewards: Sequence[float] = ()
+    """rewards to take the baseline over, this sample's among them, where not all of its group is in the batch; empty: those in
+    the batch"""
 
     @property
     def trajectory(self) -> Hashable:

@@ -29,6 +29,7 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
     remove: bool
     floats: dict[str, bytes]
     spans: list[tuple[int, int]] | None
+    known_rewards: tuple[float, ...] = ()
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -119,6 +120,7 @@ def _pack(s: BatchSample) -> WireSample:
         remove=t.remove,
         floats={name: _bytes(x, np.float32) for name, x in given.items() if x is not None},
         spans=None if t.spans is None else [(int(v), int(n)) for v, n in t.spans],
+        known_rewards=tuple(t.known_rewards),
     )
 
 
@@ -138,6 +140,7 @@ def _unpack(w: WireSample) -> BatchSample:
             loss_mask=None if w.loss_mask is None else np.frombuffer(w.loss_mask, dtype=np.uint8),
             remove=w.remove,
             spans=w.spans,
+            known_rewards=w.known_rewards,
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
     )

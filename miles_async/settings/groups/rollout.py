@@ -35,14 +35,13 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     over_sampling_batch_size: Annotated[
         int,
         doc(
-            "Prompt groups kept in generation, at least rollout_batch_size; more of them feed a filter that drops "
-            "groups. Never exceeds what the staleness bound admits.",
+            "Most prompt groups in generation, at least rollout_batch_size; 0 means what the staleness bound admits. At "
+            "max_weight_staleness 0 this many start with each version and the surplus of a batch is dropped.",
             unit="groups",
-            derived="rollout_batch_size",
             live=True,
-            ge=1,
+            ge=0,
         ),
-    ]
+    ] = 0
     rollout_temperature: Annotated[
         float, doc("Sampling temperature; the trainer divides its logits by it too.", live=True, gt=0, le=100)
     ] = 1.0
@@ -131,13 +130,16 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         ),
     ] = 0
     staleness_policy: Annotated[
-        Literal["mask", "wait", "drop"],
+        Literal["auto", "split", "whole", "member", "wait", "drop"],
         doc(
-            "What happens to a sample that would cross the bound: mask its old tokens, wait for the oldest open "
-            "group before going on, or drop it and issue the prompt again.",
+            "What happens to a group that would cross the bound. split: its finished members are trained on its last turn, "
+            "late ones follow when they are done; whole: it is trained when complete, its old tokens masked; member: its "
+            "members are trained as soon as half of them are done; wait: the trainer waits for the oldest open group; drop: "
+            "it is dropped and its prompt issued again. auto is split, and whole at max_weight_staleness 0.",
+            derived="auto; whole where the estimator or a reward hook needs whole groups",
             live=True,
         ),
-    ] = "mask"
+    ]
     staleness_lookahead: Annotated[
         int,
         doc(

@@ -1,0 +1,123 @@
+"""What the accounts get for trained samples (pure).
+
+A token of a trained sample without gradient is booked as dropped under one of three reasons: `outlasted` (over the staleness bound
+although the sample was trained in the first step that could take it: its own generation took too long), `stale` (over the bound
+after it had waited here), `masked` (anything else, such as a prefix that is not to be trained).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from actors.trainer.backend import StepResult
+from actors.trainer.checkpoint import Consumed
+from actors.trainer.cut import Part
+from bus import Entry
+from bus.messages.groups import GroupKept, OpenGroup
+from bus.messages.versions import VersionSpan, staleness
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """Samples of one entry that a step trained: the entry, and what the accounts will get when the step is durable."""
+
+    step: int
+    entry: Entry
+    consumed: Consumed
+
+
+def consumed_by(
+    batch: Sequence[tuple[str, Part, GroupKept]], result: StepResult, *, step: int, bound: int
+) -> list[Consumed]:
+    """The accounts of a batch: key, part and samples taken, in training order; `step` updates were inside the weights."""
+    found: list[Consumed] = []
+    position = 0
+    for key, part, group in batch:
+        trained = result.trained_tokens[position : position + len(group.samples)]
+        position += len(group.samples)
+        reason = "outlasted" if part.came == step else "stale"
+        aged_samples = aged_tokens = masked_samples = masked_tokens = 0
+        for scored, kept in zip(group.samples, trained, strict=True):
+            response = scored.rollout.response
+            gone = response.n_tokens - kept
+            old = min(gone, over_age(response.spans, step=step, bound=bound))
+            aged_tokens += old
+            masked_tokens += gone - old
+            if kept == 0:
+                aged_samples += old > 0
+                masked_samples += old == 0
+        found.append(
+            Consumed(
+                key,
+                len(trained) - aged_samples - masked_samples,
+                masked_samples,
+                sum(trained),
+                masked_tokens,
+                trained_versions([s.rollout.response.spans for s in group.samples], trained),
+                tuple(s.rollout.task.index for s in group.samples),
+                {reason: (aged_samples, aged_tokens)} if aged_tokens else {},
+                tuple(s.reward for s in group.samples) if len(group.samples) < len(part.group.samples) else (),
+            )
+        )
+    return found
+
+
+def over_age(spans: Sequence[VersionSpan], *, step: int, bound: int) -> int:
+    """Tokens over the bound, in steps."""
+    return sum(span.n for span in spans if staleness(step, span.step) > bound)
+
+
+def booked(trained: Sequence[Trained]) -> dict[str, int]:
+    """Ledger movements of durable samples; accounts that do not move are left out."""
+    moves = {
+        "trained": sum(t.consumed.samples for t in trained),
+        "dropped/masked": sum(t.consumed.masked_samples for t in trained),
+        "tokens/trained": sum(t.consumed.tokens for t in trained),
+        "tokens/dropped/masked": sum(t.consumed.masked_tokens for t in trained),
+    }
+    for item in trained:
+        for version, n in item.consumed.versions:
+            account = f"tokens/trained/version/{version}"
+            moves[account] = moves.get(account, 0) + n
+        for reason, (samples, tokens) in item.consumed.aged.items():
+            moves[f"dropped/{reason}"] = moves.get(f"dropped/{reason}", 0) + samples
+            moves[f"tokens/dropped/{reason}"] = moves.get(f"tokens/dropped/{reason}", 0) + tokens
+    return {account: n for account, n in moves.items() if n}
+
+
+def trained_versions(
+    spans: Sequence[Sequence[VersionSpan]], trained: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Trained tokens by version: `trained[i]` tokens of sample i, the newest ones, because masks take the oldest."""
+    found: dict[int, int] = {}
+    for sample, left in zip(spans, trained, strict=True):
+        for span in reversed(sample):
+            n = min(span.n, left)
+            left -= n
+            if n:
+                found[span.version] = found.get(span.version, 0) + n
+    return tuple(sorted(found.items()))
+
+
+def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[str, bytes]:
+    """The run's open groups without what was trained. Of an entry that is trained in part, the rest, with the rewards of the
+    others, so that it can be issued again alone."""
+    gone: dict[str, dict[int, float | None]] = {}  # key -> reward by index, None = not kept; empty = all of the entry
+    for t in trained:
+        item = t.consumed
+        rewards: tuple[float | None, ...] = item.rewards or (None,) * len(item.members)
+        gone.setdefault(item.group_id, {}).update(zip(item.members, rewards, strict=True))
+    left = {key: raw for key, raw in listed.items() if key not in gone}
+    for key, members in gone.items():
+        if key not in listed or not members:
+            continue
+        opened = msgspec.msgpack.decode(listed[key], type=OpenGroup)
+        rest = tuple(i for i in opened.indexes if i not in members)
+        known = opened.rewards | {i: reward for i, reward in members.items() if reward is not None}
+        if rest:
+            left[key] = msgspec.msgpack.encode(msgspec.structs.replace(opened, members=rest, rewards=known))
+    return left
+
+
+__all__ = ("Trained", "booked", "consumed_by", "over_age", "remaining", "trained_versions")

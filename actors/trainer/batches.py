@@ -1,0 +1,146 @@
+"""The next batch: waits until it is complete, and until cutting it now breaks no promise of the staleness bound.
+
+Reads  what the intake holds, the open groups    Owns  what a lowered bound has cost while the run drains to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from actors.runtime.context import Context
+from actors.runtime.run import RunEnds
+from actors.runtime.staleness import Rule, bound_in_steps, rule_of
+from actors.trainer.accounts import consumed_by
+from actors.trainer.backend import StepResult
+from actors.trainer.cut import Cut, Part, cut
+from actors.trainer.intake import Intake
+from bus.knobs.live import KnobValues
+from bus.messages.groups import GroupKept, OpenGroup
+from bus.messages.versions import PolicyVersion
+
+READ = 64  # entries at once
+PARTING: tuple[Rule, ...] = ("split", "member")  # rules under which groups leave the filter in parts
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Samples of one step in training order, by entry: its key, the part it is cut from, and the samples as one group. `bound` in
+    steps. A recorded batch has no entries."""
+
+    groups: tuple[GroupKept, ...]
+    bound: int
+    keys: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    left_behind: int = 0
+
+
+class Batches:
+    """Cuts batches from the intake. `interval`: steps between two published versions."""
+
+    def __init__(self, context: Context, intake: Intake, *, interval: int, lookahead: int, ci_test: bool) -> None:
+        self._context = context
+        self._intake = intake
+        self._interval = interval
+        self._lookahead = lookahead
+        self._ci_test = ci_test
+        self._bound = -1  # of the last batch, in steps
+        self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
+        self._drained = (0, 0)  # samples and tokens that it has cost
+
+    def bound(self, knobs: KnobValues) -> int:
+        """The bound in steps."""
+        return bound_in_steps(int(knobs.max_weight_staleness), self._interval)
+
+    async def next(
+        self, version: PolicyVersion, *, check: Callable[[], Awaitable[None]], idle: Callable[[], Awaitable[None]]
+    ) -> Batch | None:
+        """Waits for samples until a batch is complete; woken by the blocking read. None when draining. `check` runs before each
+        look, `idle` before each wait."""
+        context, intake, step = self._context, self._intake, version.step
+        while not context.draining.is_set():
+            await check()
+            while await intake.fetch(READ, 0.0, step=step):
+                continue
+            knobs = context.knobs
+            bound = self.bound(knobs)
+            rule = rule_of(str(knobs.staleness_policy), int(knobs.max_weight_staleness))
+            size = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)
+            made = Cut(missing="the filter's word that all on its last turn has left it,")
+            if rule not in PARTING or intake.turned >= version.id:
+                made = await self._cut(step=step, size=size, bound=bound, rule=rule)
+            if made.drop:
+                await intake.give_up(made.drop, reissue=rule == "drop")
+            if made.take:
+                await self._promise(made, step=step, bound=bound, rule=rule)
+                parts = tuple(intake.ready[key] for key, _ in made.take)
+                return Batch(
+                    groups=tuple(part.cut(at) for part, (_, at) in zip(parts, made.take, strict=True)),
+                    bound=bound,
+                    keys=tuple(key for key, _ in made.take),
+                    parts=parts,
+                    left_behind=made.left_behind,
+                )
+            await idle()
+            with context.waiting(f"{made.missing} of step {step + 1} on groups"):
+                await intake.fetch(READ, 0.5, step=step)
+        return None
+
+    async def _cut(self, *, step: int, size: int, bound: int, rule: Rule) -> Cut:
+        """What is open elsewhere is looked up only when there is enough for a batch."""
+        intake = self._intake
+        elsewhere: dict[int, int] | None = None
+        window: frozenset[str] | None = None
+        if rule in PARTING and intake.n_ready >= size:
+            elsewhere = intake.elsewhere(await self._listed())
+        if rule == "wait":  # no straggler is passed by more than `lookahead` groups
+            trained = {t.consumed.group_id for t in intake.uncommitted}
+            listed = [msgspec.msgpack.decode(v, type=OpenGroup) for k, v in (await self._listed()).items() if k not in trained]
+            order = sorted({group.group_id for group in listed})
+            per_group = max((group.n_samples for group in listed), default=1)
+            window = frozenset(order[: size // per_group + max(1, self._lookahead) - 1])
+        return cut(
+            ready=intake.ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
+        )
+
+    async def _listed(self) -> dict[str, bytes]:
+        return await self._context.bus.hash_of(self._context.bus.keys.open_groups)
+
+    async def _promise(self, made: Cut, *, step: int, bound: int, rule: Rule) -> None:
+        """Say so when finished samples wait past the bound, which only a bound that was lowered in mid-run explains."""
+        if 0 <= bound < self._bound:
+            self._drains, self._drained = (self._bound, step + self._bound - bound), (0, 0)
+            text = f"from {self._bound} to {bound} steps: samples that are older lose tokens until the run has drained to it"
+            await self._context.event("bound lowered", text)
+        self._bound = bound
+        if rule not in PARTING or not made.left_behind or self._drains is not None:
+            return
+        self._context.count("left_behind", made.left_behind)
+        text = f"step {step + 1}: {made.left_behind} finished samples are on their last turn and not in the batch"
+        await self._context.event("bound not kept", f"{text}; their oldest tokens will be masked", level="error")
+        if self._ci_test:
+            raise RunEnds(f"{text} (--ci-test)")
+
+    async def done(self, batch: Batch, result: StepResult, *, step: int) -> None:
+        """Book a trained batch. `step` updates were inside the weights."""
+        pieces = list(zip(batch.keys, batch.parts, batch.groups, strict=True))
+        consumed = consumed_by(pieces, result, step=step, bound=batch.bound)
+        self._intake.trained(consumed, step + 1)
+        if self._drains is None:
+            return
+        aged = [pair for item in consumed for pair in item.aged.values()]
+        self._drained = (self._drained[0] + len(aged), self._drained[1] + sum(tokens for _, tokens in aged))
+        before, until = self._drains
+        if step >= until or not any(part.oldest(step + 1) > batch.bound for part in self._intake.ready.values()):
+            self._drains = None
+            cost = f"{self._drained[1]} tokens in {self._drained[0]} parts were masked"
+            text = f"from {before} to {batch.bound} steps; on the way {cost}"
+            await self._context.event("bound reached", text)
+
+
+def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:
+    """Ids of a batch's samples in training order."""
+    return tuple(s.rollout.task.sample_id for g in groups for s in g.samples)
+
+
+__all__ = ("Batch", "Batches", "sample_ids")
