@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.runtime.prompts import DataSpec
 from actors.runtime.run import Refused
-from actors.sampler.actor import Sampler, SamplerSpec, run
-from bus import Commit
+from actors.sampler.actor import SamplerSpec, run
+from bus import Commit, Reader
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
 from bus.messages.versions import PolicyVersion
@@ -56,7 +57,11 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
             await activate(bus, 0)
             await until(lambda: _length(bus, 8))  # (1 + 1) * 2 groups of 2
             done = StepDone(
-                step=1, version=PolicyVersion(2, 1), trained_on=PolicyVersion(1, 0), groups=("g0000001", "g0000002")
+                step=1,
+                version=PolicyVersion(2, 1),
+                trained_on=PolicyVersion(1, 0),
+                groups=("g0000001", "g0000002"),
+                samples=("g0000001/0", "g0000001/1", "g0000002/0", "g0000002/1"),
             )
             await put(bus, POLICY, done)
             await activate(bus, 1)
@@ -68,7 +73,7 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
 async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
     redis_url: str, run_name: str, data: DataSpec
 ) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, knobs={"sglang_server_concurrency": 64}) as bus:
         await activate(bus, 0)
         async with running(bus, "sampler", run, spec(data, shuffle=True)):
             await until(lambda: _length(bus, 6))
@@ -121,11 +126,56 @@ async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(
     redis_url: str, run_name: str, data: DataSpec
 ) -> None:
     async with open_bus(redis_url, run_name, knobs={"max_waves": 2}) as bus:
+        refused = asyncio.Event()
+
+        async def body(context, given) -> None:
+            with pytest.raises(Refused, match=r"filter starving: 12 samples in a row were dropped \(2 waves of 3 groups"):
+                await run(context, given)
+            refused.set()
+
+        async with running(bus, "sampler", body, spec(data)):
+            await activate(bus, 0)
+            await until(lambda: _length(bus, 6))
+            for n in range(1, 7):
+                verdict = GroupVerdict(group_id=f"g{n:07d}", prompt_id="p", kept=False, reason="zero_std_0", n_samples=2)
+                await put(bus, VERDICTS, verdict)
+            await asyncio.wait_for(refused.wait(), 10.0)
+
+
+async def test_prompts_are_issued_as_engine_slots_come_free(redis_url: str, run_name: str, data: DataSpec) -> None:
+    knobs = {"over_sampling_batch_size": 0, "max_weight_staleness": 20, "sglang_server_concurrency": 4}
+    async with open_bus(redis_url, run_name, knobs=knobs) as bus:
         async with running(bus, "sampler", run, spec(data)) as context:
-            sampler = Sampler(context, spec(data))
-            sampler._progress = type("P", (), {"drops_in_a_row": 6, "finished": False})()
-            with pytest.raises(Refused, match="filter starving: 6 groups in a row"):
-                await sampler._fill()
+            serving = PolicyActive(version=PolicyVersion(1, 0), serving={"a": 1, "b": 1, "c": -1}, slots={"b": 6})
+            await put(bus, ACTIVE, serving)
+            await until(lambda: _length(bus, 14))  # 4 + 6 slots, and two groups of 2 that lie ready
+            await until(lambda: _waits(context))
+            assert await bus.length(PROMPTS) == 14, "84 samples may be open, but no engine could begin them"
+            [first, second] = (await bus.scan_all(PROMPTS))[:2]
+            reader = Reader(bus, [PROMPTS], "generation", "a")
+            await reader.open()
+            entries = await reader.read(2, 1.0)
+            assert [e.id for e in entries] == [first.id, second.id]
+            await bus.commit(Commit(ack=entries))
+            await reader.close()
+            await until(lambda: _is_open(bus, "g0000008"))
+        tasks = await messages(bus, PROMPTS)
+        assert {t.step for t in tasks} == {0}
+
+
+async def test_what_is_left_of_a_group_is_issued_again_alone(redis_url: str, run_name: str, data: DataSpec) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        rest = OpenGroup(group_id="g0000004", prompt_id="p3", n_samples=3, attempt=1, members=(0, 2), rewards={1: 0.5})
+        await bus.commit(
+            Commit(
+                open_groups={"g0000004": msgspec.msgpack.encode(rest)},
+                state={"sampler": "0:4:4@0-0", "reissue": "pending"},
+            )
+        )
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+        tasks = await messages(bus, PROMPTS)
+        assert [(t.sample_id, t.n_samples) for t in tasks] == [("g0000004/0", 3), ("g0000004/2", 3)]
 
 
 async def _length(bus, n: int) -> bool:

@@ -177,7 +177,7 @@ class House:
         return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     rule=st.sampled_from(["split", "member"]),
     bound=st.integers(1, 4),
@@ -193,7 +193,7 @@ def test_no_finished_sample_waits_past_the_bound(
 ) -> None:
     chance = random.Random(seed)
     house = House(rule=rule, bound=bound, size=groups * n, n=n, workers=workers, slots=slots)
-    for _ in range(400):
+    for _ in range(300):
         house.issue()
         assert house.progress.open_samples <= (bound + 1) * groups * n
         house.begin(chance.randrange(workers))

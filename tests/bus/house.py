@@ -13,14 +13,14 @@ import msgspec
 from actors.filter.groups import GroupTable, tokens_of
 from actors.filter.judges import JUDGES, judge
 from actors.partial.decide import POLICIES, Waiting
-from actors.sampler.admission import free_slots, open_limit
+from actors.sampler.admission import free_samples, open_limit
 from actors.sampler.progress import Progress
-from actors.trainer.cut import cut
+from actors.trainer.cut import Part, cut
 from bus import Bus, Commit, Entry, Guard, Out, Reader, Stream, Tail, ledger
 from bus.errors import BadMessage
 from bus.messages.base import EMPTY, join, unpack_ints
 from bus.messages.control import DeadLetter
-from bus.messages.groups import GroupKept, GroupVerdict
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
 from bus.messages.policy import Checkpointed, PolicyActive, Restored, StepDone
 from bus.messages.samples import Parked, PrefixResume, Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan, spans_cover
@@ -80,8 +80,13 @@ class Consumer:
         """Entries delivered or claimed."""
         for entry in entries:
             self.held[entry.id] = entry
-            if self.room == "filter" and self.table.add(entry, await self.bus.message(entry)) == "complete":
-                self.complete[entry.fields["group"]] = None
+            if self.room == "filter":
+                group = entry.fields["group"]
+                if not self.table.knows(group):
+                    self.table.begin(group, None)
+                self.table.add(entry, await self.bus.message(entry))
+                if self.table.get(group).complete:
+                    self.complete[group] = None
 
     async def commit(self, commit: Commit) -> bool:
         """Whether it took effect; what is over is let go either way."""
@@ -180,7 +185,9 @@ class Consumer:
 
     async def judge(self, group_id: str) -> tuple[str, bool]:
         """Judge a complete group: (reason, whether it took effect); reason empty when kept."""
-        entries, members = self.table.take(group_id)
+        half = self.table.get(group_id)
+        self.table.forget(group_id)
+        entries, members = ([found[i] for i in sorted(found)] for found in (half.entries, half.members))
         reason = judge(members, JUDGES["nonzero_std"]) or ""
         tokens = sum(map(tokens_of, members))
         verdict = GroupVerdict(group_id=group_id, prompt_id="p", kept=not reason, reason=reason)
@@ -227,22 +234,22 @@ class Trainer:
     async def train(self, per_step: int = PER_STEP) -> bool:
         await self.fetch()
         made = cut(
-            ready={g: group for g, (_, group) in self.ready.items()},
-            open_order=[],
+            ready={g: Part.of(group, came=self.step) for g, (_, group) in self.ready.items()},
             step=self.step,
-            groups_per_step=per_step,
+            size=per_step * N_SAMPLES,
             bound=10**6,  # over-age tokens are masked in the loss; here all of them count as trained
-            policy="mask",
-            lookahead=0,
+            rule="whole",
         )
         if not made.take:
             return False
         self.step += 1
         version = PolicyVersion(await self.bus.next_number("version"), self.step)
-        done = StepDone(step=self.step, version=version, trained_on=version, groups=made.take)
+        taken = tuple(group for group, _ in made.take)
+        samples = tuple(f"{group}/{i}" for group, at in made.take for i in at)
+        done = StepDone(step=self.step, version=version, trained_on=version, groups=taken, samples=samples)
         await self.bus.commit(Commit(append=(Out(POLICY, done),)))
-        self.uncommitted += [(self.step, *self.ready.pop(g)) for g in made.take]
-        self.lineage.append(made.take)
+        self.uncommitted += [(self.step, *self.ready.pop(g)) for g in taken]
+        self.lineage.append(taken)
         return True
 
     def save(self) -> Saved:
@@ -293,13 +300,15 @@ class Sampler:
 
     async def issue(self) -> int:
         await self.fold()
-        slots = free_slots(
-            open_groups=self.progress.open_groups,
-            in_generation=self.progress.in_generation,
-            limit=open_limit(groups_per_step=PER_STEP, max_staleness=BOUND),
-            over_sampling=PER_STEP + 1,
+        free = free_samples(
+            open_samples=self.progress.open_samples,
+            unjudged=self.progress.unjudged,
+            limit=open_limit(per_version=PER_STEP * N_SAMPLES, max_staleness=BOUND),
+            over_sampling=(PER_STEP + 1) * N_SAMPLES,
             still_needed=10**6,
+            engine_room=10**6,
         )
+        slots = free // N_SAMPLES
         if not slots:
             return 0
         before = await self.bus.state("cursor")
@@ -313,7 +322,7 @@ class Sampler:
         )
         await self.bus.commit(self.last)
         for group in groups:
-            self.progress.issued(group)
+            self.progress.issued(OpenGroup(group_id=group, prompt_id="p", n_samples=N_SAMPLES))
         return slots
 
     async def activate(self, version: PolicyVersion) -> None:
