@@ -127,7 +127,7 @@ class Filter:
             fault_point(self._context.name, "assembling")
             if self._leaves(half):
                 await self._release(half)
-        self._context.note = f"{len(self._table)} groups in assembly"
+        self._context.note = f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         return None
 
     async def _opened(self, group_id: str) -> OpenGroup | None:

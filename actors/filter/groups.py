@@ -127,6 +127,11 @@ class GroupTable:
         """Groups of which some member is here."""
         return sum(1 for half in self._groups.values() if half.members)
 
+    @property
+    def n_samples(self) -> int:
+        """Members here."""
+        return sum(len(half.members) for half in self._groups.values())
+
     def halves(self) -> list[Half]:
         """All groups under assembly, by id."""
         return [self._groups[g] for g in sorted(self._groups)]
