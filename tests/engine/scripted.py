@@ -29,16 +29,14 @@ class ScriptedEngine(Engine):
         self.gate = asyncio.Event()
         self.gate.set()
         self.version = "default"
-        self.most = 0  # requests at once
-        self._at_once = 0
+        self.starts: list[tuple[str, frozenset[str]]] = []  # each request, and those that ran beside it when it began
         self._open = asyncio.Event()
         self._open.set()
         self._ended: set[str] = set()
         self._flying: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        self._at_once += 1
-        self.most = max(self.most, self._at_once)
+        self.starts.append((request.rid, frozenset(self._flying)))
         self._flying.add(request.rid)
         try:
             for made in range(1, request.max_new_tokens + 1):
@@ -49,7 +47,6 @@ class ScriptedEngine(Engine):
                     return
                 yield Chunk([5], [-0.5], self.version, "length" if made == request.max_new_tokens else None)
         finally:
-            self._at_once -= 1
             self._flying.discard(request.rid)
             self._ended.discard(request.rid)
 
