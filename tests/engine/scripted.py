@@ -30,8 +30,8 @@ class ScriptedEngine(Engine):
         self.gate.set()
         self.version = "default"
         self.starts: list[tuple[str, frozenset[str]]] = []  # each request, and those that ran beside it when it began
-        self._open = asyncio.Event()
-        self._open.set()
+        self._goes = asyncio.Event()
+        self._goes.set()
         self._ended: set[str] = set()
         self._flying: set[str] = set()
 
@@ -41,7 +41,7 @@ class ScriptedEngine(Engine):
         try:
             for made in range(1, request.max_new_tokens + 1):
                 await asyncio.sleep(self.pace_s)
-                await self._open.wait()
+                await self._goes.wait()
                 if request.rid in self._ended:
                     yield Chunk([], [], self.version, "abort")
                     return
@@ -60,10 +60,10 @@ class ScriptedEngine(Engine):
         await self.abort_all()
 
     async def pause(self, mode: str) -> None:
-        self._open.clear()
+        self._goes.clear()
 
     async def resume(self) -> None:
-        self._open.set()
+        self._goes.set()
 
     async def pause_counted(self, version: str) -> int | None:
         return None

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.generation.engine import Chunk, RouteBroken
+from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
 from actors.generation.standing import NO_TOKENS, Standing
 from actors.partial.actor import PartialSpec
@@ -265,6 +266,43 @@ async def test_after_a_restore_a_task_of_the_lost_future_begins_under_the_newest
         await put(bus, ACTIVE, active(9, step=4, w0=9, w1=9))
         rollouts = await until(lambda: done(bus, 2))
         assert {s for r in rollouts for s in r.response.spans} == {VersionSpan(9, 4, 8)}, "none by the lost future"
+
+
+class Routed(ScriptedEngine, RoutedEngine):
+    """Behind a router of which nothing is there but its list of one."""
+
+    _open = False
+
+    async def join(self) -> None:
+        self._open = True
+
+    async def leave(self) -> None:
+        self._open = False
+
+    async def renew(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["new weights", "the weights it has"])
+async def test_an_engine_that_is_behind_is_not_in_the_router_until_it_has_caught_up(
+    redis_url: str, run_name: str, loads: bool
+) -> None:
+    engine = Routed()
+    async with open_bus(redis_url, run_name) as bus, workers(bus, [engine]):
+
+        async def listed() -> bool:
+            return engine.routed
+
+        async def alone() -> bool:
+            return not engine.routed
+
+        await put(bus, ACTIVE, order(1))
+        await until(listed)
+        await put(bus, ACTIVE, active(2, w0=1, peer=2))
+        await until(alone)
+        manifest = files(2 if loads else 1)
+        await put(bus, ACTIVE, Activate(version=version(2), manifest=manifest, workers=("w0",)))
+        await until(listed)
 
 
 def test_tokens_of_an_older_version_than_the_sample_needs_are_sent_for_again() -> None:
