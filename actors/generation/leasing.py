@@ -1,0 +1,203 @@
+"""Which entries a worker takes, and when a sample that it took may begin.
+
+Reads  prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
+Without a current version it takes none. While a newer version is active elsewhere it takes no fresh prompts. What it took
+before it knew is held, lease and slot, until it serves the task's step; or parked as `behind`, for a peer that does.
+Prefixes go first. Evaluation takes its share of the slots, and what training prompts leave idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from actors.generation.link import EngineLink
+from actors.generation.sample import Running
+from actors.generation.sharing import Sharing
+from actors.generation.standing import NO_TOKENS, Standing
+from actors.runtime.context import Context
+from bus import Entry, Reader, Stream
+from bus.ledger import EVAL_GROUPS
+from bus.messages.policy import PolicyActive
+from bus.messages.samples import ParkReason
+from bus.messages.versions import PolicyVersion
+from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS
+
+MOST = 64  # entries a read
+NEWEST = 16  # entries of `active` among which the newest word on who serves what is looked for
+
+
+class Leases:
+    """One worker's. `ordered`: whether an order waits to be carried out. `hold_s`: longest wait of a sample for its version."""
+
+    def __init__(
+        self, context: Context, link: EngineLink, sharing: Sharing, ordered: Callable[[], bool], hold_s: float
+    ) -> None:
+        self._context = context
+        self._link = link
+        self._sharing = sharing
+        self._ordered = ordered
+        self._hold_s = hold_s
+        self.reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
+        self.standing = Standing(context.name)
+        self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
+        self._evals = 0  # evaluation samples that run or are held
+        self._prompts_since = 0  # fresh prompts taken since the last one of an evaluation
+        self._pinned = -1  # version of the evaluation that was met last
+        self._kept_off: float | None = None  # since when it is left to peers that serve this version
+        self._slot = asyncio.Event()
+        self._news = asyncio.Event()
+
+    @property
+    def slots(self) -> int:
+        """Samples that this worker takes at once."""
+        return int(self._context.knobs.sglang_server_concurrency)
+
+    def free(self) -> int:
+        """Samples that may be taken now: none without a current version."""
+        link = self._link
+        if link.serving is None or self._ordered() or link.broken.is_set():
+            return 0
+        if self._sharing.aside or link.released:
+            return 0
+        return max(0, self.slots - self._context.in_flight)
+
+    async def take(
+        self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Until draining: waits for a free slot and a current version (woken by `done`), then for entries."""
+        context = self._context
+        while not context.draining.is_set():
+            free = self.free()
+            if free <= 0:
+                self._slot = asyncio.Event()
+                with context.waiting("a current version" if self._link.serving is None else "a free slot"):
+                    try:
+                        await asyncio.wait_for(self._slot.wait(), 0.1)
+                    except TimeoutError:
+                        pass
+                continue
+            for entry in await self._read(min(free, MOST)):
+                context.in_flight += 1
+                self._count(entry)
+                samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
+
+    async def _read(self, free: int) -> list[Entry]:
+        streams = self._streams()
+        if not streams:  # what was claimed or was ours before is there all the same
+            if entries := await self.reader.read(free, 0.0, ()):
+                return entries
+            with self._context.waiting("a newer version, which peers serve"):
+                await self._moved(0.5)
+            return []
+        block_s = 0.05 if self._context.in_flight else 0.5  # short while others run: the next order must not wait
+        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}"):
+            return await self.reader.read(free, block_s, streams)
+
+    def _streams(self) -> Sequence[tuple[Stream, int]]:
+        """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
+        met one that it had to leave to a peer: it would be the first to take that again."""
+        standing, serving = self.standing, self._link.serving
+        if standing.behind(serving):
+            left_some = self._left_at == serving and standing.peers_have()
+            return () if left_some else ((PREFIXES, MOST), (EVAL_PROMPTS, MOST))
+        if self._evaluated_elsewhere(serving):
+            return ((PREFIXES, MOST), (PROMPTS, MOST))
+        left = self._share_left()
+        if left > 0:
+            return ((PREFIXES, MOST), (EVAL_PROMPTS, left), (PROMPTS, MOST))
+        return ((PREFIXES, MOST), (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
+
+    def _share_left(self) -> int:
+        """Slots that evaluation may take ahead of training prompts. Of few slots the share is none: then it has its turn, one
+        sample after as many prompts as make the share."""
+        share = float(self._context.knobs.eval_share)
+        if quota := int(self.slots * share):
+            return quota - self._evals
+        return int(self._evals == 0 and self._prompts_since * share >= 1 - share)
+
+    def _count(self, entry: Entry) -> None:
+        self._evals += _is_eval(entry)
+        self._prompts_since = 0 if entry.stream is EVAL_PROMPTS else self._prompts_since + (entry.stream is PROMPTS)
+
+    def _evaluated_elsewhere(self, serving: PolicyVersion | None) -> bool:
+        """Whether the evaluation under way is left to peers, which still serve its version; `hold_s` at most."""
+        if serving is None or not 0 <= self._pinned < serving.id or not self.standing.peer_serves(self._pinned):
+            self._kept_off = None
+            return False
+        now = self._context.clock.monotonic()
+        if self._kept_off is None:
+            self._kept_off = now
+        return now - self._kept_off < self._hold_s
+
+    def done(self, entry: Entry) -> None:
+        """A sample left."""
+        self._context.in_flight -= 1
+        self._evals -= _is_eval(entry)
+        self._slot.set()
+
+    # -- the version of a sample --------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Who serves what, what is ordered here, or the engine has changed."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _moved(self, at_most_s: float) -> None:
+        """A second at most, since servers die without a word."""
+        try:
+            await asyncio.wait_for(self._news.wait(), min(at_most_s, 1.0))
+        except TimeoutError:
+            return
+
+    async def admit(self, running: Running) -> ParkReason | None:
+        """Waits until the sample may go on here (None), woken by `wake`; or why it must be parked: after `hold_s`, or at once
+        when a peer can take it and nothing that would serve is ordered here, it is `behind`."""
+        context, standing, link = self._context, self.standing, self._link
+        step = running.task.step
+        last = running.last_version
+        if running.task.pinned is not UNSET:
+            self._pinned = running.task.pinned
+        if link.serving is not None and link.serving.step < step and last == NO_TOKENS and standing.unheard(step):
+            await self._catch_up()
+        until = context.clock.monotonic() + self._hold_s
+        held = False
+        try:
+            while True:
+                if context.draining.is_set():
+                    return "drain"
+                if link.broken.is_set():
+                    return "engine"
+                verdict = standing.verdict(link.serving, step=step, last=last)
+                if verdict == "begin":
+                    running.least_step = standing.least_step(step)
+                    return None
+                left_s = until - context.clock.monotonic()
+                if verdict == "leave" or left_s <= 0:
+                    self._left_at = link.serving
+                    return "behind"
+                if not held:
+                    context.count("held")
+                held = True
+                await self._moved(left_s)
+        finally:
+            if held:
+                context.count("held", -1)
+
+    async def _catch_up(self) -> None:
+        """Hear now what the log says: a task is issued for a version only after that was said to be active."""
+        for entry in await self._context.bus.last(ACTIVE, NEWEST):
+            message = await self._context.bus.message(entry)
+            if isinstance(message, PolicyActive):
+                self.standing.fold(message)
+                return
+
+
+def _is_eval(entry: Entry) -> bool:
+    return entry.stream is EVAL_PROMPTS or entry.fields.get("group", "").startswith(EVAL_GROUPS)
+
+
+__all__ = ("Leases",)
