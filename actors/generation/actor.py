@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
 from actors.generation.link import WeightsUnusable
+from actors.generation.pace import Pace
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -24,7 +25,7 @@ from actors.runtime.faultpoints import fault_point
 from bus import Commit, Entry, Out, Reader, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
 from bus.messages.control import BOOTING
-from bus.messages.policy import Activate, Sending, Turn
+from bus.messages.policy import Activate, PolicyActive, Sending, Turn
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, PREFIXES, PROMPTS, ROLLOUTS
@@ -42,6 +43,7 @@ class Worker:
         self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self._link = open_link(context, spec, spare)
         self._sharing = Sharing(context, self._link, spec.gives_back)
+        self._pace = Pace(context, self._link, spec.max_running)
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
         self._slot = asyncio.Event()
@@ -60,6 +62,7 @@ class Worker:
                 tasks.create_task(keep_leases(self._context, self._reader, stop, self._free))
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
+                tasks.create_task(self._pace.follow(stop))
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._lease(samples)
@@ -82,6 +85,8 @@ class Worker:
             message = await self._context.bus.message(entry)
             if isinstance(message, Activate):
                 self._link.know(message)
+            else:
+                self._pace.hear(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
                 if entry.stream is POLICY and entry.fields.get("type") not in (SENDING, TURN):
@@ -89,6 +94,8 @@ class Worker:
                 message = await self._context.bus.message(entry)
                 if isinstance(message, Sending) and self._context.name in message.workers:
                     self._link.sending(message.version.id)
+                if isinstance(message, PolicyActive):
+                    self._pace.hear(message)
                 if isinstance(message, Turn):
                     self._sharing.hear(message)
                     self._changed.set()
@@ -151,7 +158,7 @@ class Worker:
             return 0
         if self._sharing.aside or link.released:
             return 0
-        return max(0, int(self._context.knobs.sglang_server_concurrency) - self._context.in_flight)
+        return max(0, self._pace.slots - self._context.in_flight)
 
     async def _lease(self, samples: asyncio.TaskGroup) -> None:
         """Until draining: waits for a free slot and a current version (woken by `_slot`), then for entries."""
@@ -205,6 +212,7 @@ class Worker:
             await bury(self._context, self._reader, entry, message, error, _on_dead)
         finally:
             self._context.in_flight -= 1
+            self._pace.sample_ended()
             self._slot.set()
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:

@@ -21,7 +21,7 @@ Values = Mapping[str, Any]
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """A setting that is fixed at start. `low`/`high` are inclusive bounds unless `open_low`/`open_high` say otherwise;
-    `unset` is what None, "none" or "unset" stand for, where a setting may be left unset."""
+    `unset` is what None, "none" or "unset" stand for, where a setting may be left unset; `auto` what "auto" stands for."""
 
     name: str
     kind: Kind
@@ -32,6 +32,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     open_high: bool = False
     choices: tuple[str, ...] = ()
     unset: int | None = None
+    auto: int | None = None
 
     @property
     def range_text(self) -> str:
@@ -41,6 +42,8 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
         low = "" if self.low is None else f"{'above' if self.open_low else 'at least'} {self.low:g}"
         high = "" if self.high is None else f"{'below' if self.open_high else 'at most'} {self.high:g}"
         text = " and ".join(part for part in (low, high) if part) or {"bool": "true or false"}.get(self.kind, "any")
+        if self.auto is not None:
+            return f"auto, or {text}"
         return f"{text}; none turns it off" if self.unset is not None else text
 
 
@@ -61,6 +64,7 @@ class Knob(Fact, frozen=True, kw_only=True):
 
 
 ISSUE, SAMPLE, STEP, SCORE = "next group issued", "next sample started", "next step", "next sample scored"
+LOOK = "next look at the engine"
 
 # fmt: off
 KNOBS: dict[str, Knob] = {
@@ -88,8 +92,14 @@ KNOBS: dict[str, Knob] = {
              actor="generation", help="tokens after which a sample gives its slot back and resumes later; 0 = never"),
         Knob(name="partial_save_tokens", kind="int", low=1, unit="tokens", applies=SAMPLE, actor="generation",
              help="new tokens after which a running sample's prefix is saved"),
-        Knob(name="sglang_server_concurrency", kind="int", low=1, unit="samples", applies="next lease",
-             actor="generation", help="most samples in generation on one engine"),
+        Knob(name="sglang_server_concurrency", kind="int", low=1, auto=0, unit="samples", applies="next lease",
+             actor="generation", help="most samples in generation on one engine; auto finds the number"),
+        Knob(name="sglang_concurrency_min", kind="int", low=1, unit="samples", applies=LOOK, actor="generation",
+             help="least that auto goes down to"),
+        Knob(name="sglang_concurrency_max", kind="int", low=0, unset=0, unit="samples", applies=LOOK,
+             actor="generation", help="most that auto goes up to; none: what the engine runs at once"),
+        Knob(name="max_masked_fraction", kind="float", low=0, unset=0, high=1, open_high=True, unit="of the tokens",
+             applies=LOOK, actor="generation", help="masked share that auto keeps below; none: not limited by it"),
         Knob(name="pause_generation_mode", kind="str", choices=("retract", "in_place", "abort"),
              applies="next activation ordered", actor="publisher",
              help="what running samples do during a weight update"),
@@ -156,6 +166,8 @@ def coerce(fact: Fact, value: object) -> Any:
     plain = value.strip() if isinstance(value, str) else value
     if fact.unset is not None and (plain is None or (isinstance(plain, str) and plain.lower() in ("none", "unset"))):
         return fact.unset
+    if fact.auto is not None and (plain == "auto" or (plain == fact.auto and not isinstance(plain, str | bool))):
+        return fact.auto
     result: Any = None
     match fact.kind:
         case "bool" if isinstance(plain, bool):
@@ -292,7 +304,31 @@ def _evaluation_has_data(v: Values) -> None:
         )
 
 
+def _concurrency_bounds_are_ordered(v: Values) -> None:
+    low, high = v.get("sglang_concurrency_min", 1), v.get("sglang_concurrency_max", 0)
+    if high and low > high:
+        raise KnobRejected(
+            knob="sglang_concurrency_min",
+            value=low,
+            rule=f"above sglang_concurrency_max = {high}",
+            remedy=f"Set sglang_concurrency_min <= {high}, in the same patch if both change.",
+        )
+
+
+def _masked_share_needs_auto(v: Values) -> None:
+    share = v.get("max_masked_fraction", 0)
+    if share and v["sglang_server_concurrency"]:
+        raise KnobRejected(
+            knob="max_masked_fraction",
+            value=share,
+            rule=f"sglang_server_concurrency is fixed at {v['sglang_server_concurrency']}, so nothing would keep to it",
+            remedy="Set sglang_server_concurrency=auto in the same patch, or max_masked_fraction=none.",
+        )
+
+
 RULES: tuple[Callable[[Values], None], ...] = (
+    _concurrency_bounds_are_ordered,
+    _masked_share_needs_auto,
     _oversampling_covers_a_batch,
     _four_knobs_agree,
     _stale_data_is_corrected,

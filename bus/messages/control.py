@@ -39,6 +39,7 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     in_flight: int = 0
     counters: dict[str, float] = {}
     note: str = ""
+    slots: int = 0  # samples that a generation worker takes at once
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)
