@@ -1,9 +1,9 @@
 """Generation room: one elastic worker with one engine.
 
 Reads  prefixes, eval.prompts, prompts (readers "generation"), active, policy (logs)    Writes  rollouts, eval.rollouts, parked
-Owns   its leases = its pending entries; prefixes of long samples saved on the bus every `partial_save_tokens` tokens
+Owns   its leases (leasing.py); prefixes of long samples saved on the bus every `partial_save_tokens` tokens
 A sample leaves in one commit: done, lost, or parked with what it has. Killed at any await, its entry is claimed by a peer
-after the lease, which goes on from the last saved prefix. Without a current version it takes no lease.
+after the lease, which goes on from the last saved prefix. A sample's first token is made by its task's step or a later one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
+from actors.generation.leasing import Leases
 from actors.generation.link import WeightsUnusable
 from actors.generation.pace import Pace
 from actors.generation.sample import Running, start
@@ -22,16 +23,17 @@ from actors.runtime.child import Child
 from actors.runtime.consume import bury, header_number, keep_leases
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from bus import Commit, Entry, Out, Reader, Tail, ledger
+from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
 from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, PolicyActive, Sending, Turn
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
-from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, PREFIXES, PROMPTS, ROLLOUTS
+from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 
-SENDING = "policy.sending"
+FOR_US = ("policy.sending", "policy.restored", TURN)  # of `policy`; steps are large, and not for workers
 RESENDS = 8  # in a row without a new token; then the sample is parked
+AGAIN_S = 0.1  # before a request whose way broke is sent again
 
 
 class Worker:
@@ -40,14 +42,16 @@ class Worker:
     def __init__(self, context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
         self._context = context
         self._spec = spec
-        self._reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self._link = open_link(context, spec, spare)
         self._sharing = Sharing(context, self._link, spec.gives_back)
         self._pace = Pace(context, self._link, spec.max_running)
+        self._leases = Leases(
+            context, self._link, self._sharing, self._pace, lambda: self._order is not None, spec.hold_s
+        )
+        self._reader = self._leases.reader
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
-        self._slot = asyncio.Event()
-        self._changed = asyncio.Event()  # a slot came free, an order arrived, the engine changed
+        self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
 
     async def run(self) -> None:
         """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
@@ -59,13 +63,13 @@ class Worker:
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(self._context, self._reader, stop, self._free))
+                tasks.create_task(keep_leases(self._context, self._reader, stop, self._leases.free))
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
                 tasks.create_task(self._pace.follow(stop))
                 try:
                     async with asyncio.TaskGroup() as samples:
-                        await self._lease(samples)
+                        await self._leases.take(samples, self._handle)
                         await self._abort_all()
                 finally:
                     stop.set()
@@ -86,16 +90,20 @@ class Worker:
             if isinstance(message, Activate):
                 self._link.know(message)
             else:
+                self._leases.standing.fold(message)
                 self._pace.hear(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
-                if entry.stream is POLICY and entry.fields.get("type") not in (SENDING, TURN):
-                    continue  # steps are large, and not for us
+                if entry.stream is POLICY and entry.fields.get("type") not in FOR_US:
+                    continue
                 message = await self._context.bus.message(entry)
-                if isinstance(message, Sending) and self._context.name in message.workers:
-                    self._link.sending(message.version.id)
+                self._leases.standing.fold(message)
+                self._leases.wake()
                 if isinstance(message, PolicyActive):
                     self._pace.hear(message)
+                    self._changed.set()
+                if isinstance(message, Sending) and self._context.name in message.workers:
+                    self._link.sending(message.version.id)
                 if isinstance(message, Turn):
                     self._sharing.hear(message)
                     self._changed.set()
@@ -136,9 +144,12 @@ class Worker:
                     await self._context.event("weights refused", str(error), level="error")
                 except (EngineUnavailable, RequestRefused) as error:
                     await link.fail(error)
+                self._leases.wake()
                 continue
             await sharing.come_back()
             self._changed.clear()
+            if self._leases.standing.behind(link.serving):
+                await link.leave_route()
             if self._order is None and not link.broken.is_set() and not sharing.aside and not stop.is_set():
                 await self._until_changed()
 
@@ -149,43 +160,15 @@ class Worker:
         except TimeoutError:
             return
 
-    # -- leases -------------------------------------------------------------------------------------------------
-
-    def _free(self) -> int:
-        """Samples that may be taken now: none without a current version."""
-        link = self._link
-        if link.serving is None or self._order is not None or link.broken.is_set():
-            return 0
-        if self._sharing.aside or link.released:
-            return 0
-        return max(0, self._pace.slots - self._context.in_flight)
-
-    async def _lease(self, samples: asyncio.TaskGroup) -> None:
-        """Until draining: waits for a free slot and a current version (woken by `_slot`), then for entries."""
-        context = self._context
-        while not context.draining.is_set():
-            free = self._free()
-            if free <= 0:
-                self._slot = asyncio.Event()
-                with context.waiting("a current version" if self._link.serving is None else "a free slot"):
-                    try:
-                        await asyncio.wait_for(self._slot.wait(), 0.1)
-                    except TimeoutError:
-                        pass
-                continue
-            block_s = 0.05 if context.in_flight else 0.5  # short while others run: the next order must not wait
-            with context.waiting("an entry of prefixes, eval.prompts or prompts"):
-                entries = await self._reader.read(min(free, 64), block_s)
-            for entry in entries:
-                context.in_flight += 1
-                samples.create_task(self._handle(entry), name=entry.fields.get("id", entry.id))
+    # -- samples ------------------------------------------------------------------------------------------------
 
     async def _abort_all(self) -> None:
         """Ask the engine to end what runs; each sample parks itself with the tokens it has. Asked again until none is left:
         a request on its way was unknown to the engine the first time. Ends with the last sample or with the drain time."""
         engine = self._link.engine
         while engine is not None and self._context.in_flight:
-            self._link.open.set()  # samples that wait there see that we are draining
+            self._link.open.set()  # samples that wait there, or for a version, see that we are draining
+            self._leases.wake()
             answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
             for error in answers:
                 if isinstance(error, EngineUnavailable | RequestRefused):
@@ -211,9 +194,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await bury(self._context, self._reader, entry, message, error, _on_dead)
         finally:
-            self._context.in_flight -= 1
-            self._pace.sample_ended()
-            self._slot.set()
+            self._leases.done()
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context = self._context
@@ -226,7 +207,7 @@ class Worker:
         reason: ParkReason | Literal["lease"] | None = None
         try:
             if not running.ended():
-                reason = await self._generate(entry, running)
+                reason = await self._leases.admit(running) or await self._generate(entry, running)
         finally:
             del self._running[task.sample_id]
         if reason == "lease":
@@ -308,6 +289,7 @@ class Worker:
         except RouteBroken as error:
             context.count("routes_broken")
             context.log.warning("sample %s is sent again: %s", running.task.sample_id, error)
+            await context.clock.sleep(AGAIN_S)
             return "again"
         except VersionUnknown as error:
             if link.routed:

@@ -165,6 +165,8 @@ class EngineLink:
         started = self._context.clock.monotonic()
         await self.engine.set_version(str(order.version.id))
         self.pause_s = 0.0
+        if isinstance(self.engine, RoutedEngine):
+            await self.engine.join()
         await self._activated(order, self._context.clock.monotonic() - started, Compared(0), "kept")
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
@@ -331,6 +333,11 @@ class EngineLink:
         self.versions[str(order.version.id)] = order.version
         for old in sorted(self.versions, key=int)[:-8]:
             del self.versions[old]
+
+    async def leave_route(self) -> None:
+        """Behind its peers: their requests would meet an older version here. The next activation joins again."""
+        if isinstance(self.engine, RoutedEngine):
+            await self.engine.leave()
 
     async def check(self) -> None:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""

@@ -64,7 +64,9 @@ class RoutedEngine(SGLangClient):
         await self.renew()
 
     async def leave(self) -> None:
-        """No new requests from the router; those that run go on."""
+        """No new requests from the router, nor through it; those that run go on. Again until `join` it does nothing."""
+        if not self._joined:
+            return
         self._joined = self._open = False
         try:
             await self._router.deregister(self.base_url)
@@ -114,8 +116,7 @@ class RoutedEngine(SGLangClient):
         return self._peers[url]
 
     async def close(self) -> None:
-        if self._joined:
-            await self.leave()
+        await self.leave()
         for client in (self._front, *self._peers.values()):
             await client.close()
         await self._router.close()

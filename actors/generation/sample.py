@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from actors.generation.engine import Chunk, VersionUnknown
+from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
+from actors.generation.standing import NO_TOKENS
 from bus.messages.base import EMPTY, Packed, join
 from bus.messages.samples import PrefixResume, Response, SampleTask
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans
@@ -40,6 +41,7 @@ class Running:
         self.counted = counted  # tokens that the ledger already knows
         self.saved = base.n_tokens
         self.finish: str | None = None
+        self.least_step = 0  # of the version that may make the first token
         self._tokens = array("i")
         self._logprobs = array("f")
         self._spans: tuple[VersionSpan, ...] = base.spans
@@ -58,6 +60,11 @@ class Running:
     def remaining(self) -> int:
         return self.task.sampling.max_new_tokens - self.n_tokens
 
+    @property
+    def last_version(self) -> int:
+        """Version id of the last token."""
+        return self._spans[-1].version if self._spans else NO_TOKENS
+
     def input_ids(self) -> list[int]:
         """Prompt and tokens so far."""
         ids = array("i")
@@ -66,13 +73,19 @@ class Running:
         return (ids + self._tokens).tolist()
 
     def take(self, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> None:
-        """Fold one chunk; VersionUnknown when it names a version that no order named."""
+        """Fold one chunk; VersionUnknown when it names a version that no order named, RouteBroken when a peer's engine made it
+        that is behind what this sample needs."""
         if chunk.token_ids:
             version = versions.get(chunk.weight_version)
             if version is None:
                 raise VersionUnknown(
                     f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
                     f"{', '.join(versions) or 'none'})"
+                )
+            if version.id < self.last_version or (not self._spans and version.step < self.least_step):
+                raise RouteBroken(
+                    f"it met version {version.id} of step {version.step} on its way, and needs step {self.least_step} and version "
+                    f"{self.last_version} or later ones"
                 )
             self._tokens.extend(chunk.token_ids)
             self._logprobs.extend(chunk.logprobs)

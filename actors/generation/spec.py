@@ -34,6 +34,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     verify_checksum: bool = True
     check_equal: bool = False
     """Compare what came without files with the files of the same version, by the engine's own checksums."""
+    hold_s: float = 60.0
+    """Longest wait of a sample here for the version it needs; then it is parked, for a peer that has it."""
     mask_offpolicy: bool = False
     context_length: int = 0
     gpus: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from bus.messages.base import EMPTY, Header, Message, Packed
 from bus.messages.versions import VersionSpan
 
 LostReason = Literal["poison", "evicted", "cancelled", "malformed"]
-ParkReason = Literal["drain", "abort", "slice", "engine", "stop"]
+ParkReason = Literal["drain", "abort", "slice", "engine", "stop", "behind"]
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
     sampling: Sampling = Sampling()
     attempt: int = 0
     knob_epoch: int = 0
-    step: int = 0  # training step at which it was issued
+    step: int = 0  # that of the newest version served when it was issued: no token of it is made by an older one
     eval_name: str = ""  # data set of an evaluation sample; empty for training
 
     def header(self) -> Header:

@@ -49,8 +49,11 @@ class Reader:
         """Close the connection; held entries stay pending for their next owner."""
         await self._wire.close()
 
-    async def read(self, count: int, block_s: float) -> list[Entry]:
-        """Up to `count` entries: own pending ones first after a (re)start, then new ones in stream order of priority."""
+    async def read(
+        self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None
+    ) -> list[Entry]:
+        """Up to `count` entries: claimed and own pending ones first, then new ones in stream order of priority. `wanted`: only of
+        these streams, in this order, and at most so many of each; it says nothing about what was claimed or pending."""
         if count <= 0:
             return []
         if self._offered:
@@ -63,13 +66,14 @@ class Reader:
             if entries:
                 return entries
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
-        if len(self._streams) > 1 or block_s <= 0:
-            for stream in self._streams:
-                if found := await self._take([stream], count, None):
+        limits = [(stream, count) for stream in self._streams] if wanted is None else wanted
+        if len(limits) > 1 or block_s <= 0:
+            for stream, most in limits:
+                if found := await self._take([stream], min(count, most), None):
                     return found
-        if block_s <= 0:
+        if block_s <= 0 or not limits:
             return []
-        return await self._take(self._streams, max(1, count // len(self._streams)), int(block_s * 1000))
+        return await self._take([stream for stream, _ in limits], max(1, count // len(limits)), int(block_s * 1000))
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """These are finished (committed, moved or given away)."""

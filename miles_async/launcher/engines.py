@@ -38,6 +38,7 @@ def generation_spec(
         token_deadline_s=s.engine_token_deadline_s,
         boot_deadline_s=s.engine_boot_deadline_s,
         control_deadline_s=s.update_weight_deadline_s,
+        hold_s=s.update_weight_deadline_s,
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
