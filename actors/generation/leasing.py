@@ -1,6 +1,6 @@
 """Which entries a worker takes, and when a sample that it took may begin.
 
-Reads  prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
+Reads  tail, prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
 Without a current version it takes none. While a newer version is active elsewhere it takes no fresh prompts. What it took
 before it knew is held, lease and slot, until it serves the task's step; or parked as `behind`, for a peer that does.
 """
@@ -21,7 +21,7 @@ from bus import Entry, Reader, Stream
 from bus.messages.policy import PolicyActive
 from bus.messages.samples import ParkReason
 from bus.messages.versions import PolicyVersion
-from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS
+from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS, TAIL
 
 NEWEST = 16  # entries of `active` among which the newest word on who serves what is looked for
 
@@ -44,7 +44,7 @@ class Leases:
         self._pace = pace
         self._ordered = ordered
         self._hold_s = hold_s
-        self.reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
+        self.reader = Reader(context.bus, [TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self.standing = Standing(context.name)
         self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
         self._slot = asyncio.Event()
@@ -76,6 +76,8 @@ class Leases:
                 continue
             for entry in await self._read(min(free, 64)):
                 context.in_flight += 1
+                if entry.stream is TAIL:
+                    context.count("tail/in_lane" if self._pace.in_lane else "tail/elsewhere")
                 samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
 
     async def _read(self, free: int) -> list[Entry]:
@@ -94,11 +96,12 @@ class Leases:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
         met one that it had to leave to a peer: it would be the first to take that again."""
         standing, serving = self.standing, self._link.serving
+        tail = ((TAIL, 64),) if self._pace.takes_tail else ()
         if not standing.behind(serving):
-            return ((PREFIXES, 64), (EVAL_PROMPTS, 64), (PROMPTS, 64))
+            return (*tail, (PREFIXES, 64), (EVAL_PROMPTS, 64), (PROMPTS, 64))
         if self._left_at == serving and standing.peers_have():
             return ()
-        return ((PREFIXES, 64), (EVAL_PROMPTS, 64))
+        return (*tail, (PREFIXES, 64), (EVAL_PROMPTS, 64))
 
     def done(self) -> None:
         """A sample left."""

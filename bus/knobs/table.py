@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus.errors import KnobRejected
+from bus.knobs.slots import broken_rule
 
 Kind = Literal["int", "float", "str", "bool"]
 Values = Mapping[str, Any]
@@ -100,6 +101,10 @@ KNOBS: dict[str, Knob] = {
              actor="generation", help="most that auto goes up to; none: what the engine runs at once"),
         Knob(name="max_masked_fraction", kind="float", low=0, unset=0, high=1, open_high=True, unit="of the tokens",
              applies=LOOK, actor="generation", help="masked share that auto keeps below; none: not limited by it"),
+        Knob(name="tail_slots", kind="int", low=0, unset=0, unit="samples", applies="next lease", actor="generation",
+             help="samples at once kept for the tail, on as few workers as possible"),
+        Knob(name="tail_after_tokens", kind="int", low=0, unset=0, unit="tokens", applies=SAMPLE, actor="generation",
+             help="response tokens after which a sample goes on in the tail's slots"),
         Knob(name="pause_generation_mode", kind="str", choices=("retract", "in_place", "abort"),
              applies="next activation ordered", actor="publisher",
              help="what running samples do during a weight update"),
@@ -142,6 +147,8 @@ FACTS: dict[str, Fact] = {
         Fact(name="no_correction", kind="bool"),
         Fact(name="use_kl_loss", kind="bool"),
         Fact(name="has_eval_data", kind="bool"),
+        Fact(name="num_generation_workers", kind="int", low=0, help="workers of the start; 0 = none, more may join"),
+        Fact(name="no_tail_lane", kind="str", help="why this run can keep no slots for the tail; empty = it can"),
         Fact(name="rollout_max_context_len", kind="int", low=0, unset=0),
     )
 }
@@ -304,31 +311,13 @@ def _evaluation_has_data(v: Values) -> None:
         )
 
 
-def _concurrency_bounds_are_ordered(v: Values) -> None:
-    low, high = v.get("sglang_concurrency_min", 1), v.get("sglang_concurrency_max", 0)
-    if high and low > high:
-        raise KnobRejected(
-            knob="sglang_concurrency_min",
-            value=low,
-            rule=f"above sglang_concurrency_max = {high}",
-            remedy=f"Set sglang_concurrency_min <= {high}, in the same patch if both change.",
-        )
-
-
-def _masked_share_needs_auto(v: Values) -> None:
-    share = v.get("max_masked_fraction", 0)
-    if share and v["sglang_server_concurrency"]:
-        raise KnobRejected(
-            knob="max_masked_fraction",
-            value=share,
-            rule=f"sglang_server_concurrency is fixed at {v['sglang_server_concurrency']}, so nothing would keep to it",
-            remedy="Set sglang_server_concurrency=auto in the same patch, or max_masked_fraction=none.",
-        )
+def _slots_are_possible(v: Values) -> None:
+    if broken := broken_rule(v):
+        raise KnobRejected(**broken._asdict())
 
 
 RULES: tuple[Callable[[Values], None], ...] = (
-    _concurrency_bounds_are_ordered,
-    _masked_share_needs_auto,
+    _slots_are_possible,
     _oversampling_covers_a_batch,
     _four_knobs_agree,
     _stale_data_is_corrected,

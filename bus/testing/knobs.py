@@ -18,6 +18,8 @@ PLAIN: dict[str, Any] = {
     "sglang_concurrency_min": 1,
     "sglang_concurrency_max": 0,
     "max_masked_fraction": 0.0,
+    "tail_slots": 0,
+    "tail_after_tokens": 0,
     "pause_generation_mode": "retract",
     "reward_timeout_s": 5.0,
     "dynamic_sampling_filter": "none",

@@ -157,25 +157,6 @@ def router_settings_agree(s: RunSettings) -> None:
         )
 
 
-def concurrency_settings_agree(s: RunSettings) -> None:
-    g = s.sglang
-    low, high = g.sglang_concurrency_min, g.sglang_concurrency_max
-    if high is not None and low > high:
-        raise SettingsError(
-            f"above sglang_concurrency_max = {high}",
-            field="sglang_concurrency_min",
-            value=low,
-            remedy=f"Set sglang_concurrency_min <= {high}.",
-        )
-    if g.max_masked_fraction is not None and g.sglang_server_concurrency:
-        raise SettingsError(
-            f"sglang_server_concurrency is fixed at {g.sglang_server_concurrency}, so nothing would keep to it",
-            field="max_masked_fraction",
-            value=g.max_masked_fraction,
-            remedy="Set --sglang-server-concurrency auto.",
-        )
-
-
 def delta_is_for_files(s: RunSettings) -> None:
     way = s.sglang.update_weight_transport
     if s.sglang.update_weight_delta and way != "disk":
@@ -215,7 +196,6 @@ def engines_are_different(s: RunSettings) -> None:
 
 RULES = (
     engines_are_different,
-    concurrency_settings_agree,
     delta_is_for_files,
     waves_are_for_files,
     engines_match_the_gpus,

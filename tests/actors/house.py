@@ -44,6 +44,8 @@ KNOBS: dict[str, Any] = {
     "sglang_concurrency_min": 1,
     "sglang_concurrency_max": 0,
     "max_masked_fraction": 0.0,
+    "tail_slots": 0,
+    "tail_after_tokens": 0,
     "pause_generation_mode": "retract",
     "save_interval": 0,
     "eval_interval": 0,
