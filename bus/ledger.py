@@ -21,10 +21,10 @@ from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
 from bus.streams.link import Script
 from bus.streams.redis import Bus
-from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, Stream
+from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, TAIL, Stream
 
 AUDIT = Script("audit.lua")
-HOME: tuple[Stream, ...] = (PROMPTS, PARKED, PREFIXES, ROLLOUTS, SCORED, GROUPS)  # where a pending sample may lie
+HOME: tuple[Stream, ...] = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)  # where a pending sample may lie
 SHOWN = 20
 # Evaluation samples share parked and prefixes with the others but are in no account; their group ids begin so.
 EVAL_GROUPS = "e"

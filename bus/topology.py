@@ -49,6 +49,7 @@ News = control.Vitals | control.Event
 PROMPTS = Stream("prompts", samples.SampleTask, "sampler", ("generation",))
 PARKED = Stream("parked", samples.Parked, "generation", ("partial",))
 PREFIXES = Stream("prefixes", Prefix, "partial", ("generation",))
+TAIL = Stream("tail", samples.PrefixResume, "partial", ("generation",))  # prefixes for the slots that are kept for them
 ROLLOUTS = Stream("rollouts", Rollout, "generation", ("reward",))
 SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
 GROUPS = Stream("groups", groups.GroupKept | groups.Turned, "filter", ("trainer",))
@@ -68,6 +69,7 @@ STREAMS: tuple[Stream, ...] = (
     PROMPTS,
     PARKED,
     PREFIXES,
+    TAIL,
     ROLLOUTS,
     SCORED,
     GROUPS,

@@ -1,6 +1,7 @@
 """Generation room: one elastic worker with one engine.
 
-Reads  prefixes, eval.prompts, prompts (readers "generation"), active, policy (logs)    Writes  rollouts, eval.rollouts, parked
+Reads  tail, prefixes, eval.prompts, prompts (readers "generation"), active, policy (logs)
+Writes  rollouts, eval.rollouts, parked
 Owns   its leases (leasing.py); prefixes of long samples saved on the bus every `partial_save_tokens` tokens
 A sample leaves in one commit: done, lost, or parked with what it has. Killed at any await, its entry is claimed by a peer
 after the lease, which goes on from the last saved prefix. A sample's first token is made by its task's step or a later one.
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
 from actors.generation.leasing import Leases
 from actors.generation.link import WeightsUnusable
+from actors.generation.pace import Pace
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -43,7 +45,10 @@ class Worker:
         self._spec = spec
         self._link = open_link(context, spec, spare)
         self._sharing = Sharing(context, self._link, spec.gives_back)
-        self._leases = Leases(context, self._link, self._sharing, lambda: self._order is not None, spec.hold_s)
+        self._pace = Pace(context, self._link, spec.max_running, spec.tail_wait_s)
+        self._leases = Leases(
+            context, self._link, self._sharing, self._pace, lambda: self._order is not None, spec.hold_s
+        )
         self._reader = self._leases.reader
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
@@ -62,6 +67,7 @@ class Worker:
                 tasks.create_task(keep_leases(self._context, self._reader, stop, self._leases.free))
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
+                tasks.create_task(self._pace.follow(self._reader, stop))
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._leases.take(samples, self._handle)
@@ -86,6 +92,7 @@ class Worker:
                 self._link.know(message)
             else:
                 self._leases.standing.fold(message)
+                self._pace.hear(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
                 if entry.stream is POLICY and entry.fields.get("type") not in FOR_US:
@@ -94,6 +101,7 @@ class Worker:
                 self._leases.standing.fold(message)
                 self._leases.wake()
                 if isinstance(message, PolicyActive):
+                    self._pace.hear(message)
                     self._changed.set()
                 if isinstance(message, Sending) and self._context.name in message.workers:
                     self._link.sending(message.version.id)
@@ -227,14 +235,18 @@ class Worker:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
         slice_left = int(self._context.knobs.max_tokens_per_slice) or running.remaining
         end = running.n_tokens + min(running.remaining, slice_left)
+        why: ParkReason = "slice"
+        leaves_at = self._pace.leaves_at(entry, running.task)
+        if leaves_at is not None and leaves_at < end:
+            end, why = leaves_at, "tail"
         idle = 0
         while idle <= RESENDS:
             before = running.n_tokens
             if before >= end:
-                return "slice"
+                return why
             reason = await self._stream(entry, running, end - before)
             if reason != "again":
-                return reason
+                return why if reason == "slice" else reason
             if running.ended():
                 return None
             idle = 0 if running.n_tokens > before else idle + 1

@@ -74,12 +74,25 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """An engine that answers. `running` and `waiting` count requests; None where the engine does not tell."""
+    """An engine that answers."""
 
     weight_version: str
     model_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How full an engine is, with the requests of all its clients. None where it does not tell."""
+
     running: int | None = None
     waiting: int | None = None
+    """Requests in its queue."""
+    kv_used: float | None = None
+    """Share of the room for keys and values that requests hold, 0 to 1."""
+    tokens_per_s: float | None = None
+    """New tokens, over the last second or so of decoding."""
+    max_running: int | None = None
+    """Requests that it runs at once at most."""
 
 
 class Engine(Protocol):
@@ -174,6 +187,10 @@ class Engine(Protocol):
 
     async def health(self) -> EngineHealth:
         """Never waits for a sample to end."""
+        ...
+
+    async def load(self) -> EngineLoad:
+        """How full it is. Cheap: may be asked every second."""
         ...
 
     async def info(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Which entries a worker takes, and when a sample that it took may begin.
 
-Reads  prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
+Reads  tail, prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
 Without a current version it takes none. While a newer version is active elsewhere it takes no fresh prompts. What it took
 before it knew is held, lease and slot, until it serves the task's step; or parked as `behind`, for a peer that does.
 Prefixes go first. Evaluation takes its share of the slots, and what training prompts leave idle.
@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import UNSET
 
 from actors.generation.link import EngineLink
+from actors.generation.pace import Pace
 from actors.generation.sample import Running
 from actors.generation.sharing import Sharing
 from actors.generation.standing import NO_TOKENS, Standing
@@ -24,7 +25,7 @@ from bus.ledger import EVAL_GROUPS
 from bus.messages.policy import PolicyActive
 from bus.messages.samples import ParkReason
 from bus.messages.versions import PolicyVersion
-from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS
+from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS, TAIL
 
 MOST = 64  # entries a read
 NEWEST = 16  # entries of `active` among which the newest word on who serves what is looked for
@@ -34,14 +35,21 @@ class Leases:
     """One worker's. `ordered`: whether an order waits to be carried out. `hold_s`: longest wait of a sample for its version."""
 
     def __init__(
-        self, context: Context, link: EngineLink, sharing: Sharing, ordered: Callable[[], bool], hold_s: float
+        self,
+        context: Context,
+        link: EngineLink,
+        sharing: Sharing,
+        pace: Pace,
+        ordered: Callable[[], bool],
+        hold_s: float,
     ) -> None:
         self._context = context
         self._link = link
         self._sharing = sharing
+        self._pace = pace
         self._ordered = ordered
         self._hold_s = hold_s
-        self.reader = Reader(context.bus, [PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
+        self.reader = Reader(context.bus, [TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self.standing = Standing(context.name)
         self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
         self._evals = 0  # evaluation samples that run or are held
@@ -51,11 +59,6 @@ class Leases:
         self._slot = asyncio.Event()
         self._news = asyncio.Event()
 
-    @property
-    def slots(self) -> int:
-        """Samples that this worker takes at once."""
-        return int(self._context.knobs.sglang_server_concurrency)
-
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
         link = self._link
@@ -63,7 +66,7 @@ class Leases:
             return 0
         if self._sharing.aside or link.released:
             return 0
-        return max(0, self.slots - self._context.in_flight)
+        return max(0, self._pace.slots - self._context.in_flight)
 
     async def take(
         self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]
@@ -83,6 +86,8 @@ class Leases:
             for entry in await self._read(min(free, MOST)):
                 context.in_flight += 1
                 self._count(entry)
+                if entry.stream is TAIL:
+                    context.count("tail/in_lane" if self._pace.in_lane else "tail/elsewhere")
                 samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
 
     async def _read(self, free: int) -> list[Entry]:
@@ -101,21 +106,22 @@ class Leases:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
         met one that it had to leave to a peer: it would be the first to take that again."""
         standing, serving = self.standing, self._link.serving
+        tail = ((TAIL, MOST),) if self._pace.takes_tail else ()
         if standing.behind(serving):
             left_some = self._left_at == serving and standing.peers_have()
-            return () if left_some else ((PREFIXES, MOST), (EVAL_PROMPTS, MOST))
+            return () if left_some else (*tail, (PREFIXES, MOST), (EVAL_PROMPTS, MOST))
         if self._evaluated_elsewhere(serving):
-            return ((PREFIXES, MOST), (PROMPTS, MOST))
+            return (*tail, (PREFIXES, MOST), (PROMPTS, MOST))
         left = self._share_left()
         if left > 0:
-            return ((PREFIXES, MOST), (EVAL_PROMPTS, left), (PROMPTS, MOST))
-        return ((PREFIXES, MOST), (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
+            return (*tail, (PREFIXES, MOST), (EVAL_PROMPTS, left), (PROMPTS, MOST))
+        return (*tail, (PREFIXES, MOST), (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
 
     def _share_left(self) -> int:
         """Slots that evaluation may take ahead of training prompts. Of few slots the share is none: then it has its turn, one
         sample after as many prompts as make the share."""
         share = float(self._context.knobs.eval_share)
-        if quota := int(self.slots * share):
+        if quota := int(self._pace.slots * share):
             return quota - self._evals
         return int(self._evals == 0 and self._prompts_since * share >= 1 - share)
 
@@ -137,6 +143,7 @@ class Leases:
         """A sample left."""
         self._context.in_flight -= 1
         self._evals -= _is_eval(entry)
+        self._pace.sample_ended()
         self._slot.set()
 
     # -- the version of a sample --------------------------------------------------------------------------------

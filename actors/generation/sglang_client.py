@@ -19,6 +19,7 @@ import msgspec
 from actors.generation.engine import (
     Chunk,
     EngineHealth,
+    EngineLoad,
     EngineUnavailable,
     Finish,
     GenerateRequest,
@@ -27,7 +28,7 @@ from actors.generation.engine import (
 )
 from actors.generation.inside_client import Inside
 from actors.generation.sglang_args import LOADER
-from actors.generation.sglang_wire import body_of, decode_event, message_in, split
+from actors.generation.sglang_wire import body_of, decode_event, load_of, message_in, split
 from actors.generation.sse import SseParser
 from bus.messages.weights import Bucket, TensorMeta
 
@@ -293,13 +294,11 @@ class SGLangClient:
     async def health(self) -> EngineHealth:
         await self._ok("GET", "/health")
         model = await self._get("/model_info")
-        states = (await self._get("/server_info")).get("internal_states") or [{}]
-        return EngineHealth(
-            weight_version=str(model["weight_version"]),
-            model_path=str(model["model_path"]),
-            running=states[0].get("num_running_reqs"),
-            waiting=states[0].get("num_waiting_reqs"),
-        )
+        return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
+
+    async def load(self) -> EngineLoad:
+        status, text = await self._call("GET", "/v1/loads?include=core")
+        return load_of(text) if status == 200 else EngineLoad()  # an SGLang that does not have it
 
     async def info(self) -> Mapping[str, Any]:
         info = await self._get("/server_info")

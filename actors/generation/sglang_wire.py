@@ -1,4 +1,4 @@
-"""What SGLang's /generate is sent and answers, as far as we read it (pure)."""
+"""What SGLang's /generate is sent and answers, and what its /v1/loads answers, as far as we read it (pure)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.engine import Chunk, GenerateRequest
+from actors.generation.engine import Chunk, EngineLoad, GenerateRequest
 
 
 class Reason(msgspec.Struct):
@@ -29,6 +29,20 @@ class Error(msgspec.Struct):
 class Event(msgspec.Struct):
     meta_info: Meta = msgspec.field(default_factory=Meta)
     error: Error | None = None
+
+
+class RankLoad(msgspec.Struct):
+    """One scheduler's, of /v1/loads (SGLang 0.5.12)."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float | None = None
+    gen_throughput: float | None = None
+    max_running_requests: int | None = None
+
+
+class Loads(msgspec.Struct):
+    loads: list[RankLoad] = []
 
 
 decode_event = msgspec.json.Decoder(Event).decode
@@ -76,6 +90,23 @@ def split(chunk: Chunk, seen: int, marks: Sequence[tuple[int, str]]) -> list[Chu
     return [*parts, replace(last, finish=chunk.finish)]
 
 
+def load_of(text: str) -> EngineLoad:
+    """Of all schedulers of an engine together; the fullest says how full. Nothing is told by an answer that is not understood."""
+    try:
+        ranks = msgspec.json.decode(text, type=Loads).loads
+    except msgspec.DecodeError:
+        return EngineLoad()
+    if not ranks:
+        return EngineLoad()
+    return EngineLoad(
+        running=sum(rank.num_running_reqs for rank in ranks),
+        waiting=sum(rank.num_waiting_reqs for rank in ranks),
+        kv_used=max((rank.token_usage for rank in ranks if rank.token_usage is not None), default=None),
+        tokens_per_s=sum(rank.gen_throughput or 0.0 for rank in ranks),
+        max_running=sum(rank.max_running_requests or 0 for rank in ranks) or None,
+    )
+
+
 def message_in(text: str) -> str:
     """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
     try:
@@ -89,4 +120,4 @@ def message_in(text: str) -> str:
     return text
 
 
-__all__ = ("Event", "body_of", "decode_event", "message_in", "split")
+__all__ = ("Event", "body_of", "decode_event", "load_of", "message_in", "split")

@@ -46,6 +46,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     server_args: dict[str, ArgValue] = {}
     """SGLang's own flags without dashes, passed on as they are."""
     seed: int = 0
+    tail_wait_s: float = 10.0
+    """Longest wait of a sample for a worker of the tail's lane; then any worker takes it."""
     inside: str = ""
     """Folder of the letters to our function inside the server at `engine_url`, if it runs it (inside.py)."""
     gives_back: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """Partial room: keeps samples that stopped before their end, and offers them again ahead of fresh prompts.
 
-Reads  parked (readers "partial"), policy (log)    Writes  prefixes    Owns  nothing that outlives it
-Each parked sample moves in one commit to `prefixes`: to be resumed, started again, or reported as given up.
+Reads  parked (readers "partial"), policy (log)    Writes  prefixes, tail    Owns  nothing that outlives it
+Each parked sample moves in one commit to `prefixes`: to be resumed, started again, or reported as given up; or, when it has
+become long and slots are kept for such, to `tail`: to be resumed there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bus.errors import Poison
 from bus.messages.base import EMPTY
 from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, SampleTask
-from bus.topology import PARKED, POLICY, PREFIXES
+from bus.topology import PARKED, POLICY, PREFIXES, TAIL
 
 
 class PartialSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,12 +101,20 @@ class PartialBuffer:
             ledger = {"tokens/dropped/restarted": response.n_tokens} if response.n_tokens else {}
         else:
             out = PrefixResume(task=task, response=mask_prefix(response) if self._spec.mask_offpolicy else response)
+        stream = TAIL if isinstance(out, PrefixResume) and self._is_tail(parked, out.response) else PREFIXES
         fault_point(self._context.name, "before_commit")
-        result = await self._context.bus.commit(Commit(ack=(entry,), append=(Out(PREFIXES, out),), ledger=ledger))
+        result = await self._context.bus.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=ledger))
         fault_point(self._context.name, "after_commit")
         self._reader.forget([entry])
         if result.done:
-            self._context.count(f"prefixes/{action}")
+            self._context.count(f"prefixes/{action}" if stream is PREFIXES else "prefixes/tail")
+
+    def _is_tail(self, parked: Parked, response: Response) -> bool:
+        """Whether it was parked for the tail's slots, or ran there and was parked for another reason."""
+        knobs = self._context.knobs.values
+        after = int(knobs.get("tail_after_tokens", 0))
+        long = 0 < after <= response.n_tokens and not parked.task.eval_name
+        return response.n_tokens > 0 and (parked.reason == "tail" or long)
 
 
 def _on_dead(entry: Entry, message: object, error: str) -> Commit:

@@ -16,12 +16,20 @@ from pathlib import Path
 
 import msgspec
 
-from actors.publisher.plan import choose_ways, next_wave
+from actors.publisher.plan import choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from bus import Out, Tail
 from bus.messages.control import BOOTING, Event, Vitals
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest, WeightsOnDisk
+from bus.messages.policy import (
+    Activate,
+    PolicyActive,
+    PolicyAnnounced,
+    Restored,
+    StepDone,
+    WeightManifest,
+    WeightsOnDisk,
+)
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import read_plan
@@ -56,6 +64,8 @@ class Publisher:
         self._files_only: set[str] = set()  # workers that have activated nothing since their engine came or a way failed
         self._asked: tuple[int, float] = (0, 0.0)  # version whose files were asked for, wall time
         self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
+        self._slots: dict[str, int] = {}  # worker -> samples it takes at once, as it said last
+        self._masked: tuple[int, float] = (-1, 0.0)  # newest step done, share of its batch's tokens over the bound
         self._heard: dict[str, float] = {}  # worker -> wall time of its last word
         self._waits: dict[str, str] = {}  # worker -> what it said it waits for
         self._late: set[str] = set()  # workers that let the deadline of their last order pass
@@ -97,6 +107,8 @@ class Publisher:
                 self._announced[message.version.id] = message
                 self._newest, self._files = message, None
                 self._plan = self._read_plan(message.manifest)
+            case StepDone():
+                self._masked = (message.step, message.metrics.get("rollout/masked_fraction", 0.0))
             case WeightsOnDisk():
                 self._take_files(message)
             case Restored():
@@ -147,6 +159,7 @@ class Publisher:
             self._ordered.pop(name, None)
             return
         self._serving[name] = vitals.version
+        self._slots[name] = vitals.slots
         if vitals.version < 0:
             self._files_only.add(name)
         self._heard[name] = max(self._heard.get(name, 0.0), vitals.wall)
@@ -230,8 +243,15 @@ class Publisher:
         best = max(versions)
         if self._active is None or best.id > self._active.id:
             self._active = best
-        said = PolicyActive(version=self._active, serving=dict(sorted(self._serving.items())))
-        if said != self._said:
+        serving_now = dict(sorted(self._serving.items()))
+        said = PolicyActive(
+            version=self._active,
+            serving=serving_now,
+            slots={name: slots for name in serving_now if (slots := self._slots.get(name, 0))},
+            masked_fraction=self._masked[1],
+            masked_step=self._masked[0],
+        )
+        if worth_saying(said, self._said):
             self._said = said
             await self._context.bus.append([Out(ACTIVE, said)], repeatable=True)
             self._context.version = self._active.id

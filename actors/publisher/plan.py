@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
+from bus.messages.policy import PolicyActive
 from bus.messages.weights import WeightPlan
+
+SLOTS_TOLD = 0.1  # change of a worker's slots, since they were said, that is worth saying
 
 
 class Ways(NamedTuple):
@@ -52,4 +57,11 @@ def next_wave(
     return idle + at_work[: max(0, allowed - away)]
 
 
-__all__ = ("Ways", "choose_ways", "next_wave")
+def worth_saying(new: PolicyActive, said: PolicyActive | None) -> bool:
+    """Whether `new` differs from what was said last by more than a little in somebody's slots, which may move every second."""
+    if said is None or msgspec.structs.replace(new, slots=said.slots) != said or new.slots.keys() != said.slots.keys():
+        return True
+    return any(abs(slots - said.slots[name]) > SLOTS_TOLD * said.slots[name] for name, slots in new.slots.items())
+
+
+__all__ = ("Ways", "choose_ways", "next_wave", "worth_saying")

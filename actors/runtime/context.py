@@ -47,6 +47,7 @@ class Context:
         self.state: ActorState = "starting"
         self.version = -1
         self.in_flight = 0
+        self.slots = 0
         self.counters: dict[str, float] = {}
         self.note = ""
         self._waits: list[tuple[str, float]] = []
@@ -94,6 +95,7 @@ class Context:
             in_flight=self.in_flight,
             counters=dict(self.counters),
             note=self.note,
+            slots=self.slots,
         )
 
     async def event(

@@ -24,7 +24,7 @@ from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.messages.samples import SampleTask, Sampling
-from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, VERDICTS
+from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, TAIL, VERDICTS
 
 GROUPS_PER_COMMIT = 16
 QUIET_S = 3.0  # without news; then what is held here is compared with the run's list
@@ -213,7 +213,7 @@ class Sampler:
     async def _under_way(self) -> int:
         """Samples with the engines or waiting for them: entries leave these streams when a sample ends."""
         bus = self._context.bus
-        return sum([await bus.length(stream) for stream in (PROMPTS, PARKED, PREFIXES)])
+        return sum([await bus.length(stream) for stream in (PROMPTS, PARKED, PREFIXES, TAIL)])
 
     async def _issue(self, n_groups: int, knobs: KnobValues) -> int:
         context = self._context

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus.errors import KnobRejected
+from bus.knobs.slots import broken_rule
 
 Kind = Literal["int", "float", "str", "bool"]
 Values = Mapping[str, Any]
@@ -21,7 +22,7 @@ Values = Mapping[str, Any]
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """A setting that is fixed at start. `low`/`high` are inclusive bounds unless `open_low`/`open_high` say otherwise;
-    `unset` is what None, "none" or "unset" stand for, where a setting may be left unset."""
+    `unset` is what None, "none" or "unset" stand for, where a setting may be left unset; `auto` what "auto" stands for."""
 
     name: str
     kind: Kind
@@ -32,6 +33,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
     open_high: bool = False
     choices: tuple[str, ...] = ()
     unset: int | None = None
+    auto: int | None = None
 
     @property
     def range_text(self) -> str:
@@ -41,6 +43,8 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
         low = "" if self.low is None else f"{'above' if self.open_low else 'at least'} {self.low:g}"
         high = "" if self.high is None else f"{'below' if self.open_high else 'at most'} {self.high:g}"
         text = " and ".join(part for part in (low, high) if part) or {"bool": "true or false"}.get(self.kind, "any")
+        if self.auto is not None:
+            return f"auto, or {text}"
         return f"{text}; none turns it off" if self.unset is not None else text
 
 
@@ -61,6 +65,7 @@ class Knob(Fact, frozen=True, kw_only=True):
 
 
 ISSUE, SAMPLE, STEP, SCORE = "next group issued", "next sample started", "next step", "next sample scored"
+LOOK = "next look at the engine"
 
 # fmt: off
 KNOBS: dict[str, Knob] = {
@@ -89,8 +94,18 @@ KNOBS: dict[str, Knob] = {
              actor="generation", help="tokens after which a sample gives its slot back and resumes later; 0 = never"),
         Knob(name="partial_save_tokens", kind="int", low=1, unit="tokens", applies=SAMPLE, actor="generation",
              help="new tokens after which a running sample's prefix is saved"),
-        Knob(name="sglang_server_concurrency", kind="int", low=1, unit="samples", applies="next lease",
-             actor="generation", help="most samples in generation on one engine"),
+        Knob(name="sglang_server_concurrency", kind="int", low=1, auto=0, unit="samples", applies="next lease",
+             actor="generation", help="most samples in generation on one engine; auto finds the number"),
+        Knob(name="sglang_concurrency_min", kind="int", low=1, unit="samples", applies=LOOK, actor="generation",
+             help="least that auto goes down to"),
+        Knob(name="sglang_concurrency_max", kind="int", low=0, unset=0, unit="samples", applies=LOOK,
+             actor="generation", help="most that auto goes up to; none: what the engine runs at once"),
+        Knob(name="max_masked_fraction", kind="float", low=0, unset=0, high=1, open_high=True, unit="of the tokens",
+             applies=LOOK, actor="generation", help="masked share that auto keeps below; none: not limited by it"),
+        Knob(name="tail_slots", kind="int", low=0, unset=0, unit="samples", applies="next lease", actor="generation",
+             help="samples at once kept for the tail, on as few workers as possible"),
+        Knob(name="tail_after_tokens", kind="int", low=0, unset=0, unit="tokens", applies=SAMPLE, actor="generation",
+             help="response tokens after which a sample goes on in the tail's slots"),
         Knob(name="pause_generation_mode", kind="str", choices=("retract", "in_place", "abort"),
              applies="next activation ordered", actor="publisher",
              help="what running samples do during a weight update"),
@@ -136,6 +151,8 @@ FACTS: dict[str, Fact] = {
         Fact(name="use_kl_loss", kind="bool"),
         Fact(name="has_eval_data", kind="bool"),
         Fact(name="needs_whole_groups", kind="bool"),
+        Fact(name="num_generation_workers", kind="int", low=0, help="workers of the start; 0 = none, more may join"),
+        Fact(name="no_tail_lane", kind="str", help="why this run can keep no slots for the tail; empty = it can"),
         Fact(name="rollout_max_context_len", kind="int", low=0, unset=0),
     )
 }
@@ -160,6 +177,8 @@ def coerce(fact: Fact, value: object) -> Any:
     plain = value.strip() if isinstance(value, str) else value
     if fact.unset is not None and (plain is None or (isinstance(plain, str) and plain.lower() in ("none", "unset"))):
         return fact.unset
+    if fact.auto is not None and (plain == "auto" or (plain == fact.auto and not isinstance(plain, str | bool))):
+        return fact.auto
     result: Any = None
     match fact.kind:
         case "bool" if isinstance(plain, bool):
@@ -314,7 +333,13 @@ def _evaluation_has_data(v: Values) -> None:
         )
 
 
+def _slots_are_possible(v: Values) -> None:
+    if broken := broken_rule(v):
+        raise KnobRejected(**broken._asdict())
+
+
 RULES: tuple[Callable[[Values], None], ...] = (
+    _slots_are_possible,
     _oversampling_covers_a_batch,
     _four_knobs_agree,
     _stale_data_is_corrected,

@@ -172,11 +172,14 @@ class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
 
 
 class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):
-    """Who serves what. publisher -> sampler, evaluator. Written whenever it changes."""
+    """Who serves what. publisher -> sampler, evaluator, generation. Written whenever it changes, by more than a tenth in the
+    case of `slots`."""
 
     version: PolicyVersion  # newest version active on at least one engine
     serving: dict[str, int] = {}  # worker -> version id
     slots: dict[str, int] = {}  # worker -> samples it takes at once; a worker that is missing takes the knob's number
+    masked_fraction: float = 0.0  # of the tokens of batch `masked_step`, those over the staleness bound
+    masked_step: int = -1  # newest training step done; -1 = none yet
 
     def header(self) -> Header:
         return Header(id=f"active{self.version.id}", version=self.version.id, note=f"engines={len(self.serving)}")

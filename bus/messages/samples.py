@@ -14,7 +14,7 @@ from bus.messages.base import EMPTY, Header, Message, Packed
 from bus.messages.versions import VersionSpan
 
 LostReason = Literal["poison", "evicted", "cancelled", "malformed"]
-ParkReason = Literal["drain", "abort", "slice", "engine", "stop", "behind"]
+ParkReason = Literal["drain", "abort", "slice", "engine", "stop", "behind", "tail"]
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class Parked(Message, frozen=True, kw_only=True, tag="sample.parked"):
 
 
 class PrefixResume(Message, frozen=True, kw_only=True, tag="prefix.resume"):
-    """Go on from this prefix (empty = start again). partial -> generation, ahead of fresh prompts."""
+    """Go on from this prefix (empty = start again). partial -> generation, ahead of fresh prompts. On `tail`: where few run."""
 
     task: SampleTask
     response: Response

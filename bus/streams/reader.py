@@ -18,6 +18,21 @@ from bus.streams.redis import Bus, make_entry
 from bus.streams.wire import Wire
 from bus.topology import Stream
 
+# KEYS stream  ARGV readers   Returns milliseconds, by the server's clock, since the oldest entry that was given to nobody yet
+_OLDEST = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local f = {}
+  for i = 1, #info, 2 do f[info[i]] = info[i + 1] end
+  if f['name'] == ARGV[1] then
+    local first = redis.call('XRANGE', KEYS[1], '(' .. f['last-delivered-id'], '+', 'COUNT', 1)[1]
+    if not first then return 0 end
+    local now = redis.call('TIME')
+    return math.max(0, now[1] * 1000 + math.floor(now[2] / 1000) - tonumber(string.match(first[1], '^%d+')))
+  end
+end
+return 0
+"""
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
 
 
@@ -77,6 +92,11 @@ class Reader:
         if block_s <= 0 or not limits:
             return []
         return await self._take([stream for stream, _ in limits], max(1, count // len(limits)), int(block_s * 1000))
+
+    async def unread_s(self, stream: Stream) -> float:
+        """Seconds that the oldest entry of a stream has waited without a reader; 0 when there is none."""
+        key = self._bus.keys.stream(stream.name)
+        return int(await self._bus.link.run("EVAL", _OLDEST, 1, key, self._readers)) / 1000
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """These are finished (committed, moved or given away)."""

@@ -71,6 +71,7 @@ def _actor_json(actor: "ActorFacts") -> dict[str, Any]:
         "life": actor.life,
         "version": v.version,
         "in_flight": v.in_flight,
+        "slots": v.slots or None,
         "waits_for": v.waits_for,
         "waits_since": v.waits_since or None,
         "heartbeat_age_s": round(actor.age_s, 3),
@@ -96,7 +97,7 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
 
 def as_text(snapshot: "Snapshot") -> str:
     """Three blocks: where training stands, actors, streams."""
-    from miles_async.console.view import ledger_line, waits_text
+    from miles_async.console.view import busy_text, ledger_line, waits_text
 
     head = [_standing(snapshot)]
     if snapshot.ledger:
@@ -110,7 +111,7 @@ def as_text(snapshot: "Snapshot") -> str:
         state = f"{silent} for {duration(actor.age_s)}" if silent else v.state
         version = f"v{v.version}" if v.version >= 0 else "-"
         rows.append(
-            [v.actor, v.role, str(v.pid), v.host, state, version, str(v.in_flight), waits_text(actor, snapshot.wall)]
+            [v.actor, v.role, str(v.pid), v.host, state, version, busy_text(v), waits_text(actor, snapshot.wall)]
         )
     columns = ["actor", "role", "pid", "host", "state", "version", "busy", "waits for"]
     actors = table(columns, rows, right=("pid", "version", "busy")) if rows else "no actor has sent a heartbeat"

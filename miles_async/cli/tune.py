@@ -20,6 +20,7 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus
+    from bus.knobs.table import Knob
     from bus.messages.control import KnobPatch
 
 
@@ -92,7 +93,7 @@ def applied_text(made: "KnobPatch", before: Any) -> str:
     for name, value in made.values.items():
         knob = KNOBS.get(name)
         when = "follows" if knob is None or knob.follows else f"{knob.applies} ({knob.actor})"
-        rows.append([name, f"{_shown(before.get(name))} -> {_shown(value)}", when])
+        rows.append([name, f"{_shown(before.get(name), knob)} -> {_shown(value, knob)}", when])
     return f"epoch {made.epoch}\n" + table(["knob", "change", "takes effect at"], rows)
 
 
@@ -151,7 +152,7 @@ async def _list(bus: "Bus", history: "list[KnobPatch]", as_json: bool) -> int:
         )
         return 0
     rows = [
-        [k.name, _shown(live.values[k.name]), k.unit or "-", "follows" if k.follows else k.range_text,
+        [k.name, _shown(live.values[k.name], k), k.unit or "-", "follows" if k.follows else k.range_text,
          k.follows or k.applies, str(changed_at.get(k.name, "-"))]
         for k in knobs
     ]  # fmt: skip
@@ -160,7 +161,9 @@ async def _list(bus: "Bus", history: "list[KnobPatch]", as_json: bool) -> int:
     return 0
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, knob: "Knob | None" = None) -> str:
+    if knob is not None and knob.auto is not None and value == knob.auto:
+        return "auto"
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else "-" if value is None else str(value)

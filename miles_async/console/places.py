@@ -19,14 +19,16 @@ from bus.topology import (
     PROMPTS,
     ROLLOUTS,
     SCORED,
+    TAIL,
 )
 from miles_async.console.heads import Head, Pending, all_heads, pending_entries, readers_of
 
-HOME = (PROMPTS, PARKED, PREFIXES, ROLLOUTS, SCORED, GROUPS)
+HOME = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)
 EVAL_HOME = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED)
 DOING = {
     "prompts": "to be generated",
     "prefixes": "to be resumed",
+    "tail": "to be resumed in the tail's slots",
     "parked": "parked",
     "rollouts": "to be scored",
     "scored": "scored, waiting for its siblings",
@@ -105,7 +107,7 @@ class Places(msgspec.Struct, frozen=True):
     def stages(self) -> dict[str, int]:
         """Open groups and parts by how far their slowest sample is: generation, reward, filter, kept, nowhere."""
         samples, kept = self.by_sample(), self.kept()
-        stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
+        stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, TAIL.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
         names = ("nowhere", "generation", "reward", "filter", "kept")
         count = dict.fromkeys(names[::-1], 0)
         for key, group in self.groups.items():

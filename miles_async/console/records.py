@@ -9,6 +9,7 @@ eval        step, version, name, n_samples, duration_s, metrics, versions (token
 announced   step, version, prepare_s, n_bytes
 activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
             compared (tensors)
+slots       actor, slots, why                                      samples at once on its engine, by auto
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
 knob        epoch, values, author, reason
@@ -100,6 +101,8 @@ def _event(m: Event) -> Made:
         numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
         how = {"transport": str(m.data.get("transport", "")), "requests": str(m.data.get("requests", ""))}
         return [("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})]
+    if m.kind == "slots":
+        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
     if m.level == "info":
         return []
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.ledger import accounts_of
+from bus.messages.control import Vitals
 from miles_async.console.figures import RECENT, eta_s, shares, throughput
 from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from miles_async.console.snapshot import ActorFacts, Snapshot
@@ -170,7 +171,7 @@ def _actors(snapshot: Snapshot, width: int) -> RenderableType:
             vitals.actor,
             state_text(actor),
             version,
-            str(vitals.in_flight) if vitals.in_flight else "",
+            busy_text(vitals) if vitals.in_flight else "",
         ]
         if width >= NARROW:
             row.append(shorten(waits_text(actor, snapshot.wall), room))
@@ -186,6 +187,11 @@ def state_text(actor: ActorFacts) -> Text:
     if life in ("late", "dead"):
         return Text(f"{'dead' if life == 'dead' else 'silent'} {duration(actor.age_s)}", style=LIFE_STYLE[life])
     return Text(state, style=STATE_STYLE.get(state, ""))
+
+
+def busy_text(vitals: Vitals) -> str:
+    """Entries it works on; of a generation worker also how many it takes at once."""
+    return f"{vitals.in_flight} of {vitals.slots}" if vitals.slots else str(vitals.in_flight)
 
 
 def waits_text(actor: ActorFacts, wall: float) -> str:

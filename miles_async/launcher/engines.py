@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 EXACT: dict[str, ArgValue] = {"enable-deterministic-inference": True, "attention-backend": "fa3"}
 """What true_on_policy_mode asks of engines."""
+AUTO_MAX_RUNNING = 512
+"""Requests that our engines run at once where neither a number nor a ceiling is set: SGLang's largest CUDA graph on 80 GB."""
 
 
 def generation_spec(
@@ -31,7 +33,7 @@ def generation_spec(
         engine="external" if engine_url else s.engine,
         engine_url=engine_url,
         threads=settings.perf.engine_threads,
-        max_running=max(1, s.sglang_server_concurrency),
+        max_running=s.sglang_server_concurrency or s.sglang_concurrency_max or AUTO_MAX_RUNNING,
         request_deadline_s=s.sglang_request_deadline_s,
         token_deadline_s=s.engine_token_deadline_s,
         boot_deadline_s=s.engine_boot_deadline_s,

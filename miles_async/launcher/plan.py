@@ -21,6 +21,7 @@ from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.settings.groups.grpo import LossAggMode
 from miles_async.settings.run import RunSettings
+from miles_async.settings.slots import no_tail_lane
 
 NEVER = 1 << 40  # tokens: more than any sample has
 REDUCTIONS: dict[LossAggMode, Reduction] = {
@@ -317,7 +318,6 @@ def initial_knobs(settings: RunSettings) -> dict[str, Any]:
         "kl_loss_coef": g.kl_loss_coef,
         "entropy_coef": g.entropy_coef,
         "tis_clip": g.tis_clip,
-        "sglang_server_concurrency": settings.sglang.sglang_server_concurrency,
         "pause_generation_mode": settings.sglang.pause_generation_mode,
         "save_interval": settings.ckpt.save_interval or 0,
         "eval_interval": settings.eval.eval_interval or 0,
@@ -333,6 +333,22 @@ def initial_knobs(settings: RunSettings) -> dict[str, Any]:
         "use_kl_loss": g.use_kl_loss,
         "has_eval_data": bool(settings.eval.datasets),
         "rollout_max_context_len": r.rollout_max_context_len or 0,
+        **_slots(settings),
+    }
+
+
+def _slots(settings: RunSettings) -> dict[str, Any]:
+    """Samples that engines take at once."""
+    g = settings.sglang
+    return {
+        "sglang_server_concurrency": g.sglang_server_concurrency,
+        "sglang_concurrency_min": g.sglang_concurrency_min,
+        "sglang_concurrency_max": g.sglang_concurrency_max or 0,
+        "max_masked_fraction": g.max_masked_fraction or 0.0,
+        "tail_slots": g.tail_slots or 0,
+        "tail_after_tokens": g.tail_after_tokens or 0,
+        "num_generation_workers": g.num_generation_workers,
+        "no_tail_lane": no_tail_lane(settings),
     }
 
 

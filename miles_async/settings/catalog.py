@@ -91,6 +91,12 @@ class FieldSpec:
         return tuple((self.meta.extra or {})["aliases"])
 
     @property
+    def auto(self) -> int | None:
+        """What the word "auto" stands for; None where it is no value."""
+        found: int | None = (self.meta.extra or {})["auto"]
+        return found
+
+    @property
     def required(self) -> bool:
         return self.default is NO_DEFAULT and not self.derived
 
@@ -105,6 +111,8 @@ class FieldSpec:
         if shape.kind == "list":
             return f"a list of {_PLURALS[shape.item]}"
         bounds = _bounds(shape.bounds or self.meta)
+        if self.auto is not None:
+            return f"auto or {_HINTS[shape.kind]} > {self.auto}"
         return f"{_HINTS[shape.kind]} {bounds}".rstrip()
 
 

@@ -31,14 +31,16 @@ def doc(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    auto: int | None = None,
 ) -> msgspec.Meta:
     """Metadata of one field.
 
     text: what it is and when to change it.    unit: of the value, as shown in help.
     derived: the rule that fills it in when it is not given.    live: may be patched while the run goes on.
     aliases: other names it is accepted under.    ge, gt, le, lt: bounds, checked by msgspec.
+    auto: the value that the word "auto" stands for.
     """
-    extra: dict[str, Any] = {"unit": unit, "derived": derived, "live": live, "aliases": aliases}
+    extra: dict[str, Any] = {"unit": unit, "derived": derived, "live": live, "aliases": aliases, "auto": auto}
     bounds: dict[str, Any] = {
         name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None
     }

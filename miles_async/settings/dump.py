@@ -38,6 +38,8 @@ def dump_toml(settings: RunSettings, origins: Mapping[str, Origin] | None = None
         rows = []
         for spec in specs:
             value = getattr(table, spec.name)
+            if spec.auto is not None and value == spec.auto:
+                value = "auto"
             row = f"# {spec.name} is unset" if value is None else f"{spec.name} = {toml_value(value)}"
             rows.append((row, origins[spec.name] if origins else ""))
         width = max((len(row) for row, _ in rows if len(row) <= 60), default=0)

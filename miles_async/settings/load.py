@@ -141,6 +141,8 @@ def _find(name: str, where: str) -> FieldSpec:
 
 def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) -> Any:
     """`value` as the field's type. With `text`, strings are read as numbers and booleans, as flags need it."""
+    if spec.auto is not None and value == "auto":
+        return spec.auto
     try:
         result = msgspec.convert(value, spec.type, strict=not text)
     except msgspec.ValidationError:

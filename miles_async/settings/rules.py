@@ -7,7 +7,7 @@ are `notes`, shown by `--dry-run` and at the start of a run.
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, training
+from miles_async.settings import colocate, second_models, serving, slots, training
 from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
 from miles_async.settings.errors import listing, refusal
 from miles_async.settings.run import RunSettings
@@ -369,6 +369,7 @@ RULES: tuple[Rule, ...] = (
     bus_url_is_understood,
     checkpoint_options_agree,
     *serving.RULES,
+    *slots.RULES,
     *colocate.RULES,
 )
 

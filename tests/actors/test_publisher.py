@@ -9,15 +9,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.publisher.actor import PublisherSpec, run
-from actors.publisher.plan import next_wave
+from actors.publisher.plan import next_wave, worth_saying
 from bus import Bus
 from bus.messages.control import BOOTING, Event, Vitals
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, WeightManifest
+from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, StepDone, WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.actors.house import messages, open_bus, put, running, until
@@ -147,3 +148,51 @@ async def test_rolling_a_slow_engine_holds_nobody_back(redis_url: str, run_name:
             assert [o.workers for o in await until(lambda: orders(bus, 2))][:2] == [("a",), ("b",)]
             await put(bus, EVENTS, activated("b", 2))
             await until(lambda: served(bus, {"a": 1, "b": 2}))
+
+
+# -- slots and the masked share ------------------------------------------------------------------------------------
+
+
+async def of_step(bus: Bus, step: int) -> bool:
+    return any(isinstance(m, PolicyActive) and m.masked_step == step for m in await messages(bus, ACTIVE))
+
+
+def state(**slots: int) -> PolicyActive:
+    return PolicyActive(version=PolicyVersion(1, 0), serving=dict.fromkeys(slots, 1), slots=slots)
+
+
+def test_slots_are_said_when_they_moved_by_more_than_a_tenth() -> None:
+    said = state(a=100, b=8)
+    for quiet in (state(a=100, b=8), state(a=110, b=8), state(a=90, b=8)):
+        assert not worth_saying(quiet, said)
+    for told in (state(a=111, b=8), state(a=89, b=8), state(a=100, b=9), state(a=100), state(a=100, b=8, c=5)):
+        assert worth_saying(told, said)
+    assert worth_saying(said, None)
+
+
+async def test_slots_that_a_worker_reports_are_said_for_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus):
+            await put(bus, POLICY, announced(1, tmp_path))
+            for slots in (100, 50):
+                await put(bus, EVENTS, msgspec.structs.replace(says("w", 1), slots=slots))
+                await until(lambda: served(bus, {"w": 1}))
+                await until(lambda: of_slots(bus, {"w": slots}))  # noqa: B023 - waited for at once
+
+
+async def of_slots(bus: Bus, slots: dict[str, int]) -> bool:
+    return any(isinstance(m, PolicyActive) and m.slots == slots for m in await messages(bus, ACTIVE))
+
+
+async def test_the_masked_share_of_a_batch_is_passed_on_once(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus):
+            await put(bus, POLICY, announced(1, tmp_path))
+            await put(bus, EVENTS, says("w", 1))
+            await until(lambda: served(bus, {"w": 1}))
+            version = PolicyVersion(1, 0)
+            for step, metrics in ((1, {"rollout/masked_fraction": 0.25}), (2, {})):
+                await put(bus, POLICY, StepDone(step=step, version=version, trained_on=version, groups=(), metrics=metrics))
+                await until(lambda: of_step(bus, step))  # noqa: B023 - waited for at once
+            said = [(m.masked_step, m.masked_fraction) for m in await served(bus, {"w": 1})]
+    assert said == [(-1, 0.0), (1, 0.25), (2, 0.0)]

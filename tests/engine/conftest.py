@@ -164,12 +164,8 @@ class Http:
 
     async def running(self) -> int:
         """Requests that run or wait."""
-        _, info = await self.get("/server_info")
-        state = info["internal_states"][0]
-        if "num_running_reqs" in state:
-            return int(state["num_running_reqs"]) + int(state["num_waiting_reqs"])
-        _, loads = await self.get("/get_load")  # SGLang
-        return sum(int(load["num_reqs"]) for load in loads)
+        _, answer = await self.get("/v1/loads?include=core")
+        return sum(int(load["num_total_reqs"]) for load in answer["loads"])
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:

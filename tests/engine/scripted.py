@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Chunk, Engine, EngineHealth, GenerateRequest
+from actors.generation.engine import Chunk, Engine, EngineHealth, EngineLoad, GenerateRequest
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
@@ -105,6 +105,9 @@ class ScriptedEngine(Engine):
 
     async def health(self) -> EngineHealth:
         return EngineHealth(self.version, "scripted")
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(running=self._at_once)
 
     async def info(self) -> Mapping[str, Any]:
         return {"version": "embedded"}

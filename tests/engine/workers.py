@@ -43,7 +43,13 @@ def order(number: int, directory: Path, mode: str = "retract") -> Activate:
 
 @asynccontextmanager
 async def at_work(
-    redis_url: str, run_name: str, spec: GenerationSpec, *, process: Any = None, **spec_fields: Any
+    redis_url: str,
+    run_name: str,
+    spec: GenerationSpec,
+    *,
+    process: Any = None,
+    knobs: dict[str, Any] | None = None,
+    **spec_fields: Any,
 ) -> AsyncIterator[tuple[Bus, Worker]]:
     """A worker of `spec` whose samples are never cut into parts. `process`: stands for its engine's own."""
     made: list[Worker] = []
@@ -58,7 +64,7 @@ async def at_work(
         return bool(made)
 
     async with (
-        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30}) as bus,
+        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30, **(knobs or {})}) as bus,
         running(bus, "generation-0", body, spec, **spec_fields),
     ):
         await until(started)

@@ -63,7 +63,7 @@ def test_status_as_json_names_role_pid_host_state_version_and_wait(whole):
 
 def test_bus_ls_lists_every_stream(whole):
     status, out, _ = whole.ask("bus", "ls")
-    assert (status, len(out.splitlines())) == (0, 17)
+    assert (status, len(out.splitlines())) == (0, 18)
     status, found = whole.ask_json("bus", "ls")
     assert found["streams"]["scored"]["readers"][0]["oldest_owner"] == "filter"
 

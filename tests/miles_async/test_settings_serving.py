@@ -90,6 +90,23 @@ def test_other_programs_flags_are_passed_on_word_for_word(tmp_path: Path) -> Non
     assert loaded.origins["server_args"] == "flag"
 
 
+@pytest.mark.parametrize("text", ['"auto"', "0"])
+def test_auto_is_a_word_in_files_flags_and_dumps(tmp_path: Path, text: str) -> None:
+    from_file = made(tmp_path, f"sglang_server_concurrency = {text}").settings
+    from_flag = made(tmp_path, flags="--sglang-server-concurrency auto").settings
+    assert from_file.sglang.sglang_server_concurrency == from_flag.sglang.sglang_server_concurrency == 0
+    assert 'sglang_server_concurrency = "auto"' in dump_toml(from_file)
+    path = tmp_path / "again.toml"
+    path.write_text(dump_toml(from_file))
+    assert load(path).settings.sglang == from_file.sglang
+
+
+def test_with_a_lane_of_the_tail_there_is_no_router_of_ours(tmp_path: Path) -> None:
+    engines = "--engine sglang --num-generation-workers 2"
+    assert made(tmp_path, flags=engines).settings.sglang.use_router
+    assert not made(tmp_path, flags=f"{engines} --tail-slots 4 --tail-after-tokens 9").settings.sglang.use_router
+
+
 def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
     settings = made(
         tmp_path, 'engine = "sglang"\nserver_args = { a-b = 1.5, c = true, d = ["x", "y"], e = "q\\"" }'
@@ -126,6 +143,19 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
             "",
             "--engine external --rollout-external-engine-addrs localhost:30000 http://127.0.0.1:30000/",
             ("localhost:30000 and http://127.0.0.1:30000/ are one engine", "a port of its own"),
+        ),
+        ("", "--sglang-server-concurrency 0.5", ("auto or a whole number > 0",)),
+        ("", "--max-masked-fraction 0.01", ("max_masked_fraction = 0.01", "fixed at 512", "concurrency auto")),
+        ("", "--sglang-concurrency-max 4", ("sglang_concurrency_min = 8", "above sglang_concurrency_max = 4")),
+        ("", "--tail-slots 4", ("tail_slots = 4", "Set --tail-after-tokens as well")),
+        ("", "--tail-after-tokens 4", ("tail_after_tokens = 4", "Set --tail-slots as well")),
+        ("", "--tail-slots 4 --tail-after-tokens 9 --num-generation-workers 1", ("one worker",)),
+        ("", "--tail-slots 513 --tail-after-tokens 9 --num-generation-workers 2", ("Set it to 512 or less",)),
+        ("", "--tail-slots 4 --tail-after-tokens 4096 --rollout-max-response-len 4096", ("Set it below 4096",)),
+        (
+            'engine = "sglang"\nuse_router = true\nrouter_args = {policy = "random"}',
+            "--num-generation-workers 2 --tail-slots 4 --tail-after-tokens 9",
+            ("use_router sends each request to any engine",),
         ),
         ("", "--update-weight-delta --update-weight-transport ipc", ("'ipc', which sends all tensors",)),
         (

@@ -45,6 +45,8 @@ class Load(NamedTuple):
     version: str
     tokens_per_s: float
     """Over the last second or so of decoding."""
+    used_tokens: int
+    """Rows times the longest: what `max_total_tokens` limits."""
 
 
 class Scheduler:
@@ -125,6 +127,7 @@ class Scheduler:
             tuple(sorted(self._memory.released)),
             self._version,
             self._meter.rate,
+            len(self._batch.requests) * self._batch.longest(),
         )
 
     def pause(self, mode: PauseMode) -> None:

@@ -79,6 +79,7 @@ class EngineServer:
         router = app.router
         for path in ("/health", "/health_generate"):
             router.add_get(path, self._health)
+        router.add_get("/v1/loads", self._loads)
         for path in ("/server_info", "/get_server_info"):
             router.add_get(path, self._server_info)
         for path in ("/model_info", "/get_model_info"):
@@ -244,8 +245,6 @@ class EngineServer:
         served = self._served
         state = {
             "last_gen_throughput": round(load.tokens_per_s, 1),
-            "num_running_reqs": load.running,
-            "num_waiting_reqs": load.waiting,
             "paused": load.paused,
             "released": load.released,
             "effective_max_running_requests_per_dp": served.max_running,
@@ -276,6 +275,22 @@ class EngineServer:
                 "internal_states": [state],
             }
         )
+
+    async def _loads(self, _http: web.Request) -> web.Response:
+        load = await self._load()
+        room = self._served.max_total_tokens
+        rank = {
+            "dp_rank": 0,
+            "num_running_reqs": load.running,
+            "num_waiting_reqs": load.waiting,
+            "num_total_reqs": load.running + load.waiting,
+            "num_used_tokens": load.used_tokens,
+            "max_total_num_tokens": room,
+            "token_usage": round(load.used_tokens / room, 4),
+            "gen_throughput": round(load.tokens_per_s, 1),
+            "max_running_requests": self._served.max_running,
+        }
+        return json_answer({"version": "embedded", "dp_rank_count": 1, "loads": [rank]})
 
     async def _load(self) -> Load:
         return await self._ask(self.scheduler.load)

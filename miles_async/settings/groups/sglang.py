@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from miles_async.settings.doc import Group, PassedOn, doc
+from miles_async.settings.doc import Group, PassedOn, PositiveInt, doc
 
 
 class SglangSettings(Group, frozen=True, kw_only=True):
@@ -92,8 +92,49 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         ),
     ] = ()
     sglang_server_concurrency: Annotated[
-        int, doc("Most samples in generation on one engine.", unit="samples", live=True, ge=1)
+        int,
+        doc(
+            "Most samples in generation on one engine. auto: as many as it has use and room for, found while it runs.",
+            unit="samples",
+            live=True,
+            ge=0,
+            auto=0,
+        ),
     ] = 512
+    sglang_concurrency_min: Annotated[
+        int, doc("Least that sglang_server_concurrency auto goes down to.", unit="samples", live=True, ge=1)
+    ] = 8
+    sglang_concurrency_max: Annotated[
+        PositiveInt | None,
+        doc(
+            "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once; engines that we start run "
+            "512.",
+            unit="samples",
+            live=True,
+        ),
+    ] = None
+    max_masked_fraction: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
+        doc(
+            "Share of the tokens that may be masked as too old: sglang_server_concurrency auto takes fewer samples at once when "
+            "more are. Unset: it looks for the highest speed whatever is masked.",
+            unit="of the tokens",
+            live=True,
+        ),
+    ] = None
+    tail_slots: Annotated[
+        PositiveInt | None,
+        doc(
+            "Samples at once kept for those that outlive tail_after_tokens, on as few workers as possible: a small batch decodes "
+            "two to three times as fast. What the tail leaves free takes other samples. Needs two workers and no router.",
+            unit="samples",
+            live=True,
+        ),
+    ] = None
+    tail_after_tokens: Annotated[
+        PositiveInt | None,
+        doc("Response tokens after which a sample goes on in tail_slots.", unit="tokens", live=True),
+    ] = None
     pause_generation_mode: Annotated[
         Literal["retract", "in_place", "abort"],
         doc(
@@ -159,8 +200,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Send requests through a sglang-router before all engines, ours or the one at sglang_router_ip.",
-            derived="true for several SGLang engines, but not where they pause in_place and no router flag is given; true for an "
-            "address of a running router",
+            derived="true for several SGLang engines, but not with tail_slots, nor where they pause in_place and no router flag is "
+            "given; true for an address of a running router",
         ),
     ]
     router_args: Annotated[

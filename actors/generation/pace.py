@@ -1,0 +1,135 @@
+"""How many samples this worker takes at once, and whether these are the tail's.
+
+Reads  the engine's load, what the publisher says of masked shares and of who serves    Owns  this worker's slots
+Slots are the number that was set, or with `auto` what slots.py decides; a worker of the tail's lane (lane.py) takes no more than
+are kept there. An engine has no word for "my load changed", so it is looked at every LOOK_S, and only under `auto`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from actors.generation.engine import EngineLoad, EngineUnavailable, RequestRefused
+from actors.generation.lane import lane_of
+from actors.generation.link import EngineLink
+from actors.generation.slots import Limits, Look, Slots
+from actors.runtime.context import Context
+from bus import Entry, Reader
+from bus.knobs.live import KnobValues
+from bus.messages.policy import PolicyActive
+from bus.messages.samples import SampleTask
+from bus.topology import TAIL
+
+LOOK_S = 1.0
+TOLD = 0.1  # change of the slots, since it was told last, that is worth an event
+
+
+class Pace:
+    """`room_for`: samples that the engine was started for at once; the ceiling where nothing else sets one. `tail_wait_s`: longest
+    wait for a worker of the lane; then any worker takes what waits there."""
+
+    def __init__(self, context: Context, link: EngineLink, room_for: int, tail_wait_s: float) -> None:
+        self._context = context
+        self._link = link
+        self._room_for = room_for
+        self._tail_wait_s = tail_wait_s
+        self._auto = Slots()
+        self._masked: tuple[int, float] = (-1, 0.0)
+        self._told = 0
+        self._ended = 0
+        self._serving: tuple[str, ...] = ()
+        self._lane: dict[str, int] = {}  # worker -> slots kept for the tail
+        self._overdue = False  # somebody waits in the lane for too long
+
+    @property
+    def slots(self) -> int:
+        """Samples at once; 0 until the engine was looked at for the first time."""
+        slots = int(self._context.knobs.sglang_server_concurrency) or self._auto.slots
+        return min(slots, self._lane.get(self._context.name, slots))
+
+    @property
+    def in_lane(self) -> bool:
+        """Whether this worker's slots are the tail's first."""
+        return self._context.name in self._lane
+
+    @property
+    def takes_tail(self) -> bool:
+        """Whether samples of the lane are for this worker: it is of the lane, or there is none, or they wait for too long."""
+        return not self._lane or self.in_lane or self._overdue
+
+    def leaves_at(self, entry: Entry, task: SampleTask) -> int | None:
+        """Response tokens at which this sample goes on in the lane; None = it stays here. Nobody goes there twice."""
+        if not self._lane or self.in_lane or entry.stream is TAIL or task.eval_name:
+            return None
+        return int(self._context.knobs.tail_after_tokens) or None
+
+    def sample_ended(self) -> None:
+        """One left, whichever way."""
+        self._ended += 1
+
+    def hear(self, said: PolicyActive) -> None:
+        """The newest batch's masked share and who serves, the same for every worker."""
+        self._masked = (said.masked_step, said.masked_fraction)
+        self._serving = tuple(name for name, version in said.serving.items() if version >= 0)
+        self._find_lane(self._context.knobs)
+
+    def _find_lane(self, knobs: KnobValues) -> None:
+        each = int(knobs.sglang_server_concurrency) or int(knobs.values.get("sglang_concurrency_max", 0))
+        self._lane = lane_of(self._serving, tail_slots=int(knobs.values.get("tail_slots", 0)), each=each)
+
+    async def follow(self, reader: Reader, stop: asyncio.Event) -> None:
+        """Until `stop`: looks at the engine while it serves, and at the lane; woken by time or the end."""
+        while not stop.is_set():
+            knobs = self._context.knobs
+            self._find_lane(knobs)
+            others = bool(self._lane) and not self.in_lane
+            self._overdue = others and await reader.unread_s(TAIL) > self._tail_wait_s
+            if knobs.sglang_server_concurrency:
+                self._auto, self._told = Slots(), 0
+            elif self._link.serving is not None and not self._link.released:
+                await self._look(knobs)
+            self._context.slots = self.slots
+            try:
+                await asyncio.wait_for(stop.wait(), LOOK_S)
+            except TimeoutError:
+                continue
+
+    async def _look(self, knobs: KnobValues) -> None:
+        engine = self._link.engine
+        if engine is None:
+            return
+        try:
+            load = await engine.load()
+        except (EngineUnavailable, RequestRefused):
+            return  # whoever runs a sample there notices, and says so
+        ended, self._ended = self._ended, 0
+        look = Look(
+            busy=self._context.in_flight,
+            ended=ended,
+            running=load.running,
+            waiting=load.waiting,
+            kv_used=load.kv_used,
+            tokens_per_s=load.tokens_per_s,
+            masked_step=self._masked[0],
+            masked=self._masked[1],
+        )
+        slots = self._auto.decide(look, self._limits(knobs, load))
+        if abs(slots - self._told) > TOLD * self._told:
+            why = f": {self._auto.why}" if self._told else ""
+            await self._context.event("slots", f"{self._told} -> {slots}{why}", slots=slots, why=self._auto.why)
+            self._told = slots
+
+    def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:
+        kept = self._lane.get(self._context.name, 0)
+        given = [int(knobs.sglang_concurrency_max), self._room_for, load.max_running or 0, kept]
+        interval = int(knobs.values.get("update_weights_interval", 1))
+        ceiling = min(limit for limit in given if limit)
+        return Limits(
+            floor=min(int(knobs.sglang_concurrency_min), ceiling),
+            ceiling=ceiling,
+            max_masked=float(knobs.max_masked_fraction),
+            bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
+        )
+
+
+__all__ = ("Pace",)
