@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import itertools
 import json
 import logging
 import os
@@ -56,6 +57,7 @@ from bus.testing.knobs import plain_knobs  # noqa: E402
 from bus.topology import ACTIVE, PROMPTS  # noqa: E402
 
 PROMPT_TOKENS, CHUNK, VOCAB = 64, 32, 150_000
+PHASES = 16  # of a tick
 WARM = 0.25  # of the samples, before the clock starts
 BAR = 0.8
 SAVE_TOKENS = 512  # --partial-save-tokens as it is by default
@@ -133,15 +135,17 @@ async def serve(port: int, tick_s: float, lengths: list[int]) -> None:
     answers = {tokens: answer_of(tokens) for tokens in lengths}
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: EngineWire(flying, answers), "127.0.0.1", port)
-    while True:
+    phases = PHASES if tick_s else 1
+    for tick in itertools.count():
         began = loop.time()
         for transport, left in list(flying.items()):
-            if transport.get_write_buffer_size() < 1 << 16:
+            # Chunks are counted from a request's own begin, so they do not all fall into one step of an engine.
+            if hash(transport) // 64 % phases == tick % phases and transport.get_write_buffer_size() < 1 << 16:
                 transport.write(left.pop())
-            if not left:
-                del flying[transport]
+                if not left:
+                    del flying[transport]
         # An engine without pace still steps: its requests get their chunks in turn, not one after the other.
-        await asyncio.sleep(max(0.0, began + tick_s - loop.time()) if flying else 0.001)
+        await asyncio.sleep(max(0.0, began + tick_s / phases - loop.time()) if flying else 0.001)
 
 
 # -- the measured processes ------------------------------------------------------------------------------------------
@@ -149,10 +153,10 @@ async def serve(port: int, tick_s: float, lengths: list[int]) -> None:
 
 async def gauge(done: Callable[[], float], n: int) -> dict[str, float]:
     """CPU microseconds per sample between a warm-up and the last sample but those that run out alone."""
-    while done() < WARM * n:
+    while done() < WARM * n:  # noqa: ASYNC110 - it looks on from outside
         await asyncio.sleep(0.01)
     cpu, wall, first = time.process_time(), time.monotonic(), done()
-    while done() < 0.95 * n:
+    while done() < 0.95 * n:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     made = done() - first
     return {
@@ -259,7 +263,7 @@ def pinned(first: bool) -> Callable[[], None]:
 
 def child(*words: str, measured: bool) -> subprocess.Popen[str]:
     argv = [sys.executable, __file__, *words]
-    return subprocess.Popen(argv, preexec_fn=pinned(measured), stdout=subprocess.PIPE, text=True)  # noqa: PLW1509
+    return subprocess.Popen(argv, preexec_fn=pinned(measured), stdout=subprocess.PIPE, text=True)
 
 
 def result_of(process: subprocess.Popen[str]) -> dict[str, float]:
@@ -346,18 +350,19 @@ def row_of(tokens: int, n: int, runs: dict[str, list[list[dict[str, float]]]]) -
         row |= {"hand_to_worker": statistics.median(ratios), "ratios": [min(ratios), max(ratios)]}
         row["held"] = row["hand_to_worker"] >= BAR
     if "worker" in runs and "workers" in runs:
-        rate = [sum(1 / one["cpu_us"] for one in two) * a[0]["cpu_us"] for a, two in zip(runs["worker"], runs["workers"], strict=True)]
-        row["two_to_one"] = statistics.median(rate)
+        pairs = zip(runs["worker"], runs["workers"], strict=True)
+        row["two_to_one"] = statistics.median(sum(1 / each["cpu_us"] for each in two) * one[0]["cpu_us"] for one, two in pairs)
     return row
 
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["| tokens a sample | by hand, us | worker, us | by hand / worker | two workers / one |", "|---|---|---|---|---|"]
     for row in result["rows"]:
-        cell = [
-            f"{row[kind]['cpu_us']:,.0f} ({row[kind]['spread_us'][0]:,.0f} to {row[kind]['spread_us'][1]:,.0f})" if kind in row else ""
-            for kind in ("hand", "worker")
-        ]
+        cell = ["", ""]
+        for at, kind in enumerate(("hand", "worker")):
+            if kind in row:
+                low, high = row[kind]["spread_us"]
+                cell[at] = f"{row[kind]['cpu_us']:,.0f} ({low:,.0f} to {high:,.0f})"
         ratio = f"{row['hand_to_worker']:.2f} ({row['ratios'][0]:.2f} to {row['ratios'][1]:.2f})" if "held" in row else ""
         two = f"{row['two_to_one']:.2f}" if "two_to_one" in row else ""
         lines.append(f"| {row['tokens']} | {cell[0]} | {cell[1]} | {ratio} | {two} |")

@@ -12,7 +12,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
+from actors.generation.engine import (
+    AnswerRefused,
+    EngineUnavailable,
+    GenerateRequest,
+    RequestRefused,
+    RouteBroken,
+    VersionUnknown,
+)
 from actors.generation.link import WeightsUnusable
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
@@ -312,6 +319,8 @@ class Worker:
             self._changed.set()
             return "engine"
         except RequestRefused as error:
+            if isinstance(error, AnswerRefused):
+                context.count("answers_refused")
             raise Poison(f"the engine refuses the request: {error}") from error
         if running.finish == "abort":
             if context.draining.is_set():

@@ -114,11 +114,11 @@ class Running:
         if self.remaining <= 0:
             self.finish = self.finish or "length"
             return True
-        stops = self.task.sampling.stop_token_ids
-        last = array("i")
-        last.frombytes(self.base.tokens[-4:])
-        if last and last[0] in stops and not self._tokens:
-            self.finish = "stop"
+        last = self._tokens[-1:]
+        if not last:
+            last.frombytes(self.base.tokens[-4:])
+        if last and last[0] in self.task.sampling.stop_token_ids:
+            self.finish = "stop"  # also when the stream broke off between the stop token and its finish reason
             return True
         return False
 
