@@ -34,11 +34,12 @@ _decode_chunk = msgspec.msgpack.Decoder(PrefixChunk).decode
 class Running:
     """A sample between lease and commit."""
 
-    def __init__(self, task: SampleTask, base: Response, *, counted: int) -> None:
+    def __init__(self, task: SampleTask, base: Response, *, counted: int, has_saved: bool = False) -> None:
         self.task = task
         self.base = base
         self.counted = counted  # tokens that the ledger already knows
         self.saved = base.n_tokens
+        self.has_saved = has_saved  # pieces of it lie on the bus
         self.finish: str | None = None
         self._tokens = array("i")
         self._logprobs = array("f")
@@ -97,6 +98,7 @@ class Running:
             spans=self._new_spans,
         )
         self.saved = self.n_tokens
+        self.has_saved = True
         self._new_spans = ()
         return msgspec.msgpack.encode(chunk)
 
@@ -143,7 +145,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
             loss_mask=join((base.loss_mask, mask)),
             spans=spans,
         )
-    return Running(task, base, counted=counted)
+    return Running(task, base, counted=counted, has_saved=bool(pieces))
 
 
 __all__ = ("PrefixChunk", "Running", "start")

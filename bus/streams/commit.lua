@@ -35,6 +35,16 @@ local function move_bytes(key, delta)
   moves[key] = (moves[key] or 0) + delta
 end
 
+-- The accounts: many samples of one call move the same ones.
+local sums_of, fields_of = {}, {}
+local function move_account(field, delta)
+  if not sums_of[field] then
+    sums_of[field] = 0
+    fields_of[#fields_of + 1] = field
+  end
+  sums_of[field] = sums_of[field] + delta
+end
+
 local function still_pending(key, readers, from, to)
   local n = to - from + 1
   local held = call('XPENDING', key, readers, a[from], a[to], n)
@@ -119,7 +129,7 @@ local function hop(done)
     at = last + 1
   end
   if more then
-    for f = sums, sums_to, 2 do call('HINCRBY', ledger, a[f], a[f + 1]) end
+    for f = sums, sums_to, 2 do move_account(a[f], a[f + 1]) end
     for f = opens, opens_to, 2 do call('HSET', open, a[f], a[f + 1]) end
     for f = closes, closes_to do call('HDEL', open, a[f]) end
     for f = deletes, deletes_to do call('DEL', a[f]) end
@@ -140,6 +150,7 @@ for n = 1, tonumber(a[3]) do
   flags[n] = took and '1' or '0'
   effective = effective or took
 end
+for _, field in ipairs(fields_of) do call('HINCRBY', ledger, field, string.format('%.0f', sums_of[field])) end
 for key, delta in pairs(moves) do
   if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
 end
