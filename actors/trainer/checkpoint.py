@@ -198,7 +198,7 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
         for opened in [msgspec.msgpack.decode(raw, type=OpenGroup)]
     }
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
-    fields = {k: v for k, v in state.state.items() if k in ("sampler", "version")}
+    fields = {k: v for k, v in state.state.items() if k in ("sampler", "version", "folded")}
     fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
     fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
