@@ -32,8 +32,8 @@ import msgspec  # noqa: E402
 
 from actors.runtime.loop import run_loop  # noqa: E402
 from bus import Bus, BusConfig, Commit, Entry, Guard, Out, Reader, Stream, ledger  # noqa: E402
-from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup  # noqa: E402
 from bus.messages.base import pack_ints  # noqa: E402
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup  # noqa: E402
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored  # noqa: E402
 from bus.messages.versions import VersionSpan  # noqa: E402
 from bus.server import EmbeddedRedis, connect, find_server  # noqa: E402
@@ -55,7 +55,9 @@ class Chain:
         for first in range(0, self.n // GROUP, 4):
             groups = [f"g{at:07d}" for at in range(first, min(first + 4, self.n // GROUP))]
             tasks = [
-                SampleTask(sample_id=f"{g}/{i}", group_id=g, index=i, n_samples=GROUP, prompt_id=g, prompt_tokens=prompt, label="42")
+                SampleTask(
+                    sample_id=f"{g}/{i}", group_id=g, index=i, n_samples=GROUP, prompt_id=g, prompt_tokens=prompt, label="42"
+                )  # fmt: skip
                 for g in groups
                 for i in range(GROUP)
             ]
