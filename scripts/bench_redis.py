@@ -57,7 +57,7 @@ class Chain:
             tasks = [
                 SampleTask(
                     sample_id=f"{g}/{i}", group_id=g, index=i, n_samples=GROUP, prompt_id=g, prompt_tokens=prompt, label="42"
-                )  # fmt: skip
+                )
                 for g in groups
                 for i in range(GROUP)
             ]
