@@ -7,7 +7,9 @@ does not believe them: it looks, at one instant, for the entry in which each sam
 Accounts in samples   issued · trained · dropped/<reason>
          in tokens    tokens/generated · tokens/trained · tokens/dropped/<reason>
          views        tokens/generated/worker/<name> · tokens/generated/version/<id> · tokens/trained/version/<id>
-A view tells who or what the tokens of its account came from; the functions below move it together with its account.
+A view tells who or what the tokens of its account came from; the functions below move it together with its account. Views
+by version name the newest versions, and all older ones as `older` (commit.lua); those by worker name the workers of whom the
+bus still knows, and all others as `gone` (bus/leavers.py). So the accounts do not grow with the run.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, TA
 AUDIT = Script("audit.lua")
 HOME: tuple[Stream, ...] = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)  # where a pending sample may lie
 SHOWN = 20
+OLDER = -1  # stands for all versions too old to be told apart, in the views by version
 # Evaluation samples share parked and prefixes with the others but are in no account; their group ids begin so.
 EVAL_GROUPS = "e"
 
@@ -71,7 +74,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
                 trained = self.tokens_trained_by_version
                 return [
                     (
-                        str(v),
+                        "older" if v == OLDER else str(v),
                         {"generated": n, "trained": trained.get(v, 0), "dropped or pending": n - trained.get(v, 0)},
                     )
                     for v, n in sorted(self.tokens_by_version.items())
@@ -211,7 +214,7 @@ _TABLES = (
 
 
 def _by_int(table: Mapping[str, int]) -> dict[int, int]:
-    return {int(name): n for name, n in table.items()}
+    return {OLDER if name == "older" else int(name): n for name, n in table.items()}
 
 
 async def read_accounts(bus: Bus) -> Accounts:
@@ -317,6 +320,7 @@ def _text(value: bytes | str) -> str:
 
 
 __all__ = (
+    "OLDER",
     "Accounts",
     "Found",
     "LedgerCheck",

@@ -13,7 +13,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from actors.generation.engine import EngineUnavailable, GenerateRequest, RequestRefused, RouteBroken, VersionUnknown
+from actors.generation.engine import (
+    AnswerRefused,
+    EngineUnavailable,
+    GenerateRequest,
+    RequestRefused,
+    RouteBroken,
+    VersionUnknown,
+)
 from actors.generation.leasing import Leases
 from actors.generation.link import WeightsUnusable
 from actors.generation.pace import Pace
@@ -229,7 +236,7 @@ class Worker:
             out = Parked(task=task, response=response, reason=reason, worker=context.name)
             context.count(f"parked/{reason}")
         context.count("tokens", running.made_here)
-        await self._commit(entry, out, ledger.spans_after(response.spans, running.counted))
+        await self._commit(entry, out, ledger.spans_after(response.spans, running.counted), saved=running.has_saved)
 
     async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
@@ -307,6 +314,8 @@ class Worker:
             self._changed.set()
             return "engine"
         except RequestRefused as error:
+            if isinstance(error, AnswerRefused):
+                context.count("answers_refused")
             raise Poison(f"the engine refuses the request: {error}") from error
         if running.finish == "abort":
             if context.draining.is_set():
@@ -320,9 +329,9 @@ class Worker:
         return None
 
     async def _commit(
-        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, made: Sequence[VersionSpan] = ()
+        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, made: Sequence[VersionSpan] = (), *, saved: bool = True
     ) -> None:
-        """The sample leaves. `made`: spans of tokens that the ledger does not know yet."""
+        """The sample leaves. `made`: spans of tokens that the ledger does not know yet. `saved`: pieces of it lie on the bus."""
         context = self._context
         is_eval = bool(out.eval_name if isinstance(out, RolloutLost) else out.task.eval_name)
         sample_id = out.sample_id if isinstance(out, RolloutLost) else out.task.sample_id
@@ -333,7 +342,7 @@ class Worker:
                 ack=(entry,),
                 append=(Out(stream, out),),
                 ledger=ledger.generated(context.name, made) if not is_eval else {},
-                delete_prefixes=(sample_id,),
+                delete_prefixes=(sample_id,) if saved else (),
                 bounded=not isinstance(out, Parked),
             )
         )

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from bus.errors import Poison, Transient
 from bus.messages.weights import Bucket, TensorMeta
 
@@ -35,8 +37,11 @@ class RequestRefused(Poison):
     """The engine says that this request can never be served (too long, ill-formed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class AnswerRefused(RequestRefused):
+    """The engine answered what cannot be an answer to this request; its tokens are not trained."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
     """One sample to generate. Tokens in, tokens out: text is never sent."""
 
     rid: str
@@ -59,8 +64,7 @@ class GenerateRequest:
     """A router keeps requests of one key on one engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """New tokens of one request since the chunk before."""
 
     token_ids: list[int]

@@ -39,12 +39,10 @@ class RoutedEngine(SGLangClient):
         """Whether the router is used now."""
         return self._open
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        if not self._open:
-            async with aclosing(super().generate(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._through_router(request) if self._open else super().generate(request)
+
+    async def _through_router(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         try:
             async with aclosing(self._front.generate(request)) as chunks:
                 async for chunk in chunks:

@@ -35,11 +35,12 @@ _decode_chunk = msgspec.msgpack.Decoder(PrefixChunk).decode
 class Running:
     """A sample between lease and commit."""
 
-    def __init__(self, task: SampleTask, base: Response, *, counted: int) -> None:
+    def __init__(self, task: SampleTask, base: Response, *, counted: int, has_saved: bool = False) -> None:
         self.task = task
         self.base = base
         self.counted = counted  # tokens that the ledger already knows
         self.saved = base.n_tokens
+        self.has_saved = has_saved  # pieces of it lie on the bus
         self.finish: str | None = None
         self.least_step = 0  # of the version that may make the first token
         self._tokens = array("i")
@@ -110,6 +111,7 @@ class Running:
             spans=self._new_spans,
         )
         self.saved = self.n_tokens
+        self.has_saved = True
         self._new_spans = ()
         return msgspec.msgpack.encode(chunk)
 
@@ -127,11 +129,11 @@ class Running:
         if self.remaining <= 0:
             self.finish = self.finish or "length"
             return True
-        stops = self.task.sampling.stop_token_ids
-        last = array("i")
-        last.frombytes(self.base.tokens[-4:])
-        if last and last[0] in stops and not self._tokens:
-            self.finish = "stop"
+        last = self._tokens[-1:]
+        if not last:
+            last.frombytes(self.base.tokens[-4:])
+        if last and last[0] in self.task.sampling.stop_token_ids:
+            self.finish = "stop"  # also when the stream broke off between the stop token and its finish reason
             return True
         return False
 
@@ -156,7 +158,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
             loss_mask=join((base.loss_mask, mask)),
             spans=spans,
         )
-    return Running(task, base, counted=counted)
+    return Running(task, base, counted=counted, has_saved=bool(pieces))
 
 
 __all__ = ("PrefixChunk", "Running", "start")

@@ -8,15 +8,16 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
 
 from actors.generation.engine import (
+    AnswerRefused,
     Chunk,
     EngineHealth,
     EngineLoad,
@@ -26,18 +27,21 @@ from actors.generation.engine import (
     PauseMode,
     RequestRefused,
 )
+from actors.generation.http_stream import Line, Lines, StreamBroken, StreamLate
 from actors.generation.inside_client import Inside
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_wire import body_of, decode_event, load_of, message_in, split
-from actors.generation.sse import SseParser
 from bus.messages.weights import Bucket, TensorMeta
-
-T = TypeVar("T")
 
 _ERROR_CHARS = 300
 FLAT = "flattened_bucket"
 IDLE_S = 5.0  # an engine's time to end what was aborted
+LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class GivenUp(Exception):
+    """This engine was closed while a request ran."""
 
 
 class SGLangClient:
@@ -66,8 +70,9 @@ class SGLangClient:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=control_deadline_s),
-            read_bufsize=1 << 20,
         )
+        self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s)
+        self._busy: set[Line] = set()
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
@@ -81,60 +86,81 @@ class SGLangClient:
         self._closed = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        rid = request.rid
+        if self._closed:
+            raise EngineUnavailable(f"{self.base_url} was given up before request {rid} was sent.")
         # The engine knows the request by another name: unique among all clients and attempts, and no name is a prefix of
         # another, because SGLang aborts by prefix.
-        name = f"{self._nonce}-{next(self._numbers):08d}-{request.rid}"
-        names = self._flying.setdefault(request.rid, set())
+        name = f"{self._nonce}-{next(self._numbers):08d}-{rid}"
+        names = self._flying.setdefault(rid, set())
         names.add(name)
         self._quiet.clear()
+        line: Line | None = None
+        whole, seen = False, 0
         try:
-            async with aclosing(self._stream(request, name)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            line = await self._lines.take()
+            self._busy.add(line)
+            if self._closed:
+                line.give_up(GivenUp())
+            line.send(
+                self._lines.head({"X-SMG-Routing-Key": request.routing_key} if request.routing_key else {}),
+                body_of(request, name),
+                request_s=self._request_deadline_s,
+                token_s=self._token_deadline_s,
+            )
+            while events := await line.events():
+                for payload in events:
+                    chunk = self._chunk(payload, request, seen)
+                    fresh = len(chunk.token_ids)
+                    whole = chunk.finish is not None
+                    if name in self._marks:
+                        for part in split(chunk, seen, self._marks[name]):
+                            yield part
+                    elif fresh or whole:
+                        yield chunk
+                    if whole:
+                        return
+                    if fresh:  # bytes alone are no progress
+                        seen += fresh
+                        line.progress()
+            if line.status != 200:
+                self._raise_status(line.status, line.text, f"request {rid}")
+            raise EngineUnavailable(
+                f"{self.base_url} ended the stream of request {rid} after {seen} tokens without a finish reason; the engine "
+                "or a proxy died. Tokens so far are valid."
+            )
+        except (StreamBroken, StreamLate, GivenUp, OSError) as error:
+            self._raise_broken(error, rid, seen)
         finally:
+            if line is not None:
+                self._busy.discard(line)
+                if whole:
+                    line.release(self._lines)
+                else:  # the engine aborts a request whose connection closes
+                    line.close()
             names.discard(name)
             self._marks.pop(name, None)
             if not names:
-                self._flying.pop(request.rid, None)
+                self._flying.pop(rid, None)
             if not self._flying:
                 self._quiet.set()
 
-    async def _stream(self, request: GenerateRequest, name: str) -> AsyncGenerator[Chunk, None]:
-        if self._closed:
-            raise EngineUnavailable(f"{self.base_url} was given up before request {request.rid} was sent.")
-        end_s = asyncio.get_running_loop().time() + self._request_deadline_s
-        headers = {"Content-Type": "application/json"}
-        if request.routing_key is not None:
-            headers["X-SMG-Routing-Key"] = request.routing_key
-        call = self._http.post(f"{self.base_url}/generate", data=body_of(request, name), headers=headers)
-        response = await self._within(call.__aenter__(), end_s, request.rid, 0)
-        try:
-            if response.status != 200:
-                await self._raise_for(response, f"request {request.rid}")
-            parser, seen = SseParser(), 0
-            while True:
-                data = await self._within(response.content.readany(), end_s, request.rid, seen)
-                if not data:
-                    raise EngineUnavailable(
-                        f"{self.base_url} ended the stream of request {request.rid} after {seen} tokens without a finish reason; "
-                        "the engine or a proxy died. Tokens so far are valid."
-                    )
-                for payload in parser.feed(data):
-                    chunk = self._chunk(payload, request.rid, seen)
-                    parts = split(chunk, seen, self._marks.get(name, ()))
-                    seen += len(chunk.token_ids)
-                    if chunk.finish is not None:
-                        with suppress(EngineUnavailable):  # the sample is whole; the tail only frees the connection
-                            await self._within(response.content.read(), end_s, request.rid, seen)
-                    for part in parts:
-                        yield part
-                    if chunk.finish is not None:
-                        return
-        finally:
-            # A response that was not read to its end closes its connection, and the engine aborts the request.
-            response.release()
+    def _raise_broken(self, error: Exception, rid: str, seen: int) -> NoReturn:
+        if isinstance(error, GivenUp):
+            raise EngineUnavailable(
+                f"{self.base_url} was given up while request {rid} had {seen} tokens; they are valid."
+            ) from None
+        if isinstance(error, StreamLate):
+            limit_s = self._request_deadline_s if error.what == "request" else self._token_deadline_s
+            raise EngineUnavailable(
+                f"{self.base_url} gave request {rid} {seen} tokens, then its {error.what} deadline of {limit_s:g} s passed; "
+                "the engine is stuck, paused or overloaded."
+            ) from None
+        raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.") from None
 
-    def _chunk(self, payload: bytes, rid: str, seen: int) -> Chunk:
+    def _chunk(self, payload: bytes, request: GenerateRequest, seen: int) -> Chunk:
+        """One event's new tokens. Refused (AnswerRefused): more tokens than asked, or log-probs that are none."""
+        rid = request.rid
         try:
             event = decode_event(payload)
         except msgspec.DecodeError as error:
@@ -143,23 +169,36 @@ class SGLangClient:
             ) from None
         if event.error is not None:
             raise RequestRefused(f"{self.base_url} refused request {rid}: {event.error.message}")
-        meta, reason = event.meta_info, event.meta_info.finish_reason
-        if reason is not None and reason.type == "abort" and reason.status_code is not None:
-            self._raise_status(reason.status_code, reason.message or "", f"request {rid}")
-        fresh = meta.completion_tokens - seen
-        pairs = meta.output_token_logprobs[-fresh:] if fresh > 0 else []
+        meta = event.meta_info
+        reason, made, version = meta.finish_reason, meta.completion_tokens, meta.weight_version or ""
+        finish: Finish | None = None
+        if reason is not None:
+            if reason.type == "abort" and reason.status_code is not None:
+                self._raise_status(reason.status_code, reason.message or "", f"request {rid}")
+            finish = _FINISH.get(reason.type)
+            if finish is None:
+                raise EngineUnavailable(
+                    f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}."
+                )
+        fresh = made - seen
+        if fresh <= 0:
+            return Chunk([], [], version, finish)
+        pairs = meta.output_token_logprobs
+        if len(pairs) != fresh:
+            pairs = pairs[-fresh:]
         if len(pairs) < fresh:
             raise EngineUnavailable(
                 f"{self.base_url} lost {fresh - len(pairs)} tokens of request {rid} after token {seen}; the sample must restart."
             )
-        if reason is not None and reason.type not in _FINISH:
-            raise EngineUnavailable(f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}.")
-        return Chunk(
-            token_ids=[pair[1] for pair in pairs],
-            logprobs=[pair[0] if pair[0] is not None else float("-inf") for pair in pairs],
-            weight_version=meta.weight_version or "",
-            finish=None if reason is None else _FINISH[reason.type],
-        )
+        if made > request.max_new_tokens:
+            raise AnswerRefused(
+                f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}"
+            )
+        logprobs, token_ids, _ = map(list, zip(*pairs, strict=True))
+        if None in logprobs or not (min(logprobs) > LOGPROB_LOW and max(logprobs) <= LOGPROB_HIGH):
+            bad = next(p for p in logprobs if p is None or not LOGPROB_LOW < p <= LOGPROB_HIGH)
+            raise AnswerRefused(f"{self.base_url} gave request {rid} a token of log-probability {bad}")
+        return Chunk(token_ids, logprobs, version, finish)
 
     def flying(self, rid: str) -> tuple[str, ...]:
         """Names under which requests of this id are on engines now."""
@@ -312,6 +351,9 @@ class SGLangClient:
         self._closed = True
         for wait in [w for w in self._waits if not w.expired()]:
             wait.reschedule(asyncio.get_running_loop().time())
+        for line in self._busy:
+            line.give_up(GivenUp())
+        self._lines.close()
         await self._http.close()
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
@@ -355,33 +397,6 @@ class SGLangClient:
                 yield
             finally:
                 self._waits.discard(limit)
-
-    async def _within(self, wait: Awaitable[T], end_s: float, rid: str, seen: int) -> T:
-        """One wait of a stream, under both deadlines."""
-        left_s = end_s - asyncio.get_running_loop().time()
-        try:
-            async with self._limit(min(left_s, self._token_deadline_s)):
-                return await wait
-        except (aiohttp.ClientError, OSError) as error:
-            if not _timed_out(error):
-                raise EngineUnavailable(
-                    f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}."
-                ) from None
-            if self._closed:
-                raise EngineUnavailable(
-                    f"{self.base_url} was given up while request {rid} had {seen} tokens; they are valid."
-                ) from None
-            whole = left_s <= self._token_deadline_s
-            name, limit_s = ("request", self._request_deadline_s) if whole else ("token", self._token_deadline_s)
-            raise EngineUnavailable(
-                f"{self.base_url} gave request {rid} {seen} tokens, then its {name} deadline of {limit_s:g} s passed; "
-                "the engine is stuck, paused or overloaded."
-            ) from None
-
-    async def _raise_for(self, response: aiohttp.ClientResponse, what: str) -> NoReturn:
-        end_s = asyncio.get_running_loop().time() + self._control_deadline_s
-        text = await self._within(response.text(), end_s, what, 0)
-        self._raise_status(response.status, text, what)
 
     def _raise_status(self, status: int, text: str, what: str) -> NoReturn:
         message = " ".join(message_in(text).split())[:_ERROR_CHARS]

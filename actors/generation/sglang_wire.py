@@ -1,7 +1,6 @@
 """What SGLang's /generate is sent and answers, and what its /v1/loads answers, as far as we read it (pure)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -87,7 +86,7 @@ def split(chunk: Chunk, seen: int, marks: Sequence[tuple[int, str]]) -> list[Chu
     if chunk.finish is None:
         return parts
     last = parts.pop() if parts else Chunk([], [], chunk.weight_version)
-    return [*parts, replace(last, finish=chunk.finish)]
+    return [*parts, Chunk(last.token_ids, last.logprobs, last.weight_version, chunk.finish)]
 
 
 def load_of(text: str) -> EngineLoad:

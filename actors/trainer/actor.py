@@ -309,6 +309,7 @@ class Trainer:
         context.count("steps")
         if not self._spec.save:
             await self._intake.acknowledge(step + 1, None)
+            await self._saver.no_checkpoint(step + 1)
 
     # -- weights and checkpoints --------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ from bus.messages.policy import Checkpointed
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
+KEPT_STEPS, TRIM_STEPS = 1000, 50  # of the policy log of a run without checkpoints; its first cut comes this late
+
 
 class Saver:
     """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval."""
@@ -100,14 +102,20 @@ class Saver:
         seconds = context.clock.monotonic() - began
         done = Checkpointed(step=state.step, path=str(target), save_s=seconds)
         await self._intake.acknowledge(state.step, done)
-        await self._trim_policy()
+        await self._trim_policy(max(2, self._keep_last))
         await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
 
-    async def _trim_policy(self) -> None:
-        """Cut the policy log below the oldest kept checkpoint: nobody goes back further."""
+    async def no_checkpoint(self, step: int) -> None:
+        """As the end of a step of which no checkpoint will ever be written: nobody goes back, and who starts late needs the
+        newest of the policy log only. KEPT_STEPS of it stay for whoever records it."""
+        if step % TRIM_STEPS == 0:
+            await self._trim_policy(KEPT_STEPS // TRIM_STEPS)
+
+    async def _trim_policy(self, kept: int) -> None:
+        """Cut the policy log below the oldest of the `kept` newest marks: nobody goes back further."""
         newest = await self._context.bus.last(POLICY)
         self._marks.append(newest[0].id)
-        if len(self._marks) > max(2, self._keep_last):
+        if len(self._marks) > kept:
             await self._context.bus.trim_log(POLICY, self._marks.pop(0))
 
     def _write_files(self, snapshot: Snapshot, target: Path, state: BusState) -> None:

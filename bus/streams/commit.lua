@@ -17,6 +17,7 @@
 --         says that an equal one was done before) | {"stale", value} (the guard fails) | {"moved", ids...} (no longer
 --         pending) | {"full", stream key} | {"noblob", key}
 local a, i = ARGV, 3
+local KEEP_VERSIONS = 64
 local state, ledger, open, bytes, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local call = redis.call
 local function take() i = i + 1; return a[i] end
@@ -33,6 +34,16 @@ end
 local function move_bytes(key, delta)
   if used[key] then used[key] = used[key] + delta end
   moves[key] = (moves[key] or 0) + delta
+end
+
+-- The accounts: many samples of one call move the same ones.
+local sums_of, fields_of = {}, {}
+local function move_account(field, delta)
+  if not sums_of[field] then
+    sums_of[field] = 0
+    fields_of[#fields_of + 1] = field
+  end
+  sums_of[field] = sums_of[field] + delta
 end
 
 local function still_pending(key, readers, from, to)
@@ -119,7 +130,7 @@ local function hop(done)
     at = last + 1
   end
   if more then
-    for f = sums, sums_to, 2 do call('HINCRBY', ledger, a[f], a[f + 1]) end
+    for f = sums, sums_to, 2 do move_account(a[f], a[f + 1]) end
     for f = opens, opens_to, 2 do call('HSET', open, a[f], a[f + 1]) end
     for f = closes, closes_to do call('HDEL', open, a[f]) end
     for f = deletes, deletes_to do call('DEL', a[f]) end
@@ -139,6 +150,41 @@ for n = 1, tonumber(a[3]) do
   local took = replies[n][1] == 'ok' or replies[n][1] == 'done'
   flags[n] = took and '1' or '0'
   effective = effective or took
+end
+-- Views by version name the newest KEEP_VERSIONS; older ones are one account of each view. State field "folded": the newest
+-- version of those. A token that an old version made and that moves late goes there at once.
+local function fold(head, version)
+  local account = head .. string.format('%.0f', version)
+  local n = call('HGET', ledger, account)
+  if n then
+    call('HINCRBY', ledger, head .. 'older', n)
+    call('HDEL', ledger, account)
+  end
+end
+local folded = nil
+for _, field in ipairs(fields_of) do
+  local head, id = string.match(field, '^(tokens/%l+/version/)(%d+)$')
+  if head then
+    folded = folded or tonumber(call('HGET', state, 'folded') or '0')
+    id = tonumber(id)
+    local limit = id - KEEP_VERSIONS
+    if limit > folded then
+      if limit - folded > 10 * KEEP_VERSIONS then -- numbers were left out, or this hash is new: look at what is there
+        for _, known in ipairs(call('HKEYS', ledger)) do
+          local of, version = string.match(known, '^(tokens/%l+/version/)(%d+)$')
+          if of and tonumber(version) <= limit then fold(of, tonumber(version)) end
+        end
+      else
+        for version = folded + 1, limit do
+          for _, view in ipairs({'generated', 'trained'}) do fold('tokens/' .. view .. '/version/', version) end
+        end
+      end
+      folded = limit
+      call('HSET', state, 'folded', string.format('%.0f', folded))
+    end
+  end
+  local account = head and id <= folded and head .. 'older' or field
+  call('HINCRBY', ledger, account, string.format('%.0f', sums_of[field]))
 end
 for key, delta in pairs(moves) do
   if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end

@@ -45,14 +45,16 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         return self.snapshot.policy.finished or (bool(actors) and all(a.vitals.state == "stopped" for a in actors))
 
 
-async def read_scene(bus: Bus, run_dir: Path | None = None) -> Scene:
+async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerCheck | None = None) -> Scene:
     """One look at everything. The ledger check is exact; the rest may be a few milliseconds apart. `run_dir`: the run's
-    folder where it is on this host; its metrics.jsonl still knows steps that the bus has trimmed."""
-    snapshot, places, server, ledger, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
+    folder where it is on this host; its metrics.jsonl still knows steps that the bus has trimmed. `ledger`: an audit that is
+    recent enough for the one who looks; else another is made, which holds the server."""
+    if ledger is None:
+        ledger = await check(bus)
+    snapshot, places, server, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
         read_snapshot(bus),
         read_places(bus),
         read_server(bus),
-        check(bus),
         newest_heads(bus, VERDICTS, 2000),
         newest_heads(bus, DEAD, 20),
         read_history(bus),

@@ -6,20 +6,49 @@ import asyncio
 
 from bus import Bus, Out
 from bus.errors import BusUnreachable
+from bus.leavers import forget_leavers
+from bus.ledger import LedgerCheck, check
 from bus.messages.control import Event
 from bus.topology import EVENTS
 from miles_async.console.doctor import Finding, diagnose
 from miles_async.console.scene import read_scene
 
+AUDIT_SHARE = 0.01  # of the time that the ledger's audit may take: it holds the server, longer the more lies on the bus
+TIDY_S = 600.0
+
+
+class Audits:
+    """When to audit: at once, and then so seldom that audits take AUDIT_SHARE of the time (pure)."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def due(self, now_s: float) -> bool:
+        return now_s >= self._next_s
+
+    def done(self, began_s: float, ended_s: float) -> None:
+        """One took this long."""
+        self._next_s = ended_s + (ended_s - began_s) / AUDIT_SHARE
+
 
 async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist_s: float = 25.0) -> None:
     """Until `stop`: look every `every_s`. A fault that stays for `persist_s` becomes one event `stall`, and another only
-    after it had gone; so a stall is named within persist_s + 2 * every_s."""
+    after it had gone; so a stall is named within persist_s + 2 * every_s. The ledger is audited as often as `Audits` says, and
+    what is left of actors long gone is taken off the bus."""
     first_seen: dict[tuple[str, str], float] = {}
     told: set[tuple[str, str]] = set()
+    audits, tidy_s = Audits(), 0.0
+    ledger: LedgerCheck | None = None
     while not stop.is_set():
         try:
-            present = {(f.rule, f.about): f for f in diagnose(await read_scene(bus)) if f.level != "info"}
+            now = bus.clock.monotonic()
+            if audits.due(now):
+                ledger = await check(bus)
+                audits.done(now, bus.clock.monotonic())
+            if now >= tidy_s:
+                tidy_s = now + TIDY_S
+                await forget_leavers(bus)
+            present = {(f.rule, f.about): f for f in diagnose(await read_scene(bus, ledger=ledger)) if f.level != "info"}
             now = bus.clock.monotonic()
             first_seen = {key: first_seen.get(key, now) for key in present}
             told &= present.keys()
@@ -46,4 +75,4 @@ def _event(finding: Finding, wall: float) -> Event:
     )
 
 
-__all__ = ("watch",)
+__all__ = ("Audits", "watch")

@@ -270,3 +270,65 @@ def test_rows_by_reason_end_with_what_is_pending() -> None:
     ]
     assert ledger.dropped("stale", 0, 7) == {"tokens/dropped/stale": 7}
     assert accounts_of({"of/tomorrow": 1}).other == {"of/tomorrow": 1}
+
+
+# -- it does not grow -------------------------------------------------------------------------------------------------
+
+
+def made(version: int, n: int) -> list[VersionSpan]:
+    return [VersionSpan(version, version, n)]
+
+
+async def steps(bus: Bus, versions: range) -> None:
+    """Each makes 7 tokens, and 5 of the version before are trained."""
+    for version in versions:
+        await bus.commit(Commit(ledger=ledger.issued(1) | ledger.generated("w", made(version, 7))))
+        await bus.commit(Commit(ledger=ledger.trained(1, made(version - 1, 5))))
+
+
+async def test_accounts_do_not_grow_with_the_versions(bus: Bus) -> None:
+    await steps(bus, range(2, 202))
+    size = len(await bus.hash_of(bus.keys.ledger))
+    await steps(bus, range(202, 602))
+    assert len(await bus.hash_of(bus.keys.ledger)) == size < 150
+    accounts = await ledger.read_accounts(bus)
+    assert accounts.tokens_generated == sum(accounts.tokens_by_version.values()) == 600 * 7
+    assert accounts.tokens_trained == sum(accounts.tokens_trained_by_version.values()) == 600 * 5
+    assert max(accounts.tokens_by_version) == 601 and accounts.tokens_by_version[ledger.OLDER] > 500 * 7
+    assert accounts.rows("version")[0][0] == "older"
+
+
+async def test_tokens_of_a_version_that_is_told_apart_no_more_are_counted_with_the_older_ones(bus: Bus) -> None:
+    await steps(bus, range(2, 202))
+    before = await ledger.read_accounts(bus)
+    await bus.commit(Commit(ledger=ledger.trained(1, made(3, 11)) | {"dropped/stale": 1}))
+    after = await ledger.read_accounts(bus)
+    assert after.tokens_trained_by_version == before.tokens_trained_by_version | {
+        ledger.OLDER: before.tokens_trained_by_version[ledger.OLDER] + 11
+    }
+
+
+@pytest.mark.parametrize("newest", [5_000, 10**9])
+async def test_version_numbers_that_were_left_out_cost_nothing(bus: Bus, newest: int) -> None:
+    await steps(bus, range(2, 40))
+    await steps(bus, range(newest, newest + 2))
+    accounts = await ledger.read_accounts(bus)
+    assert accounts.tokens_by_version == {ledger.OLDER: 38 * 7, newest: 7, newest + 1: 7}
+    assert accounts.tokens_generated == 40 * 7
+
+
+async def test_accounts_carried_to_another_server_are_the_same(bus: Bus, redis_url: str, run_name: str) -> None:
+    await steps(bus, range(2, 302))
+    saved = await bus.snapshot()
+    async with Bus(BusConfig(url=redis_url, run=f"{run_name}-2", deadline_s=10)) as other:
+        await other.commit(Commit(ledger=saved.ledger, state={"folded": saved.state["folded"]}))
+        assert await other.hash_of(other.keys.ledger) == await bus.hash_of(bus.keys.ledger)
+        await steps(other, range(302, 304))
+        assert len(await other.hash_of(other.keys.ledger)) == len(saved.ledger)
+        await other.forget_run()
+
+
+async def test_many_samples_of_one_call_move_an_account_once_each(bus: Bus) -> None:
+    """They share a script call, whose moves are added up."""
+    await asyncio.gather(*(bus.commit(Commit(ledger=ledger.generated("w", made(1, n)))) for n in range(50)))
+    assert (await ledger.read_accounts(bus)).tokens_generated == sum(range(50))

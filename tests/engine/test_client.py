@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, RequestRefused
+from actors.generation.engine import AnswerRefused, Chunk, EngineUnavailable, GenerateRequest, RequestRefused
 from actors.generation.sglang_client import SGLangClient
 
-PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [None, 13, None], [-2.5, 14, None]]
+PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [-3.5, 13, None], [-2.5, 14, None]]
 REQUEST = GenerateRequest(
     rid="g7/3",
     input_ids=[1, 2],
@@ -78,10 +78,11 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
 
 @asynccontextmanager
 async def served(**handlers: Any) -> AsyncIterator[str]:
-    """Address of a server that answers to these names."""
+    """Address of a server that answers to these names: POST, or GET after "get_"."""
     app = web.Application()
     for name, handler in handlers.items():
-        app.router.add_post(f"/{name}", handler)
+        method, path = ("GET", name[4:]) if name.startswith("get_") else ("POST", name)
+        app.router.add_route(method, f"/{path}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -93,8 +94,10 @@ async def served(**handlers: Any) -> AsyncIterator[str]:
 
 async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() -> None:
     """All requests to a stuck engine reach their token deadline together, and the first of them has it given up."""
+    arrived: list[str] = []
 
     async def generate(http: web.Request) -> web.StreamResponse:
+        arrived.append(http.path)
         await asyncio.sleep(60)
         return web.Response()
 
@@ -110,7 +113,7 @@ async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() 
             return ""
 
         asking = [asyncio.create_task(ask()) for _ in range(4)]
-        while len(client._waits) < 4:  # noqa: ASYNC110 - they are on their way
+        while len(arrived) < 4:  # noqa: ASYNC110 - they are on their way
             await asyncio.sleep(0)
         time.sleep(0.6)  # noqa: ASYNC251 - all deadlines have passed before the loop looks again
         assert all("0 tokens" in text for text in await asyncio.gather(*asking))
@@ -119,8 +122,10 @@ async def test_an_engine_is_given_up_while_other_requests_run_out_of_time_too() 
 async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
     """A chunk is waited for, another request waits for its answer to begin, and so does a pause."""
     here, on = asyncio.Event(), asyncio.Event()
+    arrived: list[str] = []
 
     async def generate(http: web.Request) -> web.StreamResponse:
+        arrived.append(http.path)
         response = web.StreamResponse()
         if not here.is_set():
             await response.prepare(http)
@@ -130,6 +135,7 @@ async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
         return response
 
     async def pause(http: web.Request) -> web.Response:
+        arrived.append(http.path)
         await on.wait()
         return web.json_response({})
 
@@ -139,7 +145,7 @@ async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
         assert (await anext(stream)).token_ids == [11, 12]
         waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
         pausing = asyncio.create_task(client.pause("retract"))
-        while len(client._waits) < 3:  # noqa: ASYNC110 - they are on their way
+        while len(arrived) < 3:  # noqa: ASYNC110 - they are on their way
             await asyncio.sleep(0)
         async with asyncio.timeout(5):
             await client.close()
@@ -160,7 +166,7 @@ async def chunks_of(client: SGLangClient) -> list[Chunk]:
 WHOLE = [
     Chunk([11], [-0.5], "1"),
     Chunk([12], [-1.5], "1"),
-    Chunk([13, 14], [float("-inf"), -2.5], "2", "length"),
+    Chunk([13, 14], [-3.5, -2.5], "2", "length"),
 ]
 
 
@@ -236,6 +242,10 @@ BROKEN: list[tuple[str, list[bytes], int, type[Exception], str]] = [
         RequestRefused,
         r"HTTP 400\): bad",
     ),
+    ("more than asked", [event(5, [*PAIRS, PAIRS[0]])], 200, AnswerRefused, r"5 tokens for request g7/3, which asked for 4"),
+    ("log-prob above 0", [event(1, [[7.5, 11, None]])], 200, AnswerRefused, r"log-probability 7\.5"),
+    ("log-prob is none", [event(2, [PAIRS[0], [None, 12, None]])], 200, AnswerRefused, r"log-probability None"),
+    ("log-prob is no float32", [event(1, [[-1e300, 11, None]])], 200, AnswerRefused, r"log-probability -1e\+300"),
     ("unknown reason", [event(1, PAIRS[:1], finish={"type": "bored"})], 200, EngineUnavailable, r"'bored'"),
 ]
 

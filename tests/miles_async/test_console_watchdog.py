@@ -1,0 +1,58 @@
+"""The watchdog names what stays wrong, and its own looks cost the run next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus import Bus, Commit
+from bus.leavers import ENDED_S
+from bus.messages.control import Event
+from bus.topology import EVENTS
+from miles_async.console.watchdog import AUDIT_SHARE, Audits, watch
+from tests.actors.house import messages, until
+from tests.miles_async.console_data import Story, config, vitals
+
+
+@given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=50), st.floats(1.0, 60.0))
+def test_audits_take_a_fixed_share_of_the_time_however_long_one_takes(costs: list[float], every_s: float) -> None:
+    audits, now, spent = Audits(), 0.0, 0.0
+    for cost in costs:
+        while not audits.due(now):
+            now += every_s
+        assert spent <= AUDIT_SHARE * now + 1e-6  # before this one, all former ones are paid for
+        audits.done(now, now + cost)
+        now, spent = now + cost, spent + cost
+        assert not audits.due(now)
+
+
+async def test_a_ledger_that_does_not_close_is_named_though_not_every_look_audits(redis_url, run_name) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        stop = asyncio.Event()
+
+        async def named() -> bool:
+            return any(isinstance(e, Event) and "does not close" in e.text for e in await messages(bus, EVENTS))
+
+        async with asyncio.TaskGroup() as tasks:
+            await bus.commit(Commit(close_groups=("g4",)))
+            tasks.create_task(watch(bus, stop, every_s=0.02, persist_s=0.1))
+            await until(named)
+            stop.set()
+
+
+async def test_actors_long_gone_are_taken_off_the_bus(redis_url, run_name) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        await bus.set_vitals("generation-77", vitals("generation-77", state="stopped", wall=bus.clock.wall() - 2 * ENDED_S))
+        stop = asyncio.Event()
+
+        async def forgotten() -> bool:
+            return "generation-77" not in await bus.hash_of(bus.keys.vitals)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(bus, stop, every_s=0.02))
+            await until(forgotten)
+            stop.set()
