@@ -44,7 +44,7 @@ from bus import Bus, Tail, ledger  # noqa: E402
 from bus.messages.policy import StepDone  # noqa: E402
 from bus.topology import POLICY  # noqa: E402
 from miles_async.console.schedule import Rule, Sample, Setup, simulate  # noqa: E402
-from scripts.schedule_engine import LENGTHS, seconds_of, serve  # noqa: E402
+from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
 from scripts.schedule_house import LOADS, Case, run_of, settings_of, train  # noqa: E402
 
 STEP_DEADLINE_S = 60.0
@@ -176,7 +176,10 @@ def modelled(case: Case, over_sampling: int) -> dict[str, float] | None:
     if case.policy not in RULES:
         return None
     ids = (f"bench/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
-    samples = (Sample(seconds_of(case.lengths, case.median_s, seed), case.tokens) for seed in ids)
+    seconds = (seconds_of(case.lengths, case.median_s, seed) for seed in ids)
+    samples = (
+        Sample(s, tokens_of(s, case.median_s, case.tokens) if case.proportional else case.tokens) for s in seconds
+    )
     setup = Setup(
         rule=RULES[case.policy], bound=case.bound, batch=case.batch, group=case.group, slots=case.slots,
         over_sampling=over_sampling, queue=case.slots, train_s=case.train_s, steps=case.warm + case.steps + 1, warm=case.warm,
@@ -228,7 +231,8 @@ def cases_of(args: argparse.Namespace) -> Iterator[Case]:
     for bound, workers, lengths, load in itertools.product(args.bound, args.workers, args.lengths, args.load):
         yield Case(
             lengths=lengths, load=load, bound=bound, policy=args.policy, over_sampling=args.over_sampling, workers=workers,
-            slots=args.slots, median_s=args.median_s, tokens=args.tokens, chunk=args.chunk, warm=args.warm, steps=args.steps,
+            slots=args.slots, median_s=args.median_s, tokens=args.tokens, proportional=args.proportional,
+            chunk=args.chunk, warm=args.warm, steps=args.steps,
             more=more,
         )  # fmt: skip
 
@@ -249,7 +253,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--slots", type=int, default=64, help="of all workers together")
     parser.add_argument("--median-s", type=float, default=0.5, help="of a sample's seconds")
-    parser.add_argument("--tokens", type=int, default=128, help="of every sample")
+    parser.add_argument("--tokens", type=int, default=128, help="of every sample, or of a mean one")
+    parser.add_argument("--proportional", action="store_true", help="a sample's tokens follow its seconds")
     parser.add_argument("--chunk", type=int, default=0, help="tokens an event; 0: one event at the end")
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=50)

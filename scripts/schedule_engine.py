@@ -34,6 +34,11 @@ def seconds_of(kind: str, median_s: float, seed: str) -> float:
     return value * (TAIL_TIMES if kind == "heavy" and draw.random() < TAIL_SHARE else 1)
 
 
+def tokens_of(seconds: float, median_s: float, tokens: int) -> int:
+    """Tokens of a sample that makes them at the pace of one with `tokens` in a mean sample's seconds."""
+    return max(1, round(tokens * seconds / (GEOMETRIC_MEAN * median_s)))
+
+
 def draws(kind: str, median_s: float, n: int) -> list[float]:
     """Many draws, the same ones every time."""
     return [seconds_of(kind, median_s, f"draw/{i}") for i in range(n)]
@@ -164,6 +169,7 @@ class House:
         self.kind: str = script["lengths"]
         self.median_s: float = script["median_s"]
         self.tokens: int = script["tokens"]
+        self.proportional: bool = script["proportional"]  # a sample's tokens follow its seconds
         self.chunk: int = script["chunk"]  # tokens per event, 0 = all at the end
         self.seed: str = script["seed"]
         self.engines = [Engine(self, script["slots"] // script["engines"]) for _ in range(script["engines"])]
@@ -172,10 +178,11 @@ class House:
 
     def request(self, sample_id: str, n_input: int, max_new: int) -> Request:
         """What is left of a sample, of which the input repeats what was made before."""
-        left = self.tokens - (n_input - self._prompts.setdefault(sample_id, n_input))
+        seconds = seconds_of(self.kind, self.median_s, f"{self.seed}/{sample_id}")
+        tokens = tokens_of(seconds, self.median_s, self.tokens) if self.proportional else self.tokens
+        left = tokens - (n_input - self._prompts.setdefault(sample_id, n_input))
         now = max(1, min(left, max_new))
-        seconds = seconds_of(self.kind, self.median_s, f"{self.seed}/{sample_id}") * now / self.tokens
-        return Request(tokens=now, seconds=seconds, finish="stop" if now >= left else "length")
+        return Request(tokens=now, seconds=seconds * now / tokens, finish="stop" if now >= left else "length")
 
     def note(self, sample_id: str, began: float) -> None:
         """A sample ended."""
@@ -223,4 +230,4 @@ def serve(port: int, script: dict[str, Any]) -> None:
     web.run_app(app(), host="127.0.0.1", port=port, print=None, access_log=None)
 
 
-__all__ = ("LENGTHS", "draws", "seconds_of", "serve")
+__all__ = ("LENGTHS", "draws", "seconds_of", "serve", "tokens_of")

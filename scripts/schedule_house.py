@@ -48,6 +48,7 @@ class Case:
     group: int = 8
     median_s: float = 0.5
     tokens: int = 128
+    proportional: bool = False  # tokens follow the seconds; else every sample has `tokens`
     chunk: int = 0
     warm: int = 12
     steps: int = 50
@@ -70,7 +71,7 @@ def settings_of(case: Case, folder: Path, port: int) -> RunSettings:
     given: dict[str, Any] = {
         "hf_checkpoint": str(folder / "model"), "prompt_data": str(folder / "prompts.jsonl"), "input_key": "prompt",
         "num_rollout": NEVER, "rollout_batch_size": case.batch, "n_samples_per_prompt": case.group,
-        "rollout_max_response_len": 2 * case.tokens, "rm_type": "deterministic_random",
+        "rollout_max_response_len": 64 * case.tokens, "rm_type": "deterministic_random",
         "dynamic_sampling_filter_path": "none", "max_weight_staleness": case.bound, "staleness_policy": case.policy,
         "use_tis": True, "engine": "external", "sglang_server_concurrency": case.slots // case.workers,
         "rollout_external_engine_addrs": tuple(f"http://127.0.0.1:{port}/{i}" for i in range(case.workers)),
@@ -91,7 +92,8 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4096)
     port, children = free_port(), {"engines": Child()}
     script = {
-        "lengths": case.lengths, "median_s": case.median_s, "tokens": case.tokens, "chunk": case.chunk, "slots": case.slots,
+        "lengths": case.lengths, "median_s": case.median_s, "tokens": case.tokens, "proportional": case.proportional,
+        "chunk": case.chunk, "slots": case.slots,
         "engines": case.workers, "seed": "bench", "log": str(folder / "samples.jsonl"),
     }  # fmt: skip
     settings = settings_of(case, folder, port)

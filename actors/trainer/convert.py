@@ -9,6 +9,7 @@ import numpy as np
 
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
+from actors.trainer.spread import spread_metrics
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Scored
 from bus.messages.versions import staleness
@@ -43,7 +44,7 @@ def to_samples(groups: Sequence[GroupKept], *, step: int) -> list[BatchSample]:
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]:
-    """What the batch was made of: rewards, lengths, staleness (token-weighted mean and maximum)."""
+    """What the batch was made of: rewards, lengths, staleness (token-weighted mean and maximum), spreads (spread.py)."""
     samples = [s for g in groups for s in g.samples]
     lengths = [s.rollout.response.n_tokens for s in samples]
     spans = [span for s in samples for span in s.rollout.response.spans]
@@ -51,6 +52,7 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]
     ages = [staleness(step, span.step) for span in spans]
     n = max(1, len(samples))
     return {
+        **spread_metrics(groups, step=step),
         "rollout/raw_reward": sum(s.reward for s in samples) / n,
         "rollout/response_len/mean": sum(lengths) / n,
         "rollout/response_len/max": float(max(lengths, default=0)),

@@ -59,9 +59,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted steps. `masked`, `ages`: shares of trained tokens, by age before the mask. `split`: groups that
-    were trained while some of their members still ran, per group trained. `spanned`: largest number of steps that one
-    sample's tokens lie apart. `waited`: largest number of steps that a finished sample waited beyond its oldest token's
-    age when it ended."""
+    were trained while some of their members still ran, per group trained. `overdue`: samples that were done and within the
+    bound when a batch was cut, stayed, and were over it when they were trained, per sample trained."""
 
     step_s: float
     running: float
@@ -70,16 +69,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     mean_age: float
     max_age: int
     split: float
-    spanned: int
+    overdue: float
     ages: dict[int, float]
     most_open: int  # samples
 
 
 class Member(msgspec.Struct):
-    """A finished sample: its tokens by the version that made them, and the version when it ended."""
+    """A finished sample: its tokens by the version that made them, and the first step that could train it (its number is
+    the version that it trains)."""
 
     spans: list[tuple[int, float]]
-    ended: int
+    first_step: int
 
     @property
     def oldest(self) -> int:
@@ -108,7 +108,9 @@ class Simulation:
         self._generating = 0  # groups with members left
         self._open = 0  # samples
         self._queue: deque[tuple[int, int]] = deque()
-        self._running: list[tuple[float, int, int, float, Sample]] = []  # heap: work clock at its end, group, member, start
+        self._running: list[
+            tuple[float, int, int, float, Sample]
+        ] = []  # heap: work clock at its end, group, member, start
         self._finished = 0  # samples that are done and not trained
         self._step_ends = NEVER
         self._step_size = 0
@@ -121,7 +123,8 @@ class Simulation:
         return len(self._activated) - 1
 
     def outcome(self) -> Outcome:
-        """Play until the last step starts. ValueError when no batch can ever be complete."""
+        """Play until the last step starts. It always comes: with nothing running, open samples are finished or in the trainer;
+        if they make no batch, the credits, which are at least a batch, admit another group."""
         self._issue()
         while len(self._starts) < self.setup.steps:
             self._advance()
@@ -139,7 +142,9 @@ class Simulation:
         sample_ends = self._now + (first - self._work) / pace if self._running else NEVER
         at = min(sample_ends, self._step_ends)
         if at == NEVER:
-            raise ValueError(f"no batch of {self.setup.batch} groups is ever complete: nothing runs and nothing may start")
+            raise ValueError(
+                f"no batch of {self.setup.batch} groups is ever complete: nothing runs and nothing may start"
+            )
         if len(self._starts) > self.setup.warm:
             self._seen.area += len(self._running) * (at - self._now)
             self._seen.seconds += at - self._now
@@ -179,7 +184,7 @@ class Simulation:
     def _end_sample(self) -> None:
         _, number, index, start, sample = heapq.heappop(self._running)
         group = self._groups[number]
-        group.done[index] = Member(self._spans(start, sample), self.version)
+        group.done[index] = Member(self._spans(start, sample), len(self._starts))
         group.left -= 1
         self._finished += 1
         self._generating -= group.left == 0
@@ -262,12 +267,13 @@ class _Seen:
     def __init__(self, bound: int) -> None:
         self._bound = bound
         self._ages: dict[int, float] = {}
-        self._spanned = 0
+        self._members = self._overdue = 0
         self.area = self.seconds = 0.0
         self.groups = self.split = self.most_open = 0
 
     def member(self, member: Member, version: int) -> None:
-        self._spanned = max(self._spanned, member.ended - member.oldest)
+        self._members += 1
+        self._overdue += member.first_step - member.oldest <= self._bound < version - member.oldest
         for made, n in member.spans:
             self._ages[version - made] = self._ages.get(version - made, 0.0) + n
 
@@ -282,14 +288,14 @@ class _Seen:
             mean_age=sum(age * share for age, share in ages.items()),
             max_age=max(ages),
             split=self.split / max(1, self.groups),
-            spanned=self._spanned,
+            overdue=self._overdue / self._members,
             ages=ages,
             most_open=self.most_open,
         )
 
 
 def simulate(setup: Setup, samples: Iterator[Sample]) -> Outcome:
-    """Play `setup` with endless `samples`, taken in the order in which they start. ValueError when it can never train."""
+    """Play `setup` with endless `samples`, taken in the order in which they start."""
     return Simulation(setup, samples).outcome()
 
 
