@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from bus.messages.groups import GroupKept
@@ -20,6 +21,8 @@ LENGTH = "rollout/response_len"  # tokens of a sample
 SECONDS = "rollout/generate_s"  # of a sample on its engine
 BORN = "rollout/start_age"  # steps between the version of a sample's first token and the one that is trained
 SPANNED = "rollout/versions_spanned"  # steps between the versions of its first and its last token
+RUNNING = "rollout/running"  # samples of one worker at once: mean and variance over tokens
+PACE = "rollout/token_s"  # seconds a token of one sample: mean over tokens, and how much one more sample running adds
 STRAGGLER = "rollout/straggler"  # longest of a group's generation times over the mean of them
 MOST = 8
 
@@ -34,6 +37,7 @@ def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float
     return {
         **_quantiles(LENGTH, [r.response.n_tokens for r in flat]),
         **_quantiles(SECONDS, [s for group in seconds for s in group if s > 0]),
+        **_pace(flat),
         **_quantiles(STRAGGLER, [max(group) * len(group) / sum(group) for group in timed]),
         **_shares(BORN, (staleness(step, s[0].step) for s in spans)),
         **_shares(SPANNED, (staleness(s[-1].step, s[0].step) for s in spans)),
@@ -44,6 +48,27 @@ def whole_seconds(rollout: RolloutDone) -> float:
     """Seconds on engines, the tokens taken over from a prefix at the pace of those made since; 0 where that is not known."""
     made = rollout.response.n_tokens - rollout.resumed_tokens
     return rollout.generate_s * rollout.response.n_tokens / made if made > 0 else 0.0
+
+
+def _pace(rollouts: Sequence[RolloutDone]) -> dict[str, float]:
+    told = [
+        (r.response.n_tokens - r.resumed_tokens, r.running, r.generate_s)
+        for r in rollouts
+        if r.running is not msgspec.UNSET and r.generate_s > 0 and r.response.n_tokens > r.resumed_tokens
+    ]
+    if not told:
+        return {}
+    made, running, seconds = np.array(told, dtype=np.float64).T
+    pace = seconds / made
+    mean_running, mean_pace = np.average(running, weights=made), np.average(pace, weights=made)
+    variance = np.average((running - mean_running) ** 2, weights=made)
+    shared = np.average((running - mean_running) * (pace - mean_pace), weights=made)
+    return {
+        f"{RUNNING}/mean": float(mean_running),
+        f"{RUNNING}/variance": float(variance),
+        f"{PACE}/mean": float(mean_pace),
+        f"{PACE}/per_running": float(shared / variance) if variance else 0.0,
+    }
 
 
 def _quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -61,4 +86,16 @@ def _shares(name: str, values: Iterable[int]) -> dict[str, float]:
     return {f"{name}/{n if n < MOST else f'{n}_up'}": k / total for n, k in sorted(counts.items())}
 
 
-__all__ = ("BORN", "LENGTH", "MOST", "QUANTILES", "SECONDS", "SPANNED", "STRAGGLER", "spread_metrics", "whole_seconds")
+__all__ = (
+    "BORN",
+    "LENGTH",
+    "MOST",
+    "PACE",
+    "QUANTILES",
+    "RUNNING",
+    "SECONDS",
+    "SPANNED",
+    "STRAGGLER",
+    "spread_metrics",
+    "whole_seconds",
+)

@@ -7,22 +7,23 @@ Little's law: seconds that a batch's samples spent on engines over seconds a ste
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from statistics import correlation, linear_regression, mean, median
+from statistics import mean, median
 from typing import Any
 
 import msgspec
 
-from actors.trainer.spread import LENGTH, QUANTILES, SECONDS
+from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
 from miles_async.console.history import History, Step
 from miles_async.console.schedule.model import Rule, Sample
 
 LOOKED_AT = 64  # newest steps
 FEWEST = 4
 RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole", "mask": "whole"}
-SURE = 0.6  # correlation of pace and requests running from which on the slowdown is believed
+ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace tells nothing
 POINTS = [q / 100 for q in QUANTILES]
 
 
@@ -96,7 +97,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 def observe(history: History, *, slots: int = 0) -> Observed | None:
     """None when there is nothing to tell from: too few steps, none with spreads, or turns on shared GPUs, where engines and
-    trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting."""
+    trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
+    running at most."""
     knobs = live_knobs(history)
     steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
     read = [(s, Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
@@ -105,24 +107,24 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         return None
     interval = int(knobs.get("update_weights_interval", 1))
     batch, group = int(knobs.get("rollout_batch_size", 0)), int(knobs.get("n_samples_per_prompt", 0))
-    workers = {str(r["actor"]) for r in history.activations[-64:]}
-    slots = slots or int(_number(knobs.get("sglang_server_concurrency"))) * max(1, len(workers))
-    if not batch or not group or not slots:
+    if not batch or not group:
         return None
-    running, pace = _running([s for s, _, _ in seen], batch * group)
+    running = [batch * group * s.get(f"{SECONDS}/mean") / s.gap_s for s, _, _ in seen]
+    workers = max(1, len({str(r["actor"]) for r in history.activations[-64:]}))
+    of_each = int(_number(knobs.get("sglang_server_concurrency")))
     return Observed(
         lengths=[lengths for _, lengths, _ in seen],
         seconds=[seconds for _, _, seconds in seen],
         step_s=interval * median(s.gap_s for s, _, _ in seen),
         train_s=interval * median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
         running=mean(running),
-        slowdown=_slowdown(running, pace),
+        slowdown=_slowdown([s for s, _, _ in seen]) / workers,
         batch=batch * interval,
         group=group,
         bound=int(knobs.get("max_weight_staleness", 0)),
         policy=str(knobs.get("staleness_policy", "")),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
-        slots=slots,
+        slots=slots or of_each * workers or math.ceil(max(running)),
     )
 
 
@@ -139,24 +141,23 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _running(steps: Sequence[Step], samples: int) -> tuple[list[float], list[float]]:
-    """Requests running and seconds a token of one request, step by step."""
-    seconds = [s.get(f"{SECONDS}/mean") for s in steps]
-    return (
-        [samples * each / s.gap_s for s, each in zip(steps, seconds, strict=True)],
-        [each / max(1.0, s.get(f"{LENGTH}/mean")) for s, each in zip(steps, seconds, strict=True)],
-    )
-
-
-def _slowdown(running: Sequence[float], pace: Sequence[float]) -> float:
-    """How much one request more slows the others, from the steps' own pace; 0 where they do not tell: all alike, or
-    scattered."""
-    if len(running) < 8 or max(running) < 1.3 * min(running) or max(pace) == min(pace):
+def _slowdown(steps: Sequence[Step]) -> float:
+    """How much one sample more on a worker slows its others, as a share of a lone one's pace, from the samples of all these
+    steps together; 0 where they do not tell: too alike, or no slower."""
+    told = [s for s in steps if f"{RUNNING}/variance" in s.metrics]
+    if not told:
         return 0.0
-    if correlation(running, pace) < SURE:
+    running, pace = [s.get(f"{RUNNING}/mean") for s in told], [s.get(f"{PACE}/mean") for s in told]
+    middle, typical = mean(running), mean(pace)
+    within = [s.get(f"{RUNNING}/variance") for s in told]
+    variance = mean(within) + mean((r - middle) ** 2 for r in running)
+    if variance < (ALIKE * middle) ** 2:
         return 0.0
-    slope, alone = linear_regression(running, pace)
-    return slope / alone if alone > 0 else 0.0
+    shared = mean(v * s.get(f"{PACE}/per_running") for v, s in zip(within, told, strict=True))
+    shared += mean((r - middle) * (p - typical) for r, p in zip(running, pace, strict=True))
+    slope = shared / variance
+    alone = typical - slope * middle
+    return slope / alone if slope > 0 and alone > 0 else 0.0
 
 
 __all__ = ("Observed", "Spread", "live_knobs", "observe")
