@@ -113,9 +113,7 @@ def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered():
     assert not any("does not show" in line for line in found.lines)
     assert found.choices[1].masked > plain.choices[1].masked
     assert [
-        line
-        for line in found.lines
-        if re.match(r"With (96|64|45) slots bound 2 masks 0\.\d %, at [\d.]+ s a step", line)
+        line for line in found.lines if re.match(r"With \d\d slots bound 2 masks 0(\.\d)? %, at [\d.]+ s a step", line)
     ]
 
 

@@ -12,7 +12,7 @@ from miles_async.console.schedule.observed import Observed, observe
 from miles_async.console.text import plural
 
 BOUNDS = range(1, 7)
-FEWER_SLOTS = (0.75, 0.5, 0.35)
+FEWER_SLOTS = (0.75, 0.6, 0.5, 0.4, 0.3)
 MOST_SAMPLES = 256  # of a step of the model: larger batches are scaled down with their slots
 ALLOWED = 0.01  # masked share that is no reason to change anything
 GAIN = 0.05  # of a step's time, below which a change is not worth a word

@@ -8,7 +8,6 @@ Little's law: seconds that a batch's samples spent on engines over seconds a ste
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.seeds import rng_for
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
 from miles_async.console.history import History, Step
 from miles_async.console.schedule.model import Rule, Sample
@@ -79,8 +79,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     def samples(self, seed: int = 0) -> Iterator[Sample]:
         """Endless draws; seconds as if each ran alone."""
-        draw = random.Random(seed)
         alone = 1 + self.slowdown * self.running
+        draw = rng_for(seed, "samples")
         while True:
             i, share = draw.randrange(len(self.lengths)), draw.random()
             yield Sample(self.seconds[i].at(share) / alone, max(1.0, self.lengths[i].at(share)))
