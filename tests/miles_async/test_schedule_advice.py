@@ -84,7 +84,7 @@ def test_a_bound_that_starves_is_raised_and_the_gain_is_named():
 def test_whole_groups_are_told_what_splitting_them_would_gain():
     found = advice(knobs={"staleness_policy": "mask", "over_sampling_batch_size": 16}, step_s=1.3, wait_s=0.1)
     assert found.now.rule == "whole"
-    assert found.now.masked > 0.03
+    assert found.now.masked > 0.02
     assert "under split" in found.lines[-1]
 
 
@@ -113,7 +113,7 @@ def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered():
     assert not any("does not show" in line for line in found.lines)
     assert found.choices[1].masked > plain.choices[1].masked
     assert [
-        line for line in found.lines if re.match(r"With \d\d slots bound 2 masks 0(\.\d)? %, at [\d.]+ s a step", line)
+        line for line in found.lines if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)
     ]
 
 
