@@ -231,6 +231,7 @@ class Worker:
                 worker=context.name,
                 resumed_tokens=resumed,
                 generate_s=context.clock.monotonic() - began,
+                running=context.in_flight,
             )
         else:
             out = Parked(task=task, response=response, reason=reason, worker=context.name)

@@ -9,6 +9,7 @@ import numpy as np
 
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
+from actors.trainer.spread import spread_metrics
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Scored
 from bus.messages.versions import staleness
@@ -45,8 +46,8 @@ def to_samples(groups: Sequence[GroupKept], *, step: int) -> list[BatchSample]:
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:
-    """What the batch was made of: rewards, lengths, staleness of what is within the bound (token-weighted mean, maximum), and
-    how much was over it before the mask. `bound` in steps."""
+    """What the batch was made of: rewards, lengths, spreads (spread.py), staleness of what is within the bound (token-weighted
+    mean, maximum), and how much was over it before the mask. `bound` in steps."""
     samples = [s for g in groups for s in g.samples]
     lengths = [s.rollout.response.n_tokens for s in samples]
     spans = [(staleness(step, span.step), span.n) for s in samples for span in s.rollout.response.spans]
@@ -54,6 +55,7 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict
     tokens, trained = max(1, sum(n for _, n in spans)), max(1, sum(n for _, n in fresh))
     n = max(1, len(samples))
     return {
+        **spread_metrics(groups, step=step),
         "rollout/raw_reward": sum(s.reward for s in samples) / n,
         "rollout/response_len/mean": sum(lengths) / n,
         "rollout/response_len/max": float(max(lengths, default=0)),

@@ -74,6 +74,7 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     worker: str = ""
     resumed_tokens: int = 0  # taken over from a prefix, not made by this worker
     generate_s: float = 0.0
+    running: int | msgspec.UnsetType = msgspec.UNSET  # samples of this worker when it ended, itself included
 
     def header(self) -> Header:
         version = self.response.spans[-1].version if self.response.spans else -1

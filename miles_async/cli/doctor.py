@@ -1,6 +1,8 @@
-"""Say who waits for what, since when and why, and what is wrong. Exit status 1 when something is wrong."""
+"""Say who waits for what, since when and why, what is wrong, and which staleness bound would serve. Exit status 1 when
+something is wrong."""
 
 import argparse
+import asyncio
 from typing import TYPE_CHECKING
 
 from miles_async.cli.inspection import on_bus, print_json
@@ -8,8 +10,11 @@ from miles_async.cli.options import add_json_option, add_run_options
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bus import Bus
     from miles_async.console.scene import Scene
+    from miles_async.console.schedule import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,20 +32,33 @@ def run(args: argparse.Namespace) -> int:
         from miles_async.console.scene import read_scene
 
         scene = await read_scene(bus, ref.run_dir)
+        advice = await asyncio.to_thread(advice_of, ref.run_dir) if ref.run_dir is not None else None
         findings = diagnose(scene)
         wrong = [finding for finding in findings if finding.level != "info"]
         if args.as_json:
             waits = [{"actor": actor, "text": text} for actor, text in explain(scene)]
-            print_json({"run": scene.snapshot.run, "well": not wrong, "findings": findings, "actors": waits})
+            said = {"lines": advice.lines, "now": advice.now, "choices": advice.choices} if advice is not None else None
+            print_json(
+                {"run": scene.snapshot.run, "well": not wrong, "findings": findings, "actors": waits, "advice": said}
+            )
         else:
-            print(as_text(scene))
+            print(as_text(scene, advice))
         return 1 if wrong else 0
 
     return on_bus(args, body)
 
 
-def as_text(scene: "Scene") -> str:
-    """Findings by gravity, then one sentence per actor, then the verdict."""
+def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":
+    """What the run's own lengths say about its bound; None while they say nothing. `slots`: of all workers, 0 = unknown."""
+    from miles_async.console.history import history_of
+    from miles_async.console.metrics_file import read_records
+    from miles_async.console.schedule import advise
+
+    return advise(history_of(read_records(run_dir)), slots=slots)
+
+
+def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
+    """Findings by gravity, then one sentence per actor, then what bounds would do, then the verdict."""
     from miles_async.console.doctor import diagnose
     from miles_async.console.explain import explain
     from miles_async.console.text import human_bytes
@@ -51,6 +69,8 @@ def as_text(scene: "Scene") -> str:
     width = max((len(actor) for actor, _ in said), default=0)
     if said:
         lines += ["", *(f"{actor:<{width}}  {text}" for actor, text in said)]
+    if advice is not None:
+        lines += ["", *advice.lines]
     server = scene.server
     limit = f" of {human_bytes(server.max_memory)}" if server.max_memory else ""
     persistence = "append-only file on" if server.aof else "no append-only file"

@@ -13,10 +13,12 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
+from actors.trainer.spread import BORN, LENGTH, MOST, STRAGGLER
 from miles_async.console.figures import moving_average, time_split
 from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from miles_async.console.schedule.observed import Spread
 from miles_async.console.text import human_count
 
 # marker colour in the drawing -> CSS value in the page
@@ -36,6 +38,8 @@ SERIES = (GREEN, PURPLE, ORANGE, RED)
 # Ids that repeat from picture to picture; those of clip paths and markers are referred to and carry the salt.
 _IDS = re.compile(r'\bid="(?:figure|axes|patch|line2d|text|[xy]tick|matplotlib\.axis|legend|\w+Collection)_\d+"')
 HALF, WIDE = (5.2, 2.75), (10.8, 3.1)
+SPREAD_STEPS = 64
+LEAST = 0.002  # share of samples: below this the quantiles of a step say nothing
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -226,6 +230,49 @@ def lengths(history: History) -> str:
         return to_svg(figure, "lengths")
 
 
+def spreads(history: History, bound: int | None) -> str:
+    """Lengths, ages of first tokens and stragglers, over the newest steps together."""
+    steps = history.steps[-SPREAD_STEPS:]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=WIDE, layout="constrained")
+        by_length, by_age, by_group = figure.subplots(1, 3)
+        for axis, name, label in (
+            (by_length, LENGTH, "response tokens"),
+            (by_group, STRAGGLER, "slowest member / mean of its group"),
+        ):
+            xs, ys = exceeded([spread for s in steps if (spread := Spread.of(s, name)) is not None])
+            axis.plot(xs, ys, color=BLUE)
+            axis.set_yscale("log")
+            axis.set_ylim(LEAST, 1.1)
+            axis.yaxis.set_major_locator(FixedLocator([0.01, 0.1, 0.5, 1.0]))
+            axis.yaxis.set_minor_locator(FixedLocator([]))
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axis.set_xlabel(label)
+        by_length.set_ylabel("share above")
+        by_length.set_xlim(left=0)
+        by_group.set_xlim(left=1)
+        ages = [f"{n}" for n in range(MOST)] + [f"{MOST}_up"]
+        shares = [sum(s.get(f"{BORN}/{age}") for s in steps) / max(1, len(steps)) for age in ages]
+        shown = max((i for i, share in enumerate(shares) if share > 0), default=0) + 1
+        late = [bound is not None and i > bound for i in range(shown)]
+        by_age.bar(range(shown), shares[:shown], color=[ORANGE if x else BLUE for x in late], width=0.7, linewidth=0)
+        by_age.xaxis.set_major_locator(FixedLocator(list(range(shown))))
+        by_age.set_xticklabels([age.replace("_up", "+") for age in ages[:shown]])
+        by_age.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        by_age.set_xlabel("versions from first token to training")
+        by_age.set_ylabel("share of samples")
+        return to_svg(figure, "spreads")
+
+
+def exceeded(spreads: Sequence[Spread], points: int = 200) -> tuple[list[float], list[float]]:
+    """(value, share of samples above it) over several spreads together, from 0 to where that is below LEAST."""
+    top = max((s.at(1.0) for s in spreads), default=0.0)
+    xs = [top * i / points for i in range(points)]
+    ys = [1 - sum(s.below(x) for s in spreads) / len(spreads) for x in xs] if spreads else []
+    shown = next((i for i, y in enumerate(ys) if y < LEAST), points)
+    return [*xs[:shown], xs[shown] if shown < points else top], [*ys[:shown], LEAST]
+
+
 def drops(by_reason: Sequence[tuple[str, int]], unit: str) -> str:
     """Dropped samples or groups by reason, most first."""
     shown = list(by_reason[:10])[::-1]
@@ -258,4 +305,15 @@ def pauses(history: History) -> str:
         return to_svg(figure, "pauses")
 
 
-__all__ = ("drops", "learning", "lengths", "pauses", "staleness", "throughput", "time_of_steps", "to_svg")
+__all__ = (
+    "drops",
+    "exceeded",
+    "learning",
+    "lengths",
+    "pauses",
+    "spreads",
+    "staleness",
+    "throughput",
+    "time_of_steps",
+    "to_svg",
+)

@@ -24,6 +24,7 @@ from miles_async.console import charts
 from miles_async.console.figures import shares, throughput
 from miles_async.console.history import MAX_STALENESS, REWARD, History, history_of
 from miles_async.console.metrics_file import read_records
+from miles_async.console.schedule.advice import advise, share
 from miles_async.console.text import duration, human_count, percent, plural
 
 FILE = "report.html"
@@ -160,6 +161,7 @@ def _charts(history: History, settings: dict[str, dict[str, Any]], accounts: Acc
             _card("Staleness", old, charts.staleness(history, staleness_bounds(history, settings))),
             _card("Response length", _lengths_text(history), charts.lengths(history)),
         ]
+    cards += _scheduling(history)
     if history.activations:
         cards.append(_card("Pauses of the engines", _pauses_text(history), charts.pauses(history)))
     by_reason, unit = _drops(history, accounts)
@@ -168,6 +170,21 @@ def _charts(history: History, settings: dict[str, dict[str, Any]], accounts: Acc
         of = f" of {accounts.issued:,} issued" if accounts is not None and unit == "samples" else ""
         cards.append(_card("Dropped", f"{total:,} {unit}{of}, by reason.", charts.drops(by_reason, unit)))
     return cards
+
+
+def _scheduling(history: History) -> list[str]:
+    """What the bound costs these lengths, and what others would."""
+    advice = advise(history)
+    if advice is None:
+        return []
+    picture = charts.spreads(history, advice.observed.bound or None)
+    said = "".join(f"<p>{escape(line)}</p>" for line in advice.lines[:-1])
+    rows = [
+        [str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"] for c in advice.choices
+    ]
+    table = _table(["bound", "s a step", "running", "tokens masked", "groups split"], rows, numbers=4)
+    last = f"What the model of docs/scheduling.md gives for these lengths, {advice.choices[0].rule}, {advice.observed.slots} slots:"
+    return [_card("Scheduling", advice.lines[-1], f"{said}{picture}<p>{escape(last)}</p>{table}", wide=True)]
 
 
 def _lengths_text(history: History) -> str:

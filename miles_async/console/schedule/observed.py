@@ -1,0 +1,163 @@
+"""What a run's steps tell about its samples, engines and trainer (pure), in the terms of the model.
+
+Lengths and seconds are read from the quantiles that every step records (actors/trainer/spread.py). A sample of the model is
+drawn from one step's quantiles, by one number for both: the longest is the slowest. Requests running at once follow from
+Little's law: seconds that a batch's samples spent on engines over seconds a step.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from statistics import mean, median
+from typing import Any
+
+import msgspec
+
+from actors.runtime.seeds import rng_for
+from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
+from miles_async.console.history import History, Step
+from miles_async.console.schedule.model import Rule, Sample
+
+LOOKED_AT = 64  # newest steps
+FEWEST = 4
+RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole", "mask": "whole"}
+ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace tells nothing
+POINTS = [q / 100 for q in QUANTILES]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Values at QUANTILES."""
+
+    values: tuple[float, ...]
+
+    def at(self, share: float) -> float:
+        """The value that this share of the samples does not exceed."""
+        i = min(bisect_right(POINTS, share), len(POINTS) - 1)
+        low, high = POINTS[i - 1], POINTS[i]
+        part = (share - low) / (high - low)
+        return self.values[i - 1] + part * (self.values[i] - self.values[i - 1])
+
+    def below(self, value: float) -> float:
+        """Share of the samples that do not exceed a value."""
+        if value >= self.values[-1]:
+            return 1.0
+        i = bisect_right(self.values, value)
+        if i == 0:
+            return 0.0
+        part = (value - self.values[i - 1]) / (self.values[i] - self.values[i - 1])
+        return POINTS[i - 1] + part * (POINTS[i] - POINTS[i - 1])
+
+    @staticmethod
+    def of(step: Step, name: str) -> Spread | None:
+        """What a step recorded; None where it did not."""
+        found = [step.metrics.get(f"{name}/p{q}") for q in QUANTILES]
+        return None if None in found else Spread(tuple(float(v) for v in found if v is not None))
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it went in its newest steps. A step here is what lies between two published versions."""
+
+    lengths: list[Spread]  # tokens, a spread per step
+    seconds: list[Spread]  # on the engine, as it ran
+    step_s: float
+    train_s: float  # with publishing and saving: a step that waits for nothing
+    running: float
+    slowdown: float  # per request running; 0 where the run does not show it
+    batch: int
+    group: int
+    bound: int
+    policy: str
+    over_sampling: int
+    slots: int
+
+    @property
+    def rule(self) -> Rule:
+        """The model's rule for this run's policy; `wait` and `drop` are not modelled and taken for split."""
+        return RULES.get(self.policy, "split") if self.bound else "whole"
+
+    def samples(self, seed: int = 0) -> Iterator[Sample]:
+        """Endless draws; seconds as if each ran alone."""
+        alone = 1 + self.slowdown * self.running
+        draw = rng_for(seed, "samples")
+        while True:
+            i, share = draw.randrange(len(self.lengths)), draw.random()
+            yield Sample(self.seconds[i].at(share) / alone, max(1.0, self.lengths[i].at(share)))
+
+    def versions(self, share: float) -> float:
+        """Steps that pass while a sample is generated, at this quantile of seconds."""
+        return median(s.at(share) for s in self.seconds) / self.step_s
+
+    @property
+    def longest(self) -> float:
+        """The same of the slowest sample of all."""
+        return max(s.at(1.0) for s in self.seconds) / self.step_s
+
+
+def observe(history: History, *, slots: int = 0) -> Observed | None:
+    """None when there is nothing to tell from: too few steps, none with spreads, or turns on shared GPUs, where engines and
+    trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
+    running at most."""
+    knobs = live_knobs(history)
+    steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
+    read = [(s, Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
+    seen = [(s, lengths, seconds) for s, lengths, seconds in read if lengths is not None and seconds is not None]
+    if len(seen) < FEWEST or not knobs:
+        return None
+    interval = int(knobs.get("update_weights_interval", 1))
+    batch, group = int(knobs.get("rollout_batch_size", 0)), int(knobs.get("n_samples_per_prompt", 0))
+    if not batch or not group:
+        return None
+    running = [batch * group * s.get(f"{SECONDS}/mean") / s.gap_s for s, _, _ in seen]
+    workers = max(1, len({str(r["actor"]) for r in history.activations[-64:]}))
+    of_each = int(_number(knobs.get("sglang_server_concurrency")))
+    return Observed(
+        lengths=[lengths for _, lengths, _ in seen],
+        seconds=[seconds for _, _, seconds in seen],
+        step_s=interval * median(s.gap_s for s, _, _ in seen),
+        train_s=interval * median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
+        running=mean(running),
+        slowdown=_slowdown([s for s, _, _ in seen]) / workers,
+        batch=batch * interval,
+        group=group,
+        bound=int(knobs.get("max_weight_staleness", 0)),
+        policy=str(knobs.get("staleness_policy", "")),
+        over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
+        slots=slots or of_each * workers or math.ceil(max(running)),
+    )
+
+
+def live_knobs(history: History) -> dict[str, Any]:
+    """The newest values of all knobs that the run recorded."""
+    values: dict[str, Any] = {}
+    for record in history.knobs:
+        values |= record["values"]
+    return values
+
+
+def _number(value: Any) -> float:
+    """0 for a knob that is no number (a setting of `auto`)."""
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _slowdown(steps: Sequence[Step]) -> float:
+    """How much one sample more on a worker slows its others, as a share of a lone one's pace, from the samples of all these
+    steps together; 0 where they do not tell: too alike, or no slower."""
+    told = [s for s in steps if f"{RUNNING}/variance" in s.metrics]
+    if not told:
+        return 0.0
+    running, pace = [s.get(f"{RUNNING}/mean") for s in told], [s.get(f"{PACE}/mean") for s in told]
+    middle, typical = mean(running), mean(pace)
+    within = [s.get(f"{RUNNING}/variance") for s in told]
+    variance = mean(within) + mean((r - middle) ** 2 for r in running)
+    if variance < (ALIKE * middle) ** 2:
+        return 0.0
+    shared = mean(v * s.get(f"{PACE}/per_running") for v, s in zip(within, told, strict=True))
+    shared += mean((r - middle) * (p - typical) for r, p in zip(running, pace, strict=True))
+    slope = shared / variance
+    alone = typical - slope * middle
+    return slope / alone if slope > 0 and alone > 0 else 0.0
+
+
+__all__ = ("Observed", "Spread", "live_knobs", "observe")

@@ -1,0 +1,290 @@
+"""What the scheduling rule costs: real rooms over a real Redis, with engines and a trainer that take the time they are told.
+
+    .venv/bin/python scripts/bench_schedule.py --bound 2 --out schedule.json
+
+Nine cases: lengths log-normal, the same with 2 % ten times as long, geometric; the trainer's seconds T as long as the engines'
+seconds R for a batch, half and double. The engines (schedule_engine.py) speak HTTP in a process of their own, the trainer
+sleeps, and each room is its own process, as the launcher starts it (schedule_house.py). Per case: efficiency max(R, T) / step,
+tokens lost (all drops in the ledger) and masked, ages of tokens when they are trained (before the mask), groups trained in
+parts, samples born too old (older than the step they were issued at / over the bound already), CPU a sample; beside it the
+figures of the model in miles_async/console/schedule, which has no overhead, for the same samples.
+
+A machine with other load adds to every step: see `median_step_s`, `between_steps_ms` and `load_average` of each row.
+`--policy`, `--over-sampling` and `--set name=value` go to the settings as they are. Files lie in shared memory and are removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from statistics import median
+from tempfile import mkdtemp
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import aiohttp  # noqa: E402
+import msgspec  # noqa: E402
+
+from actors.runtime.child import Child  # noqa: E402
+from actors.trainer.record import RecordedBatch, path_of, read_record  # noqa: E402
+from bus import Bus, Tail, ledger  # noqa: E402
+from bus.messages.policy import StepDone  # noqa: E402
+from bus.topology import POLICY  # noqa: E402
+from miles_async.console.schedule import Rule, Sample, Setup, simulate  # noqa: E402
+from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
+from scripts.schedule_house import LOADS, Case, run_of, settings_of, train  # noqa: E402
+
+STEP_DEADLINE_S = 60.0
+RULES: dict[str, Rule] = {"mask": "whole", "whole": "whole", "split": "split", "member": "member"}
+
+
+# -- what is seen of it ----------------------------------------------------------------------------------------------
+
+
+class Look(msgspec.Struct):
+    """The accounts and the processes at one instant."""
+
+    wall: float
+    dropped: dict[str, int]
+    trained: int
+    area: float  # requests running, integrated over seconds
+    at: float
+    cpu: dict[str, float]
+
+
+async def look(bus: Bus, children: dict[str, Child], url: str) -> Look:
+    accounts = await ledger.read_accounts(bus)
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/stats") as answer:
+        stats = await answer.json()
+    cpu = {name: cpu_s(child.pid) for name, child in children.items()}
+    return Look(time.time(), accounts.tokens_dropped, accounts.tokens_trained, stats["area"], stats["at"], cpu)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def watch(case: Case, folder: Path) -> dict[str, Any]:
+    """Run a case; its row, with the model's figures beside."""
+    done: list[StepDone] = []
+    async with run_of(case, folder) as (bus, children, url):
+        tail = Tail(bus, [POLICY], start="0")
+        await tail.open()
+        first = None
+        try:
+            while len(done) <= case.warm + case.steps:
+                async with asyncio.timeout(STEP_DEADLINE_S):
+                    before = len(done)
+                    while len(done) == before:
+                        for name, child in children.items():
+                            if not child.alive:
+                                raise RuntimeError(f"{name} ended: {(folder / f'{name}.log').read_text()[-2000:]}")
+                        for entry in await tail.read(0.5):
+                            if isinstance(message := await bus.message(entry), StepDone):
+                                done.append(message)
+                if first is None and len(done) > case.warm:
+                    first = await look(bus, children, url)
+        finally:
+            await tail.close()
+        assert first is not None
+        last = await look(bus, children, url)
+    records = [read_record(path_of(str(folder / "batches" / "{rollout_id}"), d.step)) for d in done]
+    log = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    over_sampling = settings_of(case, folder, 0).rollout.over_sampling_batch_size
+    row = row_of(case, done, records, {s: (began, ended) for s, began, ended in log}, first, last)
+    return row | {"over_sampling": over_sampling, "model": modelled(case, over_sampling)}
+
+
+def row_of(
+    case: Case,
+    done: Sequence[StepDone],
+    records: Sequence[RecordedBatch],
+    lives: dict[str, tuple[float, float]],
+    first: Look,
+    last: Look,
+) -> dict[str, Any]:
+    """One line of the table; shares are of tokens and in percent. `lives`: first and last token of each sample that ended."""
+    seen = done[case.warm :]
+    step_s = (seen[-1].wall - seen[0].wall) / (len(seen) - 1)
+    ages: dict[int, int] = {}
+    began: dict[str, float] = {}  # group -> when it was first trained
+    ends: dict[str, float] = {}  # group -> end of its last member
+    samples = issued_late = born_late = 0
+    for record in records[case.warm :]:
+        step, starts = record.done.step - 1, record.done.wall - case.train_s
+        for group in record.groups:
+            for scored in group.samples:
+                task, spans = scored.rollout.task, scored.rollout.response.spans
+                began.setdefault(task.group_id, starts)
+                samples += 1
+                for span in spans:
+                    ages[step - span.step] = ages.get(step - span.step, 0) + span.n
+                issued_late += spans[0].step < task.step
+                if (life := lives.get(task.sample_id)) is not None:
+                    ends[task.group_id] = max(ends.get(task.group_id, 0.0), life[1])
+                    born_late += sum(d.wall < life[0] for d in done) - spans[0].step > case.bound
+    tokens = sum(ages.values())
+    gone = {r: n - first.dropped.get(r, 0) for r, n in last.dropped.items() if n > first.dropped.get(r, 0)}
+    whole = sum(gone.values()) + last.trained - first.trained
+    mean_metric = lambda name: sum(d.metrics[name] for d in seen[1:]) / (len(seen) - 1)  # noqa: E731
+    return {
+        **{k: v for k, v in asdict(case).items() if k != "more"},
+        **case.more,
+        "rollout_s": round(case.rollout_s, 3),
+        "train_s": round(case.train_s, 3),
+        "step_s": round(step_s, 3),
+        "median_step_s": round(median(b.wall - a.wall for a, b in itertools.pairwise(seen)), 3),
+        "efficiency": round(max(case.rollout_s, case.train_s) / step_s, 3),
+        "running": round((last.area - first.area) / (last.at - first.at), 1),
+        "lost_percent": round(100 * sum(gone.values()) / whole, 2),
+        "lost_by_reason_percent": {r: round(100 * n / whole, 2) for r, n in gone.items()},
+        "masked_percent": round(100 * sum(n for a, n in ages.items() if a > case.bound) / tokens, 2),
+        "mean_age": round(sum(a * n for a, n in ages.items()) / tokens, 2),
+        "max_age": max(ages),
+        "ages_percent": {str(a): round(100 * n / tokens, 2) for a, n in sorted(ages.items())},
+        "split_percent": round(100 * sum(ends.get(g, 0.0) > at for g, at in began.items()) / len(began), 1),
+        "samples": samples,
+        "issued_newer_than_born": issued_late,
+        "born_over_bound": born_late,
+        "between_steps_ms": round(1e3 * (step_s - mean_metric("perf/wait_s") - case.train_s), 1),
+        "cpu_ms_a_sample": {
+            name: round(1e3 * (last.cpu[name] - at) / (samples * (len(seen) - 1) / len(seen)), 2)
+            for name, at in first.cpu.items()
+        },
+        "load_average": round(os.getloadavg()[0], 1),
+        "cores_busy": round(sum(last.cpu[n] - at for n, at in first.cpu.items()) / (last.wall - first.wall), 2),
+    }
+
+
+def modelled(case: Case, over_sampling: int) -> dict[str, float] | None:
+    """What the model says of the same samples, where it knows the rule. Today's engines get a queue, so that does the model."""
+    if case.policy not in RULES:
+        return None
+    ids = (f"bench/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
+    seconds = (seconds_of(case.lengths, case.median_s, seed) for seed in ids)
+    samples = (
+        Sample(s, tokens_of(s, case.median_s, case.tokens) if case.proportional else case.tokens) for s in seconds
+    )
+    setup = Setup(
+        rule=RULES[case.policy], bound=case.bound, batch=case.batch, group=case.group, slots=case.slots,
+        over_sampling=over_sampling, queue=case.slots, train_s=case.train_s, steps=case.warm + case.steps + 1, warm=case.warm,
+    )  # fmt: skip
+    found = simulate(setup, samples)
+    return {
+        "efficiency": round(max(case.rollout_s, case.train_s) / found.step_s, 3),
+        "masked_percent": round(100 * found.masked, 2),
+        "mean_age": round(found.mean_age, 2),
+        "max_age": found.max_age,
+        "split_percent": round(100 * found.split, 1),
+        "running": round(found.running, 1),
+    }
+
+
+# -- table -----------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as a table, for people."""
+    head = (
+        "lengths", "load", "bound", "policy", "workers", "eff", "model", "lost %", "masked %", "model", "age", "max", "split %",
+        "model", "running", "late", "cores",
+    )  # fmt: skip
+    print(" | ".join(head))
+    for r in rows:
+        model = r.get("model") or {}
+        print(
+            " | ".join(
+                str(x)
+                for x in (
+                    r["lengths"], r["load"], r["bound"], r["policy"], r["workers"], r["efficiency"],
+                    model.get("efficiency", "-"), r["lost_percent"], r["masked_percent"], model.get("masked_percent", "-"),
+                    r["mean_age"], r["max_age"], r["split_percent"], model.get("split_percent", "-"), r["running"],
+                    f"{r['issued_newer_than_born']}/{r['born_over_bound']}", r["cores_busy"],
+                )
+            )
+        )  # fmt: skip
+
+
+def cases_of(args: argparse.Namespace) -> Iterator[Case]:
+    more = {}
+    for item in args.set:
+        name, _, value = item.partition("=")
+        try:
+            more[name] = json.loads(value)
+        except ValueError:
+            more[name] = value
+    for bound, workers, lengths, load in itertools.product(args.bound, args.workers, args.lengths, args.load):
+        yield Case(
+            lengths=lengths, load=load, bound=bound, policy=args.policy, over_sampling=args.over_sampling, workers=workers,
+            slots=args.slots, median_s=args.median_s, tokens=args.tokens, proportional=args.proportional,
+            chunk=args.chunk, warm=args.warm, steps=args.steps,
+            more=more,
+        )  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--engines"]:
+        serve(int(sys.argv[2]), json.loads(sys.argv[3]))
+        return 0
+    if sys.argv[1:2] == ["--trainer"]:
+        train(sys.argv[3], float(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bound", type=int, nargs="+", default=[2])
+    parser.add_argument("--policy", default="mask")
+    parser.add_argument("--over-sampling", type=int, help="groups; default: the settings'")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--load", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--slots", type=int, default=64, help="of all workers together")
+    parser.add_argument("--median-s", type=float, default=0.5, help="of a sample's seconds")
+    parser.add_argument("--tokens", type=int, default=128, help="of every sample, or of a mean one")
+    parser.add_argument("--proportional", action="store_true", help="a sample's tokens follow its seconds")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens an event; 0: one event at the end")
+    parser.add_argument("--warm", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+    parser.add_argument("--keep", action="store_true", help="leave each run's folder, and say where it is")
+    parser.add_argument("--note", default="", help="goes into the file: what this build is")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    facts = {
+        "date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "command": "scripts/bench_schedule.py " + " ".join(sys.argv[1:]), "note": args.note,
+    }  # fmt: skip
+    shared = Path("/dev/shm")
+    for case in cases_of(args):
+        folder = Path(mkdtemp(prefix="bench-schedule-", dir=shared if shared.is_dir() else None))
+        try:
+            rows.append(asyncio.run(watch(case, folder)))
+        finally:
+            if args.keep:
+                print(folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        show(rows[-1:])
+        if args.out:
+            args.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    print()
+    show(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A run for bench_schedule.py: real rooms as processes over a real Redis, with the engines of schedule_engine.py and a trainer
+that sleeps. Rooms get their specs from the settings, as the launcher makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.runtime.child import Child, free_port
+from bus import Bus
+from bus.knobs.live import publish_initial
+from bus.server.embedded import EmbeddedRedis
+from miles_async.launcher.plan import Place, actor_spec, bus_config, initial_knobs, room_specs
+from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
+from scripts.schedule_engine import draws
+
+BENCH = Path(__file__).with_name("bench_schedule.py")
+LOADS = {"R=T": 1.0, "R=2T": 0.5, "T=2R": 2.0}  # trainer's seconds over the engines' seconds of a batch
+NEVER = 1 << 30  # steps: the run is ended by the bench, so that its end is not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. Seconds are those of the stand-ins."""
+
+    lengths: str
+    load: str
+    bound: int
+    policy: str
+    over_sampling: int | None = None  # None: the settings' default
+    workers: int = 1
+    slots: int = 64  # of all workers together
+    batch: int = 16
+    group: int = 8
+    median_s: float = 0.5
+    tokens: int = 128
+    proportional: bool = False  # tokens follow the seconds; else every sample has `tokens`
+    chunk: int = 0
+    warm: int = 12
+    steps: int = 50
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def rollout_s(self) -> float:
+        """R: a batch on full slots."""
+        seconds = draws(self.lengths, self.median_s, 40_000)
+        return self.batch * self.group * sum(seconds) / len(seconds) / self.slots
+
+    @property
+    def train_s(self) -> float:
+        """T."""
+        return self.rollout_s * LOADS[self.load]
+
+
+def settings_of(case: Case, folder: Path, port: int) -> RunSettings:
+    """As a user would give them."""
+    given: dict[str, Any] = {
+        "hf_checkpoint": str(folder / "model"), "prompt_data": str(folder / "prompts.jsonl"), "input_key": "prompt",
+        "num_rollout": NEVER, "rollout_batch_size": case.batch, "n_samples_per_prompt": case.group,
+        "rollout_max_response_len": 64 * case.tokens, "rm_type": "deterministic_random",
+        "dynamic_sampling_filter_path": "none", "max_weight_staleness": case.bound, "staleness_policy": case.policy,
+        "use_tis": True, "engine": "external", "sglang_server_concurrency": case.slots // case.workers,
+        "rollout_external_engine_addrs": tuple(f"http://127.0.0.1:{port}/{i}" for i in range(case.workers)),
+        "save_debug_rollout_data": str(folder / "batches" / "{rollout_id}"), "debug_rollout_only": True,
+        "runs_dir": str(folder), "name": "bench",
+    }  # fmt: skip
+    if case.over_sampling is not None:
+        given["over_sampling_batch_size"] = case.over_sampling
+    return settings_from(**(given | case.more))
+
+
+@asynccontextmanager
+async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str, Child], str]]:
+    """Redis, engines and rooms at work: (bus, processes by name, address of the engines)."""
+    (folder / "batches").mkdir()
+    (folder / "model").mkdir()
+    save_tokenizer(folder / "model")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4096)
+    port, children = free_port(), {"engines": Child()}
+    script = {
+        "lengths": case.lengths, "median_s": case.median_s, "tokens": case.tokens, "proportional": case.proportional,
+        "chunk": case.chunk, "slots": case.slots,
+        "engines": case.workers, "seed": "bench", "log": str(folder / "samples.jsonl"),
+    }  # fmt: skip
+    settings = settings_of(case, folder, port)
+    place = Place(
+        run_dir=str(folder), model_dir=str(folder / "model"), weights_dir=str(folder / "weights"),
+        blob_dir=str(folder / "blobs"), stop_token_ids=(), num_rollout=NEVER, fingerprint="bench",
+    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(BENCH.parents[1]), "OMP_NUM_THREADS": "1"}
+    server = EmbeddedRedis(folder)
+    await asyncio.to_thread(server.start)
+    try:
+        words = [sys.executable, str(BENCH), "--engines", str(port), json.dumps(script)]
+        await children["engines"].start(words, folder / "engines.log", environment)
+        async with Bus(bus_config(settings, server.url, place)) as bus:
+            await bus.make_readers()
+            await publish_initial(bus, initial_knobs(settings))
+            for name, role, room in room_specs(settings, place):
+                file = folder / f"{name}.json"
+                file.write_bytes(msgspec.json.encode(actor_spec(settings, place, bus.config, name, role, room)))
+                start = [str(BENCH), "--trainer", str(case.train_s)] if role == "trainer" else ["-m", f"actors.{role}"]
+                children[name] = Child()
+                await children[name].start([sys.executable, *start, str(file)], folder / f"{name}.log", environment)
+            yield bus, children, f"http://127.0.0.1:{port}"
+    finally:
+        await asyncio.gather(*(child.stop(1.0) for child in children.values()))
+        await asyncio.to_thread(server.kill)
+
+
+def train(spec_file: str, train_s: float) -> None:
+    """The trainer's process: the room itself, with a backend that takes its time."""
+    from actors.runtime.run import main as run_room
+    from actors.trainer import actor as room
+    from actors.trainer.backend import StepBatch, StepResult, TrainBackend
+    from actors.trainer.null_backend import NullBackend
+    from actors.trainer.spec import TrainerSpec
+
+    class Sleeper(NullBackend):
+        """Trains nothing for `train_s`; counts as trained what the bound lets through."""
+
+        def train_step(self, batch: StepBatch) -> StepResult:
+            end = time.monotonic() + train_s
+            oldest = batch.step - int(batch.knobs["max_weight_staleness"])
+            trained = [sum(int(n) for step, n in s.train.spans or () if step >= oldest) for s in batch.samples]
+            time.sleep(max(0.0, end - time.monotonic()))
+            return StepResult(metrics={}, packing=(), trained_tokens=trained)
+
+    def sleeper(name: str) -> TrainBackend:
+        return Sleeper()
+
+    room.open_backend = sleeper
+    sys.argv = [sys.argv[0], spec_file]
+    run_room(TrainerSpec, room.run)
+
+
+__all__ = ("LOADS", "Case", "run_of", "settings_of", "train")

@@ -1,0 +1,183 @@
+"""Advice on the bound from what a run's steps recorded: the sentences, and where there is nothing to say."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS, STRAGGLER
+from miles_async.console.history import history_of
+from miles_async.console.report import write_report
+from miles_async.console.schedule import Sample, Setup, advise, simulate
+from miles_async.console.schedule.advice import share
+from miles_async.console.schedule.observed import Spread, observe
+
+KNOBS = {
+    "rollout_batch_size": 16, "n_samples_per_prompt": 8, "max_weight_staleness": 2, "staleness_policy": "split",
+    "over_sampling_batch_size": 0, "sglang_server_concurrency": 64, "update_weights_interval": 1,
+}  # fmt: skip
+SIGMA = 0.6
+
+
+def run_of(steps=24, *, step_s=1.2, wait_s=0.0, sigma=SIGMA, knobs=(), more=()):
+    """Records of a run with log-normal lengths of a mean of 100 tokens, 6 ms each."""
+    draw = random.Random(3)
+    records = [{"kind": "knob", "wall": 0.0, "epoch": 0, "values": KNOBS | dict(knobs)}]
+    for number in range(1, steps + 1):
+        lengths = [100 * np.exp(sigma * draw.gauss(0, 1) - sigma**2 / 2) for _ in range(128)]
+        metrics = {"perf/wait_s": wait_s, "perf/train_s": step_s - wait_s, **dict(more)}
+        for name, values in ((LENGTH, lengths), (SECONDS, [n * 0.006 for n in lengths]), (STRAGGLER, [2.0, 3.0])):
+            metrics |= {f"{name}/p{q}": float(np.percentile(values, q)) for q in QUANTILES}
+            metrics[f"{name}/mean"] = float(np.mean(values))
+        records.append(
+            {"kind": "step", "wall": 1.0 + step_s * number, "step": number, "groups": [], "metrics": metrics}
+        )
+    return records
+
+
+def advice(**given):
+    found = advise(history_of(run_of(**given)))
+    assert found is not None
+    return found
+
+
+def test_a_run_is_seen_as_the_model_takes_it():
+    seen = observe(history_of(run_of(wait_s=0.3)))
+    assert seen is not None
+    assert (seen.batch, seen.group, seen.slots, seen.bound, seen.rule) == (16, 8, 64, 2, "split")
+    assert seen.step_s == pytest.approx(1.2)
+    assert seen.train_s == pytest.approx(0.9)
+    assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.03)
+    drawn = [s for s, _ in zip(seen.samples(), range(4000), strict=False)]
+    assert np.mean([s.seconds for s in drawn]) == pytest.approx(0.6, rel=0.05)
+    assert np.mean([s.tokens for s in drawn]) == pytest.approx(100, rel=0.05)
+    assert np.percentile([s.tokens for s in drawn], 99) == pytest.approx(100 * np.exp(2.33 * SIGMA - 0.18), rel=0.1)
+
+
+def test_what_a_bound_masks_is_what_the_model_says_of_the_same_lengths():
+    found = advice()
+    draw = random.Random(8)
+    samples = (Sample(0.6 * np.exp(SIGMA * draw.gauss(0, 1) - SIGMA**2 / 2), 100.0) for _ in iter(int, 1))
+    direct = simulate(Setup(rule="split", bound=2, train_s=1.2, steps=200), samples)
+    assert found.now.step_s == pytest.approx(direct.step_s, rel=0.03)
+    # Long samples have more tokens here, and none in the model's: what is masked weighs more.
+    assert direct.masked < found.now.masked < 5 * direct.masked
+    assert [c.bound for c in found.choices] == [1, 2, 3, 4, 5, 6]
+    assert found.choices[0].step_s > 1.3 * found.choices[1].step_s
+    assert found.choices[5].masked < 0.001
+
+
+def test_a_bound_that_serves_is_left_alone():
+    assert advice(knobs={"max_weight_staleness": 3}).lines[-1].startswith("Bound 3 serves these lengths")
+
+
+def test_a_bound_that_starves_is_raised_and_the_gain_is_named():
+    last = advice(knobs={"max_weight_staleness": 1}, step_s=1.8, wait_s=0.6).lines[-1]
+    found = re.match(r"Bound ([2-4]) masks (.*) % and is ([\d.]+) times as fast: [\d.]+ s a step, \d+ running\.", last)
+    assert found, last
+    assert float(found[2]) <= 1.0
+    assert float(found[3]) > 1.3
+
+
+def test_whole_groups_are_told_what_splitting_them_would_gain():
+    found = advice(knobs={"staleness_policy": "mask", "over_sampling_batch_size": 16}, step_s=1.3, wait_s=0.1)
+    assert found.now.rule == "whole"
+    assert found.now.masked > 0.02
+    assert "under split" in found.lines[-1]
+
+
+def pace(records, *, alone, per_running, scatter):
+    """Add what samples say of their pace: `scatter` of the number running, half of it within steps."""
+    for number, record in enumerate(records[1:]):
+        running = 60.0 + scatter * (1 if number % 2 else -1)
+        record["metrics"] |= {
+            f"{RUNNING}/mean": running, f"{RUNNING}/variance": scatter**2,
+            f"{PACE}/mean": alone + per_running * running, f"{PACE}/per_running": per_running,
+        }  # fmt: skip
+    return records
+
+
+def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered():
+    given = run_of(32, step_s=0.9, knobs={"sglang_server_concurrency": 128})
+    records = pace(given, alone=0.0024, per_running=6e-5, scatter=20.0)
+    seen = observe(history_of(records))
+    assert seen is not None
+    assert seen.slowdown == pytest.approx(6e-5 / 0.0024)
+    found = advise(history_of(records))
+    assert found is not None
+    plain = advise(history_of(run_of(32, step_s=0.9, knobs={"sglang_server_concurrency": 128})))
+    assert plain is not None
+    assert any("does not show" in line for line in plain.lines)
+    assert not any("does not show" in line for line in found.lines)
+    assert found.choices[1].masked > plain.choices[1].masked
+    assert [
+        line for line in found.lines if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)
+    ]
+
+
+def test_samples_that_always_run_in_equal_numbers_do_not_show_what_more_would_cost():
+    seen = observe(history_of(pace(run_of(), alone=0.0024, per_running=6e-5, scatter=1.0)))
+    assert seen is not None
+    assert seen.slowdown == 0.0
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        run_of(3),
+        run_of(10)[1:],
+        run_of(10, more={"perf/turn_s": 1.0}),
+        [{"kind": "step", "wall": float(n), "step": n, "groups": [], "metrics": {}} for n in range(20)],
+    ],
+    ids=["nothing", "few steps", "no knobs", "shared GPUs", "steps of another release"],
+)
+def test_a_run_that_tells_too_little_gets_no_advice(records):
+    assert advise(history_of(records)) is None
+
+
+def test_batches_of_thousands_are_advised_on_as_well():
+    found = advice(knobs={"rollout_batch_size": 512, "sglang_server_concurrency": 2048}, step_s=1.2)
+    small = advice()
+    assert found.now.step_s == pytest.approx(small.now.step_s, rel=0.1)
+    assert found.now.running == pytest.approx(32 * small.now.running, rel=0.1)
+
+
+def test_the_report_shows_the_spreads_and_the_advice(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in run_of()))
+    page = write_report(tmp_path).read_text("utf-8")
+    section = page[page.index("<h2>Scheduling</h2>") :]
+    section = section[: section.index("</section>")]
+    for word in (
+        "response tokens",
+        "slowest member",
+        "versions from first token to training",
+        "tokens masked",
+        "One sample in 100",
+    ):
+        assert word in section
+    assert section.count("<tr>") == 7
+
+
+def test_a_spread_is_read_both_ways():
+    spread = Spread((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 9.0))
+    assert [spread.at(q / 100) for q in QUANTILES] == list(spread.values)
+    assert spread.at(0.995) == pytest.approx(7.0)
+    for value in (0.0, 0.5, 2.0, 4.4, 8.0):
+        assert spread.at(spread.below(value)) == pytest.approx(value)
+    assert (spread.below(-1.0), spread.below(10.0)) == (0.0, 1.0)
+    equal = Spread((4.0,) * 7)
+    assert (equal.below(3.9), equal.below(4.0), equal.at(0.3)) == (0.0, 1.0, 4.0)
+
+
+def test_shares_are_said_as_they_are_read():
+    assert [share(v) for v in (0.0, 0.0004, 0.001, 0.0123, 0.09, 0.123)] == [
+        "0 %",
+        "0 %",
+        "0.1 %",
+        "1.2 %",
+        "9.0 %",
+        "12 %",
+    ]
