@@ -36,9 +36,9 @@ SKIP_SHARE = 0.3
 """... and the share of the slips that leave the line out; the others make the total one too high."""
 
 
-def draw(rng: random.Random, spread: float = SPREAD) -> Problem:
+def draw(rng: random.Random, spread: float = SPREAD, median: float = MEDIAN_LINES) -> Problem:
     """One column. `kind` is its number of lines, in decimal."""
-    lines = round(MEDIAN_LINES * math.exp(rng.gauss(0.0, spread)))
+    lines = round(median * math.exp(rng.gauss(0.0, spread)))
     lines = min(max(lines, LEAST_LINES), MOST_LINES)
     digits = [rng.randint(0, 9) for _ in range(lines)]
     prompt = "".join(f"{line}{digit}" for line, digit in zip(LINES, digits, strict=False))
