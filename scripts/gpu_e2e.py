@@ -161,9 +161,10 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int =
 
 def _with_tokenizer(model: Path) -> Path:
     sys.path.insert(0, str(parts.REPO))
+    from miles_async.quickstart.arithmetic import ARITHMETIC
     from miles_async.quickstart.tokenizer import save_tokenizer
 
-    save_tokenizer(model)
+    save_tokenizer(model, ARITHMETIC)
     return model
 
 

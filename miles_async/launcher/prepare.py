@@ -32,10 +32,11 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     if builtin is None:
         return Path(settings.model.hf_checkpoint).resolve()
     from miles_async.quickstart.model import make_model
+    from miles_async.quickstart.tasks import TASKS
 
     directory = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}"
     if not (directory / "model.safetensors").exists():
-        make_model(directory, seed=settings.launch.seed)
+        make_model(directory, TASKS[builtin], seed=settings.launch.seed)
     return directory.resolve()
 
 

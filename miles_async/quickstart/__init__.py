@@ -1,8 +1,9 @@
-"""The quickstart task: arithmetic problems (`data`), their tokenizer, and a tiny warm-started Qwen3 (`model`).
+"""Tasks to try the product on: problems (`arithmetic`, `columns`), a tokenizer, and a tiny warm-started Qwen3 (`model`).
 
-Importing this package stays cheap: only `model` and `warm_start` import torch.
+Importing this package stays cheap: only `model`, `tokenizer` and `warm_start` import more than the standard library.
 """
 
-from miles_async.quickstart.data import DATA_SEED, Problem, make_problems
+from miles_async.quickstart.task import Problem, Task
+from miles_async.quickstart.tasks import TASKS
 
-__all__ = ("DATA_SEED", "Problem", "make_problems")
+__all__ = ("TASKS", "Problem", "Task")

@@ -1,4 +1,4 @@
-"""The quickstart's model directory: a tiny Qwen3 in Hugging Face form, warm-started from a seed.
+"""A task's model directory: a tiny Qwen3 in Hugging Face form, warm-started from a seed.
 
 Writes one directory (config.json, generation_config.json, model.safetensors, the tokenizer files, quickstart.json);
 owns it. Always true: the directory is there completely or not at all, and equal seeds and recipes give equal weights.
@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -22,11 +22,12 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from actors.runtime.seeds import seed_for
 from bus.errors import MilesAsyncError
-from miles_async.quickstart.data import DATA_SEED, HELD_OUT_PROBLEMS, TRAIN_PROBLEMS, make_problems
-from miles_async.quickstart.tokenizer import EOS_ID, MAX_TOKENS, PAD_ID, VOCABULARY, save_tokenizer
-from miles_async.quickstart.warm_start import WarmStart, accuracy, warm_start
+from miles_async.quickstart.task import EOS_ID, PAD_ID, Task
+from miles_async.quickstart.tasks import TASKS
+from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.quickstart.warm_start import accuracy, warm_start
 
-__all__ = ["ModelDirectoryTaken", "Shape", "make_model"]
+__all__ = ["ModelDirectoryTaken", "make_model"]
 
 RECIPE = 1
 """Number of the recipe in code; raised when a change of code changes the weights."""
@@ -38,34 +39,29 @@ class ModelDirectoryTaken(MilesAsyncError, FileExistsError):
     """The directory holds something else than the model asked for; it is left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the tiny Qwen3; 77k parameters as they stand."""
-
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-
-
 def make_model(
     directory: Path,
+    task: Task,
     *,
     seed: int,
-    shape: Shape | None = None,
-    recipe: WarmStart | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Make the model directory, in float32, unless the same one is already there (then return at once).
+    """Make the model directory of `task`, in float32, unless the same one is already there (then return at once).
 
-    About 30 s on one core. `progress` is called with the share done, 0 to 1. quickstart.json records seed, recipe and
-    the accuracy on development and held-out problems. Raises ModelDirectoryTaken when `directory` holds something else and
-    WarmStartFailed when the recipe misses its target; both leave nothing behind.
+    About 30 s on one core for arithmetic. `progress` is called with the share done, 0 to 1. quickstart.json records seed,
+    recipe and the accuracy on development and held-out problems. Raises ModelDirectoryTaken when `directory` holds
+    something else and WarmStartFailed when the recipe misses its target; both leave nothing behind.
     """
-    shape, recipe = shape or Shape(), recipe or WarmStart()
     made_from = json.loads(
-        json.dumps({"recipe": RECIPE, "seed": seed, "shape": asdict(shape), "lessons": asdict(recipe)})
+        json.dumps(
+            {
+                "task": task.name,
+                "recipe": RECIPE,
+                "seed": seed,
+                "shape": asdict(task.shape),
+                "lessons": asdict(task.lessons),
+            }
+        )
     )
     if _is_made(directory, made_from):
         return
@@ -73,7 +69,7 @@ def make_model(
     building = Path(mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         with _one_thread():
-            _build(building, made_from, seed=seed, shape=shape, recipe=recipe, progress=progress)
+            _build(building, made_from, task, seed=seed, progress=progress)
         try:
             building.rename(directory)
         except OSError:
@@ -87,45 +83,45 @@ def make_model(
 def _build(
     directory: Path,
     made_from: dict[str, object],
+    task: Task,
     *,
     seed: int,
-    shape: Shape,
-    recipe: WarmStart,
     progress: Callable[[float], None] | None,
 ) -> None:
-    _, held_out = make_problems(DATA_SEED, train=TRAIN_PROBLEMS, held_out=HELD_OUT_PROBLEMS)
+    _, held_out = task.shipped()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "warm-start", "init"))
-        model = Qwen3ForCausalLM(_config(shape, use_cache=False))
+        model = Qwen3ForCausalLM(_config(task, use_cache=False))
     without = frozenset(problem.prompt for problem in held_out)
-    development = warm_start(model, recipe, seed=seed, without=without, progress=progress)
+    development = warm_start(model, task, seed=seed, without=without, progress=progress)
     measured = {
         "development_accuracy": round(development, 4),
-        "held_out_accuracy": round(accuracy(model, held_out), 4),
+        "held_out_accuracy": round(accuracy(model, task, held_out), 4),
     }
-    _config(shape, use_cache=True).save_pretrained(directory)
-    GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, max_length=MAX_TOKENS).save_pretrained(
-        directory
-    )
+    _config(task, use_cache=True).save_pretrained(directory)
+    GenerationConfig(
+        eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, max_length=task.max_tokens
+    ).save_pretrained(directory)
     weights = directory / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors and mkdtemp make private files; the model is for every user of the machine
     directory.chmod(0o755)
-    save_tokenizer(directory)
+    save_tokenizer(directory, task)
     stamp = json.dumps({"made_from": made_from, **measured}, indent=2) + "\n"
     (directory / STAMP).write_text(stamp, encoding="utf-8")
 
 
-def _config(shape: Shape, *, use_cache: bool) -> Qwen3Config:
+def _config(task: Task, *, use_cache: bool) -> Qwen3Config:
+    shape = task.shape
     return Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(task.vocabulary),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.hidden_size // shape.heads,
-        max_position_embeddings=MAX_TOKENS,
+        max_position_embeddings=task.max_tokens,
         tie_word_embeddings=False,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -148,7 +144,7 @@ def _is_made(directory: Path, made_from: dict[str, object]) -> bool:
     if isinstance(stamp, dict) and stamp.get("made_from") == made_from:
         return True
     raise ModelDirectoryTaken(
-        f"model directory {str(directory)!r} holds something else than this quickstart model "
+        f"model directory {str(directory)!r} holds something else than this model of {made_from['task']} "
         f"(seed {made_from['seed']}, recipe {made_from['recipe']}). Remove it or name another directory."
     )
 
@@ -165,13 +161,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def main() -> None:
-    """`python -m miles_async.quickstart.model DIRECTORY [--seed S]`: make it and print its accuracy."""
-    parser = argparse.ArgumentParser(description="Make and warm-start the quickstart's tiny Qwen3.")
+    """`python -m miles_async.quickstart.model DIRECTORY [--task NAME] [--seed S]`: make it and print its accuracy."""
+    parser = argparse.ArgumentParser(description="Make and warm-start a task's tiny Qwen3.")
     parser.add_argument("directory", type=Path, help="where to write it; kept when it is already there")
+    parser.add_argument(
+        "--task", choices=list(TASKS), default="arithmetic", help="what it learns (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="integer; equal seeds give equal weights (default 0)")
     arguments = parser.parse_args()
     try:
-        make_model(arguments.directory, seed=arguments.seed)
+        make_model(arguments.directory, TASKS[arguments.task], seed=arguments.seed)
     except MilesAsyncError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from error

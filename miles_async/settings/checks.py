@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_async.quickstart.tasks import TASKS
 from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
@@ -37,7 +38,6 @@ def preflight(
     settings: RunSettings,
     *,
     shipped: Mapping[str, Collection[str]] | None = None,
-    builtin_models: Collection[str] = ("arithmetic",),
     probes: Iterable[Probe] = (),
 ) -> Preflight:
     """Check names, model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
@@ -47,7 +47,7 @@ def preflight(
     """
     for field, valid in (shipped or {}).items():
         check_shipped_name(settings, field, valid)
-    config = check_model(settings, builtin_models)
+    config = check_model(settings)
     check_programs(settings)
     notes = check_memory(settings, config)
     prompts, held_out = check_data(settings)
@@ -66,17 +66,17 @@ def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]
     raise SettingsError("unknown name", field=field, value=value, remedy=f"{close} {known}".strip())
 
 
-def check_model(settings: RunSettings, builtin_models: Collection[str]) -> dict[str, Any]:
+def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
     config: dict[str, Any] = {}
     builtin = settings.model.builtin_name
     if builtin is not None:
-        if builtin not in builtin_models:
+        if builtin not in TASKS:
             raise SettingsError(
                 "no such builtin model",
                 field="hf_checkpoint",
                 value=settings.model.hf_checkpoint,
-                remedy=f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(builtin_models))}.",
+                remedy=f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(TASKS))}.",
             )
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")

@@ -62,7 +62,7 @@ async def read_facts(bus: Bus) -> Facts:
     )
 
 
-def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None) -> Facts:
+def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None, n_prompts: int = N_PROMPTS) -> Facts:
     """Assert all of it. `whole_policy` False: the bus was lost on the way, so that it knows the later part only."""
     server = run.server()
     try:
@@ -83,7 +83,7 @@ def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None) -> F
     assert len(samples) == len(set(samples)), "a sample contributed twice"
     if whole_policy:
         _nothing_missing(facts, set(trained))
-        _prompts_in_order(facts, done, seed=42)
+        _prompts_in_order(facts, done, n_prompts, seed=42)
     if wanted == run.steps:
         assert latest(run.checkpoints) == wanted
     _within_the_bound(run, done)
@@ -103,15 +103,15 @@ def _nothing_missing(facts: Facts, trained: set[str]) -> None:
     assert not (trained & dropped), f"trained and dropped: {sorted(trained & dropped)[:5]}"
 
 
-def _prompts_in_order(facts: Facts, done: dict[int, StepDone], *, seed: int) -> None:
+def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *, seed: int) -> None:
     again = sum(len(m.prompts) for m in facts.policy if isinstance(m, GroupsGivenUp) and m.reissue)
     if again:
         return  # prompts that were issued again shift the order
     prompts = {g: p for step in done.values() for g, p in zip(step.groups, step.prompts, strict=True)}
     prompts |= {v.group_id: v.prompt_id for v in facts.verdicts if v.prompt_id}
     for group, prompt in prompts.items():
-        epoch, position = divmod(int(group[1:]) - 1, N_PROMPTS)
-        row = permutation(n_prompts=N_PROMPTS, run_seed=seed, epoch=epoch, shuffle=True)[position]
+        epoch, position = divmod(int(group[1:]) - 1, n_prompts)
+        row = permutation(n_prompts=n_prompts, run_seed=seed, epoch=epoch, shuffle=True)[position]
         assert prompt == f"p{row}", f"{group} should be of prompt p{row}, is of {prompt}"
 
 

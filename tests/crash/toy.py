@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from miles_async.quickstart.data import make_problems
-from miles_async.quickstart.tokenizer import PAD_ID, VOCABULARY, save_tokenizer
+from miles_async.quickstart.arithmetic import ARITHMETIC
+from miles_async.quickstart.task import PAD_ID
+from miles_async.quickstart.tokenizer import save_tokenizer
 
 SEED = 7
 N_PROMPTS = 48
@@ -23,7 +24,7 @@ def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
     model_dir = directory / "model"
     model_dir.mkdir(parents=True)
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(ARITHMETIC.vocabulary),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=1,
@@ -41,8 +42,8 @@ def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(model_dir)
     GenerationConfig(pad_token_id=PAD_ID, do_sample=True, max_length=256).save_pretrained(model_dir)
-    save_tokenizer(model_dir)
-    problems, _ = make_problems(SEED, train=N_PROMPTS, held_out=1)
+    save_tokenizer(model_dir, ARITHMETIC)
+    problems, _ = ARITHMETIC.make_problems(SEED, train=N_PROMPTS, held_out=1)
     lines = [json.dumps({"prompt": p.prompt, "label": p.label}) for p in problems]
     (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return directory

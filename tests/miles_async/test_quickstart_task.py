@@ -1,4 +1,4 @@
-"""The quickstart task: its problems are right and apart, its tokenizer and model directory load everywhere."""
+"""The tasks that are shipped: their problems are right and apart, their tokenizers and model directories load everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import operator
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,25 +16,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from miles_async.quickstart.data import (
-    DATA_SEED,
-    HELD_OUT_PROBLEMS,
-    KINDS,
-    MIX,
-    TRAIN_PROBLEMS,
-    Problem,
-    draw,
-    make_problems,
-    stream,
-    write_jsonl,
-)
+from miles_async.quickstart.arithmetic import ARITHMETIC, KINDS, MIX, draw
+from miles_async.quickstart.data import write_jsonl
 from miles_async.quickstart.model import ModelDirectoryTaken, make_model
 from miles_async.quickstart.muon import Muon, orthogonalise
-from miles_async.quickstart.tokenizer import EOS_ID, UNK_ID, VOCABULARY
-from miles_async.quickstart.warm_start import WarmStart, WarmStartFailed, accuracy, development_problems
+from miles_async.quickstart.task import EOS_ID, UNK_ID, Problem, Task, WarmStart
+from miles_async.quickstart.tasks import TASKS
+from miles_async.quickstart.warm_start import WarmStartFailed, accuracy, development_problems
 
 DATA = Path(__file__).parents[2] / "configs" / "data"
-SHORT = WarmStart(learn_steps=6, careless_steps=3, batch_size=8, development=20, accepted=(0.0, 1.0))
+SHORT = WarmStart(learn_steps=6, careless_steps=3, batch_size=8, parts=2, development=20, accepted=(0.0, 1.0))
+ALL = pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 
 OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -52,15 +45,27 @@ def value(node: ast.expr) -> int:
     raise AssertionError(ast.dump(node))
 
 
+def short(task: Task, lessons: WarmStart = SHORT) -> Task:
+    """The task with a warm start of a second."""
+    return replace(task, lessons=lessons)
+
+
 def rows(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("quickstart") / "model"
-    make_model(directory, seed=5, recipe=SHORT)
-    return directory
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model directory of every task."""
+    home = tmp_path_factory.mktemp("models")
+    for name, task in TASKS.items():
+        make_model(home / name, short(task), seed=5)
+    return {name: home / name for name in TASKS}
+
+
+@pytest.fixture(scope="module")
+def model_directory(directories: dict[str, Path]) -> Path:
+    return directories["arithmetic"]
 
 
 @pytest.mark.parametrize(("name", "least"), [("arithmetic_train.jsonl", 2000), ("arithmetic_held_out.jsonl", 200)])
@@ -74,9 +79,10 @@ def test_shipped_labels_are_what_the_prompts_evaluate_to(name: str, least: int) 
         assert row["label"] == str(value(expression)), row
 
 
-def test_no_prompt_occurs_twice_and_the_held_out_ones_are_apart() -> None:
-    train = [row["prompt"] for row in rows("arithmetic_train.jsonl")]
-    held_out = [row["prompt"] for row in rows("arithmetic_held_out.jsonl")]
+@ALL
+def test_no_prompt_occurs_twice_and_the_held_out_ones_are_apart(task: Task) -> None:
+    train = [row["prompt"] for row in rows(f"{task.name}_train.jsonl")]
+    held_out = [row["prompt"] for row in rows(f"{task.name}_held_out.jsonl")]
     assert len(set(train) | set(held_out)) == len(train) + len(held_out)
 
 
@@ -88,50 +94,62 @@ def test_shipped_problems_have_all_operators_brackets_and_several_lengths() -> N
         assert len({len(prompt) for prompt in prompts}) >= 3
 
 
-def test_the_shipped_files_are_made_from_the_shipped_seed(tmp_path: Path) -> None:
-    train, held_out = make_problems(DATA_SEED, train=TRAIN_PROBLEMS, held_out=HELD_OUT_PROBLEMS)
-    for name, problems in (("arithmetic_train.jsonl", train), ("arithmetic_held_out.jsonl", held_out)):
+@ALL
+def test_the_shipped_files_are_made_from_the_shipped_seed(tmp_path: Path, task: Task) -> None:
+    train, held_out = task.shipped()
+    for name, problems in ((f"{task.name}_train.jsonl", train), (f"{task.name}_held_out.jsonl", held_out)):
         write_jsonl(tmp_path / name, problems)
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
-    assert {problem.kind for problem in train} == {problem.kind for problem in held_out} == set(KINDS) == set(MIX)
 
 
-def test_another_seed_gives_other_problems() -> None:
-    assert make_problems(1, train=20, held_out=5) == make_problems(1, train=20, held_out=5)
-    assert make_problems(1, train=20, held_out=5) != make_problems(2, train=20, held_out=5)
+def test_shipped_arithmetic_has_problems_of_every_kind() -> None:
+    for problems in ARITHMETIC.shipped():
+        assert {problem.kind for problem in problems} == set(KINDS) == set(MIX)
+
+
+@ALL
+def test_another_seed_gives_other_problems(task: Task) -> None:
+    assert task.make_problems(1, train=20, held_out=5) == task.make_problems(1, train=20, held_out=5)
+    assert task.make_problems(1, train=20, held_out=5) != task.make_problems(2, train=20, held_out=5)
 
 
 def test_more_problems_than_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 5000"):
-        make_problems(1, train=5000, held_out=1)
+        ARITHMETIC.make_problems(1, train=5000, held_out=1)
     with pytest.raises(ValueError, match="'riddle' in the mix is unknown"):
         draw(random.Random(0), {"riddle": 1.0})
 
 
-def test_a_stream_never_yields_what_it_must_leave_out() -> None:
-    first = {problem.prompt for problem in islice(stream(3), 50)}
-    assert not first & {problem.prompt for problem in islice(stream(3, without=frozenset(first)), 500)}
-    assert not first & {problem.prompt for problem in development_problems(60, seed=9, without=frozenset(first))}
+@ALL
+def test_a_stream_never_yields_what_it_must_leave_out(task: Task) -> None:
+    first = {problem.prompt for problem in islice(task.stream(3), 50)}
+    for later in (task.stream(3, without=frozenset(first)), task.lesson(3, 500, without=frozenset(first))):
+        assert not first & {problem.prompt for problem in islice(later, 500)}
+    assert not first & {problem.prompt for problem in development_problems(task, 60, seed=9, without=frozenset(first))}
 
 
-def test_every_prompt_and_label_survives_the_tokenizer(model_directory: Path) -> None:
-    plain = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
-    auto = AutoTokenizer.from_pretrained(model_directory)
-    assert (auto.eos_token_id, auto.unk_token_id, len(auto)) == (EOS_ID, UNK_ID, len(VOCABULARY))
-    for row in rows("arithmetic_held_out.jsonl"):
-        text = row["prompt"] + row["label"]
+@ALL
+def test_every_prompt_and_response_survives_the_tokenizer(directories: dict[str, Path], task: Task) -> None:
+    plain = Tokenizer.from_file(str(directories[task.name] / "tokenizer.json"))
+    auto = AutoTokenizer.from_pretrained(directories[task.name])
+    assert (auto.eos_token_id, auto.unk_token_id, len(auto)) == (EOS_ID, UNK_ID, len(task.vocabulary))
+    for problem in task.shipped()[1]:
+        text = problem.prompt + problem.written
         ids = plain.encode(text).ids
-        assert ids == auto(text)["input_ids"] == [VOCABULARY.index(character) for character in text]
+        assert ids == auto(text)["input_ids"] == task.encode(text)
+        assert "".join(task.vocabulary[token] for token in ids) == text
         assert plain.decode([*ids, EOS_ID]) == auto.decode([*ids, EOS_ID], skip_special_tokens=True) == text
-    assert plain.encode("1?é2").ids == [4, UNK_ID, UNK_ID, 5]
+    one, two = task.encode("1"), task.encode("2")
+    assert plain.encode("1?é2").ids == [*one, UNK_ID, UNK_ID, *two]
 
 
-def test_the_directory_loads_in_transformers_and_generates(model_directory: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_directory)
-    assert model.config.model_type == "qwen3" and model.config.vocab_size == len(VOCABULARY)
+@ALL
+def test_the_directory_loads_in_transformers_and_generates(directories: dict[str, Path], task: Task) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directories[task.name])
+    assert model.config.model_type == "qwen3" and model.config.vocab_size == len(task.vocabulary)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.generation_config.eos_token_id == model.config.eos_token_id == EOS_ID
-    prompt = torch.tensor([Tokenizer.from_file(str(model_directory / "tokenizer.json")).encode("17+5=").ids])
+    prompt = torch.tensor([task.encode(task.shipped()[1][0].prompt)])
     answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=3)
     assert answer.shape[1] > prompt.shape[1]
 
@@ -141,8 +159,8 @@ def test_equal_seeds_give_equal_weights_and_leave_the_callers_randomness_alone(
 ) -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     shares: list[float] = []
-    make_model(tmp_path / "same", seed=5, recipe=SHORT, progress=shares.append)
-    make_model(tmp_path / "other", seed=6, recipe=SHORT)
+    make_model(tmp_path / "same", short(ARITHMETIC), seed=5, progress=shares.append)
+    make_model(tmp_path / "other", short(ARITHMETIC), seed=6)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
     assert shares == sorted(shares) and shares[-1] == 1.0
     weights = (model_directory / "model.safetensors").read_bytes()
@@ -153,20 +171,22 @@ def test_equal_seeds_give_equal_weights_and_leave_the_callers_randomness_alone(
 
 def test_a_made_directory_is_kept_and_a_foreign_one_is_refused(tmp_path: Path, model_directory: Path) -> None:
     before = (model_directory / "model.safetensors").stat().st_mtime_ns
-    make_model(model_directory, seed=5, recipe=SHORT)
+    make_model(model_directory, short(ARITHMETIC), seed=5)
     assert (model_directory / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(ModelDirectoryTaken, match=r"something else.*seed 6.*Remove it or name another"):
-        make_model(model_directory, seed=6, recipe=SHORT)
+    with pytest.raises(ModelDirectoryTaken, match=r"something else.*arithmetic.*seed 6.*Remove it or name another"):
+        make_model(model_directory, short(ARITHMETIC), seed=6)
     (tmp_path / "note.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ModelDirectoryTaken, match=r"this model of columns \(seed 5"):
+        make_model(model_directory, short(TASKS["columns"]), seed=5)
     with pytest.raises(ModelDirectoryTaken, match="something else"):
-        make_model(tmp_path, seed=5, recipe=SHORT)
+        make_model(tmp_path, short(ARITHMETIC), seed=5)
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
 def test_a_recipe_that_misses_its_range_leaves_nothing_behind(tmp_path: Path) -> None:
     impossible = WarmStart(learn_steps=1, careless_steps=1, batch_size=2, development=5, accepted=(0.9, 1.0))
     with pytest.raises(WarmStartFailed, match="Nothing was saved"):
-        make_model(tmp_path / "model", seed=0, recipe=impossible)
+        make_model(tmp_path / "model", short(ARITHMETIC, impossible), seed=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -176,18 +196,19 @@ def test_accuracy_is_the_share_of_exact_greedy_answers(model_directory: Path) ->
     with torch.no_grad():
         model.lm_head.weight[EOS_ID] *= 3  # a model of six steps seldom ends by itself
     problems, right = [], 0
-    for index, problem in enumerate(islice(stream(4), 40)):
-        prompt = [VOCABULARY.index(character) for character in problem.prompt]
+    for index, problem in enumerate(islice(ARITHMETIC.stream(4), 40)):
+        prompt = ARITHMETIC.encode(problem.prompt)
         answer: list[int] = []
         while len(answer) < 6 and (not answer or answer[-1] != EOS_ID):
             answer.append(int(model(torch.tensor([prompt + answer])).logits[0, -1].argmax()))
-        spelled = [VOCABULARY[token] for token in answer[:-1]]
+        spelled = [ARITHMETIC.vocabulary[token] for token in answer[:-1]]
         ends = answer[-1] == EOS_ID and all(len(character) == 1 for character in spelled)
         own = ends and index % 3 > 0
         right += own
-        problems.append(Problem(problem.prompt, "".join(spelled) if own else "987654", problem.kind, problem.operators))
+        written = "".join(spelled) if own else "987654"
+        problems.append(Problem(problem.prompt, written, written, problem.kind))
     assert 0 < right < len(problems)
-    assert accuracy(model, problems) == pytest.approx(right / len(problems))
+    assert accuracy(model, ARITHMETIC, problems) == pytest.approx(right / len(problems))
 
 
 def test_orthogonalise_brings_singular_values_near_one() -> None:

@@ -13,8 +13,8 @@ class ModelSettings(Group, frozen=True, kw_only=True):
     hf_checkpoint: Annotated[
         str,
         doc(
-            "Hugging Face directory with config.json, tokenizer.json and weights, or builtin:arithmetic for the small "
-            "model that this package makes and warm-starts itself. Gives architecture, tokenizer and first weights. A "
+            "Hugging Face directory with config.json, tokenizer.json and weights, or builtin:arithmetic (builtin:columns) for "
+            "the small model that this package makes and warm-starts itself. Gives architecture, tokenizer and first weights. A "
             "block-scaled FP8 directory makes engines serve FP8: weights are quantised like it whenever they are "
             "published; training starts from ref_load, or from the FP8 values themselves."
         ),
