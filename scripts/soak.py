@@ -87,13 +87,13 @@ class Soak:
             steps = {}
         if sorted(steps) != list(range(1, len(steps) + 1)):
             self.faults.append("steps of the lineage are not 1..N")
-        groups = [g for step in sorted(steps) for g in steps[step].groups]
         samples = [s for step in sorted(steps) for s in steps[step].samples]
-        if len(groups) != len(set(groups)) or len(samples) != len(set(samples)):
-            self.faults.append("a group or a sample contributed twice")
+        if len(samples) != len(set(samples)):
+            self.faults.append("a sample contributed twice")
+        groups = [g for step in sorted(steps) for g in steps[step].groups]
         dropped = {g for g, kept in self.verdicts.items() if not kept}
         dropped |= {g for m in self.policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
-        opened = set(await bus.hash_of(bus.keys.open_groups))
+        opened = {key.partition("+")[0] for key in await bus.hash_of(bus.keys.open_groups)}
         issued = Position.parse(await bus.state("sampler")).cursor.group
         known = {*groups, *dropped, *opened}
         missing = [g for g in (f"g{n:07d}" for n in range(1, issued + 1)) if g not in known]

@@ -282,12 +282,13 @@ class Trainer:
             "perf/step_s": trained - began,
             "perf/tokens_per_s": sum(result.trained_tokens) / max(1e-9, trained - began),
         }
+        prompts = {g.group_id: g.prompt_id for g in groups}
         done = StepDone(
             step=step + 1,
             version=version,
             trained_on=self._version,
-            groups=tuple(dict.fromkeys(g.group_id for g in groups)),
-            prompts=tuple(dict.fromkeys(g.prompt_id for g in groups)),
+            groups=tuple(prompts),
+            prompts=tuple(prompts.values()),
             samples=sample_ids(groups),
             packing=result.packing,
             seed=seed_for(context.spec.run_seed, "step", step),

@@ -1,7 +1,7 @@
 """What must hold after every case, read from the run's streams, recorded batches and checkpoints.
 
 1 the ledger closes, sample by sample · 2 in the lineage that survived, every step is there once and no sample has
-contributed twice · 3 no issued group is missing: trained, dropped with a reason, or still on a stream · 4 no prompt of the
+contributed twice · 3 no issued sample is missing: trained, dropped with a reason, or still on a stream · 4 no prompt of the
 epoch was skipped · 5 no trained token is older than the bound.
 """
 
@@ -19,11 +19,14 @@ from actors.trainer.checkpoint import latest
 from actors.trainer.intake import ALREADY_TRAINED
 from actors.trainer.record import read_record
 from bus import Bus, ledger
+from bus.messages.groups import OpenGroup
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import staleness
 from bus.topology import EVAL_RESULTS, POLICY, VERDICTS
 from tests.crash.house import Run
 from tests.crash.toy import N_PROMPTS
+
+AGED = ("outlasted", "stale", "surplus")  # samples whose tokens were all over the bound, before their step or in it
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -32,7 +35,7 @@ class Facts(msgspec.Struct, kw_only=True):
     check: ledger.LedgerCheck
     policy: list[Any]
     verdicts: list[Any]
-    open_groups: set[str]
+    open_samples: set[str]
     sampler: str
     results: list[Any]
 
@@ -56,7 +59,11 @@ async def read_facts(bus: Bus) -> Facts:
         check=await ledger.check(bus),
         policy=[await bus.message(e) for e in await bus.scan_all(POLICY)],
         verdicts=[await bus.message(e) for e in await bus.scan_all(VERDICTS)],
-        open_groups=set(await bus.hash_of(bus.keys.open_groups)),
+        open_samples={
+            sample
+            for raw in (await bus.hash_of(bus.keys.open_groups)).values()
+            for sample in msgspec.msgpack.decode(raw, type=OpenGroup).sample_ids
+        },
         sampler=await bus.state("sampler"),
         results=[await bus.message(e) for e in await bus.scan_all(EVAL_RESULTS)],
     )
@@ -77,12 +84,10 @@ def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None, n_pr
         assert isinstance(facts.policy[-1], Finished) or wanted < run.steps
     else:
         assert max(done) == wanted, f"last step of the lineage: {max(done)}"
-    trained = [group for step in sorted(done) for group in done[step].groups]
-    assert len(trained) == len(set(trained)), "a group was trained twice"
     samples = [sample for step in sorted(done) for sample in done[step].samples]
     assert len(samples) == len(set(samples)), "a sample contributed twice"
     if whole_policy:
-        _nothing_missing(facts, set(trained))
+        _nothing_missing(facts, set(samples), int(run.setting("rollout", "n_samples_per_prompt")))
         _prompts_in_order(facts, done, n_prompts, seed=42)
     if wanted == run.steps:
         assert latest(run.checkpoints) == wanted
@@ -91,16 +96,25 @@ def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None, n_pr
     return facts
 
 
-def _nothing_missing(facts: Facts, trained: set[str]) -> None:
-    dropped = {v.group_id for v in facts.verdicts if not v.kept}
-    dropped |= {
-        g for m in facts.policy if isinstance(m, GroupsGivenUp) for g, why in m.groups if why != ALREADY_TRAINED
-    }
+def _nothing_missing(facts: Facts, trained: set[str], n_samples: int) -> None:
+    def ids(group: str, members: Sequence[int]) -> set[str]:
+        return {f"{group}/{i}" for i in members or range(n_samples)}
+
+    dropped: set[str] = set()
+    for v in facts.verdicts:
+        dropped |= set() if v.kept else ids(v.group_id, v.members)
+    for m in _given_up(facts):
+        dropped |= set(m.samples) or {s for group, _ in m.groups for s in ids(group, ())}
     n_issued = Position.parse(facts.sampler).cursor.group
-    everywhere = trained | dropped | facts.open_groups
-    missing = [g for g in (f"g{n:07d}" for n in range(1, n_issued + 1)) if g not in everywhere]
-    assert not missing, f"{len(missing)} issued groups are nowhere: {missing[:5]}"
+    everywhere = trained | dropped | facts.open_samples
+    missing = [s for n in range(1, n_issued + 1) for s in sorted(ids(f"g{n:07d}", ())) if s not in everywhere]
+    assert not missing, f"{len(missing)} issued samples are nowhere: {missing[:5]}"
     assert not (trained & dropped), f"trained and dropped: {sorted(trained & dropped)[:5]}"
+
+
+def _given_up(facts: Facts) -> list[GroupsGivenUp]:
+    found = [m for m in facts.policy if isinstance(m, GroupsGivenUp)]
+    return [m for m in found if any(why != ALREADY_TRAINED for _, why in m.groups)]
 
 
 def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *, seed: int) -> None:
@@ -122,7 +136,7 @@ def _within_the_bound(run: Run, done: dict[int, StepDone]) -> None:
         assert message.metrics.get("train/staleness_max", 0.0) <= bound, f"step {step}: {message.metrics}"
         file = Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", str(step - 1)))
         record = read_record(file)
-        assert record.done.groups == message.groups, f"step {step}: the record is of another batch"
+        assert record.done.samples == message.samples, f"step {step}: the record is of another batch"
         spans = [s for g in record.groups for m in g.samples for s in m.rollout.response.spans]
         fresh = sum(s.n for s in spans if staleness(step - 1, s.step) <= bound)
         assert message.metrics["train/trained_tokens"] <= fresh
@@ -132,7 +146,9 @@ def _accounts_agree(facts: Facts, done: dict[int, StepDone], whole_policy: bool)
     saved = max((m.step for m in facts.policy if isinstance(m, Checkpointed | Restored)), default=0)
     if whole_policy:
         inside = sum(len(m.samples) for step, m in done.items() if step <= saved)
-        masked = facts.check.accounts.dropped.get("masked", 0)
-        assert facts.check.accounts.trained + masked == inside, (
-            f"the accounts know {facts.check.accounts.trained} + {masked} samples, the lineage {inside}"
+        dropped = facts.check.accounts.dropped
+        untrained = sum(dropped.get(reason, 0) for reason in ("masked", *AGED))
+        before = sum(len(m.samples) for m in _given_up(facts) if m.groups[0][1] in AGED)
+        assert facts.check.accounts.trained + untrained - before == inside, (
+            f"the accounts know {facts.check.accounts.trained} + {untrained} - {before} samples, the lineage {inside}"
         )

@@ -82,7 +82,7 @@ def test_a_bound_that_starves_is_raised_and_the_gain_is_named():
 
 
 def test_whole_groups_are_told_what_splitting_them_would_gain():
-    found = advice(knobs={"staleness_policy": "mask", "over_sampling_batch_size": 16}, step_s=1.3, wait_s=0.1)
+    found = advice(knobs={"staleness_policy": "whole", "over_sampling_batch_size": 16}, step_s=1.3, wait_s=0.1)
     assert found.now.rule == "whole"
     assert found.now.masked > 0.02
     assert "under split" in found.lines[-1]

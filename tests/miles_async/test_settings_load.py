@@ -50,7 +50,7 @@ def test_what_is_not_given_follows_from_the_rest(tmp_path):
     s = from_text(tmp_path, "rollout_temperature = 0.7\n[grpo]\neps_clip = 0.1\nnum_steps_per_rollout = 2").settings
     assert (s.launch.name, s.ckpt.save, s.ckpt.load) == ("tiny", "runs/tiny/checkpoints", "runs/tiny/checkpoints")
     assert s.ckpt.ref_load == "builtin:arithmetic"
-    assert s.rollout.over_sampling_batch_size == s.rollout.rollout_batch_size == 32
+    assert s.rollout.rollout_batch_size == 32 and s.rollout.staleness_policy == "auto"
     assert (s.grpo.global_batch_size, s.grpo.eps_clip_high, s.eval.eval_temperature) == (128, 0.1, 0.7)
     assert s.run_dir == Path("runs/tiny")
     assert s.samples_per_rollout == 256
@@ -86,7 +86,7 @@ def test_a_string_field_takes_any_word_literally(tmp_path):
         ("rollout_batch_size = 0", "", ("rollout_batch_size = 0", "whole number >= 1")),
         ("rollout_batch_size = 2.5", "", ("rollout_batch_size = 2.5", "whole number")),
         ("rollout_shuffle = 1", "", ("rollout_shuffle = 1", "true or false")),
-        ("staleness_policy = 'drpo'", "", ("'drpo'", "mask, wait, drop", "Did you mean drop?")),
+        ("staleness_policy = 'drpo'", "", ("'drpo'", "auto, split, whole, member, wait, drop", "Did you mean drop?")),
         ("rollout_stop_token_ids = ['a']", "", ("rollout_stop_token_ids", "list of whole numbers")),
         ("input_key = ''", "", ("input_key", "must not be empty")),
         ("[grpo]\ntis_clip = 2.0\ntis_threshold = 1.0", "", ("tis_threshold and tis_clip are one setting",)),

@@ -155,7 +155,7 @@ def test_waiting_takes_its_lookahead_off_the_admission_bound():
     st.integers(1, 40),
     st.integers(1, 3),
     st.integers(1, 200),
-    st.sampled_from(["mask", "wait", "drop"]),
+    st.sampled_from(["auto", "whole", "wait", "drop"]),
 )
 def test_open_groups_always_hold_at_least_one_version(bound, batch, interval, ahead, policy):
     try:
@@ -181,6 +181,20 @@ def test_a_given_micro_batch_size_turns_packing_off():
 
 
 def test_hints_name_what_is_allowed_but_surprising():
-    text = "\n".join(notes(make(num_epoch=1, over_sampling_batch_size=64, rollout_max_response_len=9000)))
-    for word in ("num_epoch = 1 has no effect", "strictly on-policy", "cut to 32", "9000"):
+    text = "\n".join(notes(make(num_epoch=1, rollout_max_response_len=9000)))
+    for word in ("num_epoch = 1 has no effect", "strictly on-policy", "9000"):
         assert word in text
+    wide = make(max_weight_staleness=1, no_correction=True, over_sampling_batch_size=128)
+    assert "cut to 64" in "\n".join(notes(wide))
+    wave = make(over_sampling_batch_size=64)
+    assert "cut to" not in "\n".join(notes(wave)), "at bound 0 it is a wave larger than the batch"
+
+
+@pytest.mark.parametrize("policy", ["split", "member"])
+def test_groups_are_trained_in_parts_only_where_that_means_something(policy):
+    with pytest.raises(SettingsError, match="no group has a turn to be split on"):
+        make(staleness_policy=policy)
+    with pytest.raises(SettingsError, match="maxrl needs all rewards of a group at once"):
+        make(staleness_policy=policy, max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl")
+    assert make(max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl").rollout.staleness_policy == "whole"
+    assert make(max_weight_staleness=2, no_correction=True, staleness_policy=policy).rollout.staleness_policy == policy

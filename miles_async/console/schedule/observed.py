@@ -22,7 +22,7 @@ from miles_async.console.schedule.model import Rule, Sample
 
 LOOKED_AT = 64  # newest steps
 FEWEST = 4
-RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole", "mask": "whole"}
+RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole"}
 ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace tells nothing
 POINTS = [q / 100 for q in QUANTILES]
 
