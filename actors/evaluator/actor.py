@@ -1,4 +1,4 @@
-"""Evaluator: measures active versions on held-out prompts, beside training and never in its way.
+"""Evaluator: measures active versions on held-out prompts, beside training, on a share of its slots.
 
 Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
 Owns   what it issued last (state field `eval`); collected scores are its pending entries until the set is complete.
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from actors.evaluator.schedule import Issued, due, summarize
+from actors.evaluator.schedule import Issued, due, result
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -19,7 +19,6 @@ from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.messages.base import pack_ints
-from bus.messages.control import EvalDone
 from bus.messages.policy import Finished, PolicyActive
 from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
@@ -80,7 +79,7 @@ class Evaluator:
         context, bus = self._context, self._context.bus
         self._issued = Issued.parse(await bus.state("eval"))
         for entry in await bus.scan_all(EVAL_RESULTS):
-            self._done_step = max(self._done_step, (await bus.message(entry)).step)
+            self._done_step = max(self._done_step, (await bus.message(entry)).asked_step)
         tail = Tail(bus, [ACTIVE, POLICY])
         await tail.open()
         try:
@@ -94,10 +93,16 @@ class Evaluator:
                     elif isinstance(message, Finished) and message.step >= self._spec.num_rollout:
                         self._final_step = message.step  # not that of a finished run that was given more steps
                 await self._act()
-                if self._final_step >= 0 and self._done_step >= self._final_step:
+                if self._over():
                     context.draining.set()
         finally:
             await tail.close()
+
+    def _over(self) -> bool:
+        """Whether the last version is measured, or is not to be."""
+        if self._final_step < 0 or self._done_step < self._issued.step:
+            return False
+        return self._done_step >= self._final_step or int(self._context.knobs.eval_interval) <= 0
 
     async def _act(self) -> None:
         issued, active = self._issued, self._active
@@ -155,6 +160,7 @@ class Evaluator:
             ),
             step=issued.step,
             eval_name=name,
+            pinned=issued.version,
         )
 
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
@@ -174,18 +180,18 @@ class Evaluator:
             return None
         del self._members[group_id]
         step = int(group_id.removeprefix("e"))
-        began = self._began.pop(group_id, self._context.clock.monotonic())
+        now = self._context.clock.monotonic()
+        duration_s = now - self._began.pop(group_id, now)
+        issued = Issued(step, self._issued.version)
         outs = [
             Out(
                 EVAL_RESULTS,
-                EvalDone(
-                    name=data.name,
-                    version=self._issued.version,
-                    step=step,
-                    metrics=summarize(data.name, [m for _, m in members.values() if _set_of(m) == data.name]),
-                    n_samples=sum(1 for _, m in members.values() if _set_of(m) == data.name),
+                result(
+                    data.name,
+                    [m for _, m in members.values() if _set_of(m) == data.name],
+                    issued=issued,
                     wall=self._context.clock.wall(),
-                    duration_s=self._context.clock.monotonic() - began,
+                    duration_s=duration_s,
                 ),
             )
             for data in self._spec.sets

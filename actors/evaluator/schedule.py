@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
 
 
@@ -27,27 +29,67 @@ class Issued(msgspec.Struct, frozen=True):
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:
-    """Whether the version that is active now should be evaluated. The last one always is."""
-    if active_step <= last_step:
+    """Whether the version that is active now should be evaluated. `interval` 0: never; else the last one always is."""
+    if interval <= 0 or active_step <= last_step:
         return False
     if final:
         return True
     if active_step == 0:
         return before_train
-    return interval > 0 and active_step // interval > max(last_step, 0) // interval
+    return active_step // interval > max(last_step, 0) // interval
+
+
+def result(
+    name: str, members: Sequence[Scored | RolloutLost], *, issued: Issued, wall: float, duration_s: float
+) -> EvalDone:
+    """What one data set's evaluation says, under the version that made most of its tokens (of equal ones the older): weights
+    are updated while it runs, and neither waits for the other."""
+    spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.response.spans]
+    made: Counter[int] = Counter()
+    for span in spans:
+        made[span.version] += span.n
+    version = min(made, key=lambda v: (-made[v], v)) if made else issued.version
+    metrics = summarize(name, members)
+    if made:
+        metrics[f"eval/{name}/version_share"] = made[version] / made.total()
+    return EvalDone(
+        name=name,
+        version=version,
+        step=next((span.step for span in spans if span.version == version), issued.step),
+        metrics=metrics,
+        n_samples=len(members),
+        wall=wall,
+        duration_s=duration_s,
+        versions=dict(sorted(made.items())),
+        asked=issued.step,
+        error=losses(members) or msgspec.UNSET,
+    )
+
+
+def losses(members: Sequence[Scored | RolloutLost]) -> str:
+    """How many samples were lost and why, in one line; empty when none was."""
+    lost = [m for m in members if isinstance(m, RolloutLost)]
+    if not lost:
+        return ""
+    reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(m.reason for m in lost).most_common())
+    first = next((m.error for m in lost if m.error), "")
+    return f"{len(lost)} of {len(members)} samples lost ({reasons})" + (f", the first: {first}"[:200] if first else "")
 
 
 def summarize(name: str, members: Sequence[Scored | RolloutLost]) -> dict[str, float]:
-    """Metrics of one data set: mean reward, share truncated, share lost, mean length. Lost samples count as reward 0."""
+    """Metrics of one data set: mean reward, share truncated, share lost, mean length. Lost samples count as reward 0; where
+    all are lost there is no mean reward, for nothing was measured."""
     scored = [m for m in members if isinstance(m, Scored)]
     n = max(1, len(members))
-    lengths = [s.rollout.response.n_tokens for s in scored]
+    lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}
+    if not scored:
+        return lost
     return {
         f"eval/{name}": sum(s.reward for s in scored) / n,
         f"eval/{name}-truncated_ratio": sum(s.rollout.finish == "length" for s in scored) / n,
-        f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n,
-        f"eval/{name}/response_len/mean": sum(lengths) / max(1, len(lengths)),
+        **lost,
+        f"eval/{name}/response_len/mean": sum(s.rollout.response.n_tokens for s in scored) / len(scored),
     }
 
 
-__all__ = ("Issued", "due", "summarize")
+__all__ = ("Issued", "due", "losses", "result", "summarize")

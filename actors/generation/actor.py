@@ -195,7 +195,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await bury(self._context, self._reader, entry, message, error, _on_dead)
         finally:
-            self._leases.done()
+            self._leases.done(entry)
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context = self._context

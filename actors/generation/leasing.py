@@ -3,6 +3,7 @@
 Reads  tail, prefixes, eval.prompts, prompts (readers "generation")    Owns  this worker's leases = its pending entries
 Without a current version it takes none. While a newer version is active elsewhere it takes no fresh prompts. What it took
 before it knew is held, lease and slot, until it serves the task's step; or parked as `behind`, for a peer that does.
+Prefixes go first. Evaluation takes its share of the slots, and what training prompts leave idle.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from actors.generation.link import EngineLink
 from actors.generation.pace import Pace
 from actors.generation.sample import Running
@@ -18,11 +21,13 @@ from actors.generation.sharing import Sharing
 from actors.generation.standing import NO_TOKENS, Standing
 from actors.runtime.context import Context
 from bus import Entry, Reader, Stream
+from bus.ledger import EVAL_GROUPS
 from bus.messages.policy import PolicyActive
 from bus.messages.samples import ParkReason
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS, TAIL
 
+MOST = 64  # entries a read
 NEWEST = 16  # entries of `active` among which the newest word on who serves what is looked for
 
 
@@ -47,8 +52,17 @@ class Leases:
         self.reader = Reader(context.bus, [TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
         self.standing = Standing(context.name)
         self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
+        self._evals = 0  # evaluation samples that run or are held
+        self._prompts_since = 0  # fresh prompts taken since the last one of an evaluation
+        self._pinned = -1  # version of the evaluation that was met last
+        self._kept_off: float | None = None  # since when it is left to peers that serve this version
         self._slot = asyncio.Event()
         self._news = asyncio.Event()
+
+    @property
+    def slots(self) -> int:
+        """Samples that this worker takes at once."""
+        return self._pace.slots
 
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
@@ -57,7 +71,7 @@ class Leases:
             return 0
         if self._sharing.aside or link.released:
             return 0
-        return max(0, self._pace.slots - self._context.in_flight)
+        return max(0, self.slots - self._context.in_flight)
 
     async def take(
         self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]
@@ -74,10 +88,11 @@ class Leases:
                     except TimeoutError:
                         pass
                 continue
-            for entry in await self._read(min(free, 64)):
+            for entry in await self._read(min(free, MOST)):
                 context.in_flight += 1
                 if entry.stream is TAIL:
                     context.count("tail/in_lane" if self._pace.in_lane else "tail/elsewhere")
+                self._count(entry)
                 samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
 
     async def _read(self, free: int) -> list[Entry]:
@@ -90,23 +105,50 @@ class Leases:
             return []
         block_s = 0.05 if self._context.in_flight else 0.5  # short while others run: the next order must not wait
         with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}"):
-            return await self.reader.read(free, block_s, [(stream, min(free, most)) for stream, most in streams])
+            return await self.reader.read(free, block_s, streams)
 
     def _streams(self) -> Sequence[tuple[Stream, int]]:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
         met one that it had to leave to a peer: it would be the first to take that again."""
         standing, serving = self.standing, self._link.serving
-        tail = ((TAIL, 64),) if self._pace.takes_tail else ()
-        if not standing.behind(serving):
-            return (*tail, (PREFIXES, 64), (EVAL_PROMPTS, 64), (PROMPTS, 64))
-        if self._left_at == serving and standing.peers_have():
-            return ()
-        return (*tail, (PREFIXES, 64), (EVAL_PROMPTS, 64))
+        resumed = ((TAIL, MOST), (PREFIXES, MOST)) if self._pace.takes_tail else ((PREFIXES, MOST),)
+        if standing.behind(serving):
+            left_some = self._left_at == serving and standing.peers_have()
+            return () if left_some else (*resumed, (EVAL_PROMPTS, MOST))
+        if self._evaluated_elsewhere(serving):
+            return (*resumed, (PROMPTS, MOST))
+        left = self._share_left()
+        if left > 0:
+            return (*resumed, (EVAL_PROMPTS, left), (PROMPTS, MOST))
+        return (*resumed, (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
 
-    def done(self) -> None:
+    def _share_left(self) -> int:
+        """Slots that evaluation may take ahead of training prompts. Of few slots the share is none: then it has its turn, one
+        sample after as many prompts as make the share."""
+        share = float(self._context.knobs.eval_share)
+        if quota := int(self.slots * share):
+            return quota - self._evals
+        return int(self._evals == 0 and self._prompts_since * share >= 1 - share)
+
+    def _count(self, entry: Entry) -> None:
+        self._evals += _is_eval(entry)
+        self._prompts_since = 0 if entry.stream is EVAL_PROMPTS else self._prompts_since + (entry.stream is PROMPTS)
+
+    def _evaluated_elsewhere(self, serving: PolicyVersion | None) -> bool:
+        """Whether the evaluation under way is left to peers, which still serve its version; `hold_s` at most."""
+        if serving is None or not 0 <= self._pinned < serving.id or not self.standing.peer_serves(self._pinned):
+            self._kept_off = None
+            return False
+        now = self._context.clock.monotonic()
+        if self._kept_off is None:
+            self._kept_off = now
+        return now - self._kept_off < self._hold_s
+
+    def done(self, entry: Entry) -> None:
         """A sample left."""
         self._context.in_flight -= 1
         self._pace.sample_ended()
+        self._evals -= _is_eval(entry)
         self._slot.set()
 
     # -- the version of a sample --------------------------------------------------------------------------------
@@ -129,6 +171,8 @@ class Leases:
         context, standing, link = self._context, self.standing, self._link
         step = running.task.step
         last = running.last_version
+        if running.task.pinned is not UNSET:
+            self._pinned = running.task.pinned
         if link.serving is not None and link.serving.step < step and last == NO_TOKENS and standing.unheard(step):
             await self._catch_up()
         until = context.clock.monotonic() + self._hold_s
@@ -162,6 +206,10 @@ class Leases:
             if isinstance(message, PolicyActive):
                 self.standing.fold(message)
                 return
+
+
+def _is_eval(entry: Entry) -> bool:
+    return entry.stream is EVAL_PROMPTS or entry.fields.get("group", "").startswith(EVAL_GROUPS)
 
 
 __all__ = ("Leases",)

@@ -68,6 +68,10 @@ class Standing:
         lost = range(newest + 1, self._restored[-1].id if self._restored else 0)  # else these would be the newest active
         return any(v >= wanted and v not in lost for name, v in self._serving.items() if name != self._me)
 
+    def peer_serves(self, version: int) -> bool:
+        """Whether a peer serves just this version."""
+        return any(v == version for name, v in self._serving.items() if name != self._me)
+
     def verdict(self, serving: PolicyVersion | None, *, step: int, last: int = NO_TOKENS) -> Verdict:
         """What to do with a sample of a task of `step` whose last token `last` made: wait for what is ordered already, or if
         nobody else could take it; leave it to a peer otherwise."""

@@ -131,7 +131,9 @@ KNOBS: dict[str, Knob] = {
         Knob(name="save_interval", kind="int", low=0, unset=0, unit="steps", applies=STEP, actor="trainer",
              help="steps between checkpoints; the last one is always saved; 0 = only then"),
         Knob(name="eval_interval", kind="int", low=0, unset=0, unit="steps", applies="next version active",
-             actor="evaluator", help="steps between evaluations; the last one is always done; 0 = only then"),
+             actor="evaluator", help="steps between evaluations; the last one is always done; 0 = no evaluation"),
+        Knob(name="eval_share", kind="float", low=0, open_low=True, high=1, applies="next lease", actor="generation",
+             help="share of a worker's slots that evaluation may take while training prompts wait"),
     )
 }
 # fmt: on

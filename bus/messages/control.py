@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from bus.messages.base import Header, Message
 
 ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
@@ -79,7 +81,8 @@ class DeadLetter(Message, frozen=True, kw_only=True, tag="dead.letter"):
 
 
 class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
-    """Result of one evaluation. Accuracy etc. are means over samples."""
+    """Result of one evaluation. Accuracy etc. are means over samples. `version` and its `step` made most of the tokens; where all
+    samples were lost, there is no score in `metrics`."""
 
     name: str
     version: int
@@ -88,6 +91,14 @@ class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
     n_samples: int
     wall: float = 0.0
     duration_s: float = 0.0
+    versions: dict[int, int] | msgspec.UnsetType = msgspec.UNSET  # version id -> tokens that it made
+    asked: int | msgspec.UnsetType = msgspec.UNSET  # step of the version that it was issued for
+    error: str | msgspec.UnsetType = msgspec.UNSET  # how many samples were lost, and why
+
+    @property
+    def asked_step(self) -> int:
+        """Step of the version that it was issued for."""
+        return self.step if self.asked is msgspec.UNSET else self.asked
 
     def header(self) -> Header:
         return Header(id=f"{self.name}@{self.step}", version=self.version)

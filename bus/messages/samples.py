@@ -46,6 +46,7 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
     knob_epoch: int = 0
     step: int = 0  # that of the newest version served when it was issued: no token of it is made by an older one
     eval_name: str = ""  # data set of an evaluation sample; empty for training
+    pinned: int | msgspec.UnsetType = msgspec.UNSET  # version id that an evaluation was issued for
 
     def header(self) -> Header:
         return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)

@@ -33,6 +33,7 @@ PLAIN: dict[str, Any] = {
     "tis_clip": 2.0,
     "save_interval": 2,
     "eval_interval": 0,
+    "eval_share": 0.25,
     "n_samples_per_prompt": 2,
     "num_steps_per_rollout": 1,
     "update_weights_interval": 1,

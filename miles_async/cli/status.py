@@ -53,7 +53,10 @@ def as_json(snapshot: "Snapshot") -> dict[str, Any]:
             "dropped": accounts.dropped,
             "pending": accounts.pending,
         },
-        "evals": {name: {"step": done.step, "metrics": done.metrics} for name, done in snapshot.evals.items()},
+        "evals": {
+            name: {"step": d.step, "metrics": d.metrics, "versions": d.versions or {}, "error": d.error or ""}
+            for name, d in snapshot.evals.items()
+        },
     }
 
 
@@ -137,7 +140,8 @@ def _standing(snapshot: "Snapshot") -> str:
         n = sum(v == policy.active for v in policy.serving.values())
         parts.append(f"version {policy.active} active on {plural(n, 'worker')}")
     for name, done in snapshot.evals.items():
-        parts.append(f"{name} {percent(done.metrics.get(f'eval/{name}', 0.0))} at step {done.step}")
+        score = done.metrics.get(f"eval/{name}")
+        parts.append(f"{name} {'failed' if score is None else percent(score)} at step {done.step}")
     if snapshot.knob_epoch > 0:
         parts.append(f"knob epoch {snapshot.knob_epoch}")
     return ", ".join(parts)

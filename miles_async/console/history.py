@@ -43,6 +43,11 @@ class Eval:
     score: float
     metrics: dict[str, float]
 
+    @property
+    def share(self) -> float:
+        """Of its tokens, those that the version of `step` made."""
+        return self.metrics.get(f"eval/{self.name}/version_share", 1.0)
+
 
 @dataclass(slots=True)
 class History:
@@ -50,6 +55,7 @@ class History:
 
     steps: list[Step] = field(default_factory=list)
     evals: list[Eval] = field(default_factory=list)
+    failed_evals: dict[str, Record] = field(default_factory=dict)  # by name, where the newest one measured nothing
     drops: Counter[str] = field(default_factory=Counter)  # groups by reason
     dead: list[Record] = field(default_factory=list)
     faults: list[Record] = field(default_factory=list)
@@ -113,7 +119,11 @@ class History:
 
     def _eval(self, record: Record, wall: float) -> None:
         name, metrics = str(record["name"]), {str(k): float(v) for k, v in record.get("metrics", {}).items()}
-        score = metrics.get(f"eval/{name}", next(iter(metrics.values()), 0.0))
+        score = metrics.get(f"eval/{name}")
+        if score is None:
+            self.failed_evals[name] = {"error": "nothing was measured", **record}
+            return
+        self.failed_evals.pop(name, None)
         self.evals.append(Eval(int(record["step"]), wall, name, score, metrics))
 
     def _restored(self, record: Record) -> None:

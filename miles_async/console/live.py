@@ -160,6 +160,20 @@ class _Lines:
         self._console.out(line, highlight=False)
 
 
+def eval_line(record: Record) -> str:
+    """What an evaluation found, which versions made its tokens where several did, and what was lost (pure)."""
+    name, error, versions = record["name"], record.get("error", ""), record.get("versions", {})
+    head, score = f"eval {name} at step {record['step']}", record["metrics"].get(f"eval/{name}")
+    if score is None:
+        return f"{head} failed: {error or 'nothing was measured'}"
+    line = f"{head}: {percent(score)} of {record['n_samples']} samples"
+    if len(versions) > 1:
+        share = record["metrics"][f"eval/{name}/version_share"]
+        first, last = min(versions, key=int), max(versions, key=int)
+        line += f", {percent(share)} of their tokens by it, the others by versions {first} to {last}"
+    return line + (f"; {error}" if error else "")
+
+
 def plain_line(record: Record, history: History, *, total_steps: int) -> str:
     """The line for one record, empty for what plain output leaves out (pure)."""
     match record["kind"]:
@@ -167,8 +181,7 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
             step = next((s for s in reversed(history.steps) if s.step == record["step"]), None)
             return step_line(step, history, total_steps=total_steps) if isinstance(step, Step) else ""
         case "eval":
-            score = record["metrics"].get(f"eval/{record['name']}", 0.0)
-            return f"eval {record['name']} at step {record['step']}: {percent(score)} of {record['n_samples']} samples"
+            return eval_line(record)
         case "checkpoint":
             return f"checkpoint at step {record['step']} in {duration(record['save_s'])}: {record['path']}"
         case "restored" if record["step"] > 0 or record["checkpoint"]:

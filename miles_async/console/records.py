@@ -4,7 +4,7 @@ A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry i
 then what the kind has:
 
 step        step, version, trained_on, knob_epoch, groups, dropped, metrics
-eval        step, version, name, n_samples, duration_s, metrics
+eval        step, version, name, n_samples, duration_s, metrics, versions (tokens by version), error
 announced   step, version, prepare_s, n_bytes
 activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
             compared (tensors)
@@ -66,8 +66,10 @@ def _step(m: StepDone) -> Made:
 
 
 def _eval(m: EvalDone) -> Made:
-    fields = {"step": m.step, "version": m.version, "name": m.name, "n_samples": m.n_samples}
-    return [("eval", {**fields, "duration_s": m.duration_s, "metrics": dict(m.metrics)})]
+    fields: Record = {"step": m.step, "version": m.version, "name": m.name, "n_samples": m.n_samples}
+    fields["duration_s"] = m.duration_s
+    versions = {str(version): n for version, n in (m.versions or {}).items()}
+    return [("eval", {**fields, "metrics": dict(m.metrics), "versions": versions, "error": m.error or ""})]
 
 
 def _announced(m: PolicyAnnounced) -> Made:

@@ -104,6 +104,8 @@ def _notes(history: History, accounts: Accounts | None) -> str:
     if history.lost_steps:
         times = plural(len(history.restores) - 1, "restart")
         notes.append(("", f"{plural(history.lost_steps, 'step')} lost with the trainer and done again ({times})."))
+    for name, failed in history.failed_evals.items():
+        notes.append(("bad", f"The evaluation {name} at step {failed['step']} failed: {failed['error']}"))
     if history.dead:
         notes.append(("bad", f"{len(history.dead)} entries became dead letters; the last: {history.dead[-1]['error']}"))
     if accounts is not None and accounts.pending < 0:

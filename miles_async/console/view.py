@@ -90,9 +90,13 @@ def _learning(snapshot: Snapshot, history: History, width: int) -> list[Renderab
         evals = history.evals_of(name)
         text = Text(f"{percent(evals[-1].score):>6} ", style="bold")
         text.append(f" at step {evals[-1].step}, from {percent(evals[0].score)}", style="")
+        if evals[-1].share < 1:
+            text.append(f" · {percent(evals[-1].share)} of its tokens by that step", style="dim")
         if len(evals) > 1:
             text.append("  " + sparkline([e.score for e in evals], 24), style="green")
         rows.append((shorten(name, 10), text))
+    for name, failed in history.failed_evals.items():
+        rows.append((shorten(name, 10), Text(f"failed at step {failed['step']}: {failed['error']}", style="red")))
     recent = steps[-RECENT:]
     if recent:
         wait, train, publish = shares(recent)

@@ -316,6 +316,7 @@ def initial_knobs(settings: RunSettings) -> dict[str, Any]:
         "pause_generation_mode": settings.sglang.pause_generation_mode,
         "save_interval": settings.ckpt.save_interval or 0,
         "eval_interval": settings.eval.eval_interval or 0,
+        "eval_share": settings.eval.eval_share,
         "global_batch_size": g.global_batch_size,
         "n_samples_per_prompt": r.n_samples_per_prompt,
         "num_steps_per_rollout": g.num_steps_per_rollout,

@@ -176,7 +176,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     eval_keys = {"eval_input_key": e.eval_input_key, "eval_label_key": e.eval_label_key}
     held_out = {
         name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys)
-        for name, path in (e.datasets if e.eval_interval is not None else ())
+        for name, path in e.datasets
     }
     return prompts, held_out
 

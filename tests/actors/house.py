@@ -49,6 +49,7 @@ KNOBS: dict[str, Any] = {
     "pause_generation_mode": "retract",
     "save_interval": 0,
     "eval_interval": 0,
+    "eval_share": 0.25,
     "correction": "tis",
     "no_correction": False,
     "use_kl_loss": False,

@@ -29,27 +29,24 @@ class ScriptedEngine(Engine):
         self.gate = asyncio.Event()
         self.gate.set()
         self.version = "default"
-        self.most = 0  # requests at once
-        self._at_once = 0
-        self._open = asyncio.Event()
-        self._open.set()
+        self.starts: list[tuple[str, frozenset[str]]] = []  # each request, and those that ran beside it when it began
+        self._goes = asyncio.Event()
+        self._goes.set()
         self._ended: set[str] = set()
         self._flying: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        self._at_once += 1
-        self.most = max(self.most, self._at_once)
+        self.starts.append((request.rid, frozenset(self._flying)))
         self._flying.add(request.rid)
         try:
             for made in range(1, request.max_new_tokens + 1):
                 await asyncio.sleep(self.pace_s)
-                await self._open.wait()
+                await self._goes.wait()
                 if request.rid in self._ended:
                     yield Chunk([], [], self.version, "abort")
                     return
                 yield Chunk([5], [-0.5], self.version, "length" if made == request.max_new_tokens else None)
         finally:
-            self._at_once -= 1
             self._flying.discard(request.rid)
             self._ended.discard(request.rid)
 
@@ -63,10 +60,10 @@ class ScriptedEngine(Engine):
         await self.abort_all()
 
     async def pause(self, mode: str) -> None:
-        self._open.clear()
+        self._goes.clear()
 
     async def resume(self) -> None:
-        self._open.set()
+        self._goes.set()
 
     async def pause_counted(self, version: str) -> int | None:
         return None
@@ -110,7 +107,7 @@ class ScriptedEngine(Engine):
         return EngineHealth(self.version, "scripted")
 
     async def load(self) -> EngineLoad:
-        return EngineLoad(running=self._at_once)
+        return EngineLoad(running=len(self._flying))
 
     async def info(self) -> Mapping[str, Any]:
         return {"version": "embedded"}

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from actors.generation.engine import Chunk, RouteBroken
+from actors.generation.leasing import Leases
+from actors.generation.link import EngineLink
+from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
-from actors.generation.standing import NO_TOKENS, Standing
+from actors.generation.sharing import Sharing
 from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from actors.publisher.actor import PublisherSpec
@@ -107,7 +107,7 @@ async def test_no_sample_is_born_before_its_step(redis_url: str, run_name: str, 
     assert {s.step for r in rollouts for s in r.response.spans} == set(range(steps))
     assert any(r.resumed_tokens for r in rollouts), "some of them changed workers"
     if n > 1:
-        assert len({r.worker for r in rollouts}) == n, "nobody stood idle"
+        assert len({r.worker for r in rollouts}) > 1
     assert sum(c.counters.get("held", 0) for c in contexts) == 0, "nothing is held for ever"
 
 
@@ -267,64 +267,58 @@ async def test_after_a_restore_a_task_of_the_lost_future_begins_under_the_newest
         assert {s for r in rollouts for s in r.response.spans} == {VersionSpan(9, 4, 8)}, "none by the lost future"
 
 
-def test_tokens_of_an_older_version_than_the_sample_needs_are_sent_for_again() -> None:
-    versions = {"1": version(1), "2": version(2), "3": version(3)}
-    empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
-    running_ = Running(sample("s", 1), empty, counted=0)
-    running_.least_step = 1
-    with pytest.raises(RouteBroken, match="needs step 1"):
-        running_.take(Chunk([5], [-0.5], "1"), versions)
-    assert running_.n_tokens == 0
-    running_.take(Chunk([5], [-0.5], "3"), versions)
-    with pytest.raises(RouteBroken, match="version 3 or later"):
-        running_.take(Chunk([5], [-0.5], "2"), versions)
-    assert running_.response().spans == (VersionSpan(3, 2, 1),)
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[PolicyVersion], list[Restored], Standing, list[object]]:
-    """A history of versions and restores, and what a worker heard of it: all of the newest words, or only older ones."""
-    said: list[object] = []
-    versions: list[PolicyVersion] = []
-    restored: list[Restored] = []
-    number, step = 1, 0
-    for _ in range(draw(st.integers(1, 8))):
-        if versions and draw(st.integers(0, 3)) == 0:
-            step = draw(st.integers(0, step))
-            restored.append(Restored(step=step, version=version(number, step)))
-            said.append(restored[-1])
-        elif versions:
-            step += draw(st.integers(1, 2))
-        versions.append(version(number, step))
-        said.append(PolicyActive(version=versions[-1], serving={"peer": number}))
-        number += draw(st.integers(1, 2))
-    standing = Standing("me")
-    for message in said:
-        standing.fold(message)
-    return versions, restored, standing, said
-
-
-@given(worlds(), st.data())
-def test_what_begins_is_never_older_than_its_task_and_what_is_newest_always_begins(
-    world: tuple[list[PolicyVersion], list[Restored], Standing, list[object]], data: st.DataObject
+async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_worker_look(
+    redis_url: str, run_name: str
 ) -> None:
-    versions, restored, standing, said = world
-    serving = data.draw(st.sampled_from(versions))
-    issued_for = data.draw(st.sampled_from(versions))
-    newest = versions[-1]
+    """It would be taken for one of a lost future else: nobody follows the log here."""
+    found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def lost(v: PolicyVersion) -> bool:
-        return any(v.id < r.version.id and v.step > r.step for r in restored)
+    async def body(context: Context, hold_s: float) -> None:
+        link = EngineLink(context, lambda url, inside: ScriptedEngine(), process=None)
+        link.serving = version(1)
+        leases = Leases(context, link, Sharing(context, link, ()), lambda: False, hold_s)
+        leases.standing.fold(active(1, w0=1, peer=1))
+        empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
+        found.set_result([await leases.admit(Running(sample("s", step), empty, counted=0)) for step in (0, 1)])
 
-    verdict = standing.verdict(serving, step=issued_for.step)
-    if verdict == "begin":
-        assert not lost(serving)
-        assert serving.step >= issued_for.step or (lost(issued_for) and serving.step >= newest.step)
-    assert standing.verdict(newest, step=issued_for.step) == "begin", "nothing waits for ever"
-    assert not standing.behind(newest)
-    last = data.draw(st.sampled_from(versions)).id
-    assert (standing.verdict(serving, step=0, last=last) == "begin") == (serving.id >= last)
-    for message in data.draw(st.permutations(said)):  # an old word that comes late changes nothing
-        if isinstance(message, PolicyActive):
-            standing.fold(message)
-    assert not standing.behind(newest) and standing.verdict(newest, step=issued_for.step, last=NO_TOKENS) == "begin"
+    async with open_bus(redis_url, run_name) as bus:
+        await put(bus, ACTIVE, active(1, w0=1, peer=1), active(2, w0=1, peer=2))
+        async with running(bus, "w0", body, 60.0):
+            assert await asyncio.wait_for(found, 10.0) == [None, "behind"]
+
+
+class Routed(ScriptedEngine, RoutedEngine):
+    """Behind a router of which nothing is there but its list of one."""
+
+    _open = False
+
+    async def join(self) -> None:
+        self._open = True
+
+    async def leave(self) -> None:
+        self._open = False
+
+    async def renew(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["new weights", "the weights it has"])
+async def test_an_engine_that_is_behind_is_not_in_the_router_until_it_has_caught_up(
+    redis_url: str, run_name: str, loads: bool
+) -> None:
+    engine = Routed()
+    async with open_bus(redis_url, run_name) as bus, workers(bus, [engine]):
+
+        async def listed() -> bool:
+            return engine.routed
+
+        async def alone() -> bool:
+            return not engine.routed
+
+        await put(bus, ACTIVE, order(1))
+        await until(listed)
+        await put(bus, ACTIVE, active(2, w0=1, peer=2))
+        await until(alone)
+        manifest = files(2 if loads else 1)
+        await put(bus, ACTIVE, Activate(version=version(2), manifest=manifest, workers=("w0",)))
+        await until(listed)

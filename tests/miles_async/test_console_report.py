@@ -115,9 +115,10 @@ def test_the_bound_of_the_staleness_picture_follows_the_knob(tmp_path):
         [{"kind": "fault", "wall": 5.0, "actor": "x", "event": "e", "text": "t", "level": "error"}],
         some_steps(1),
         [{"kind": "ledger", "wall": 1.0, "accounts": {"of another release": 3}}],
-        [{"kind": "eval", "wall": 1.0, "step": 0, "name": "e", "metrics": {}}],
+        [{"kind": "eval", "wall": 1.0, "step": 0, "name": "e", "metrics": {"eval/e": 0.5}}],
+        [{"kind": "eval", "wall": 1.0, "step": 0, "name": "e", "metrics": {}, "error": "2 of 2 samples lost (2 poison)"}],
     ],
-    ids=["nothing", "a fault", "one step", "foreign ledger", "an evaluation only"],
+    ids=["nothing", "a fault", "one step", "foreign ledger", "an evaluation only", "one that failed"],
 )
 def test_a_run_that_ended_early_has_a_report_too(tmp_path, records):
     lines(tmp_path, records)

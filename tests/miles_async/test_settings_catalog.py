@@ -56,6 +56,6 @@ def test_live_fields_cover_what_may_be_turned_while_the_run_goes_on():
         "over_sampling_batch_size", "max_weight_staleness", "staleness_policy", "rollout_batch_size",
         "global_batch_size", "rollout_temperature", "rollout_max_response_len", "lr", "eps_clip", "eps_clip_high",
         "kl_loss_coef",
-        "sglang_server_concurrency", "pause_generation_mode", "save_interval", "eval_interval",
+        "sglang_server_concurrency", "pause_generation_mode", "save_interval", "eval_interval", "eval_share",
     } <= set(live_fields())  # fmt: skip
     assert not {"hf_checkpoint", "seed", "name", "bus_url", "optimizer"} & set(live_fields())

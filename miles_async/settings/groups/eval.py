@@ -16,6 +16,16 @@ class EvalSettings(Group, frozen=True, kw_only=True):
             live=True,
         ),
     ] = None
+    eval_share: Annotated[
+        float,
+        doc(
+            "Share of each engine's slots that evaluation may take while training prompts wait; slots that they leave idle it may "
+            "take too. 1 puts evaluation first, and training waits for it.",
+            live=True,
+            gt=0,
+            le=1,
+        ),
+    ] = 0.25
     eval_prompt_data: Annotated[
         tuple[str, ...],
         doc("Held-out prompts: pairs of name and path, space separated, or one path (named eval)."),

@@ -1,0 +1,160 @@
+"""The evaluator: when it measures, what it says about a measurement that several versions made, or that failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
+from actors.evaluator.schedule import due
+from actors.runtime.prompts import DataSpec
+from bus import Bus
+from bus.messages.base import pack_floats, pack_ints
+from bus.messages.control import EvalDone
+from bus.messages.policy import Finished, PolicyActive
+from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
+from bus.messages.versions import PolicyVersion, VersionSpan
+from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
+from miles_async.console.history import History, history_of
+from miles_async.console.live import plain_line
+from miles_async.console.records import records_of
+from miles_async.quickstart.tokenizer import save_tokenizer
+from tests.actors.house import messages, open_bus, put, running, until
+
+N = 4
+LAST = 3
+
+
+@asynccontextmanager
+async def evaluating(redis_url: str, run_name: str, folder: Path, interval: int) -> AsyncIterator[tuple[Bus, Any]]:
+    """An evaluator of four prompts in a run of three steps; the test is everyone else."""
+    save_tokenizer(folder)
+    (folder / "held.jsonl").write_text("".join(json.dumps({"input": str(i), "label": "1"}) + "\n" for i in range(N)))
+    data = DataSpec(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
+    spec = EvaluatorSpec(sets=(EvalSet(name="held", data=data),), num_rollout=LAST, max_response_len=8)
+    async with open_bus(redis_url, run_name, knobs={"eval_interval": interval, "has_eval_data": True}) as bus:
+        async with running(bus, "evaluator", run, spec) as context:
+            yield bus, context
+
+
+def active(step: int) -> PolicyActive:
+    return PolicyActive(version=PolicyVersion(step + 1, step), serving={"w": step + 1})
+
+
+def answer(task: SampleTask, reward: float, *spans: VersionSpan) -> Scored:
+    n = sum(span.n for span in spans)
+    response = Response(
+        tokens=pack_ints([5] * n), logprobs=pack_floats([-0.5] * n), loss_mask=memoryview(b"\x01" * n), spans=spans
+    )
+    return Scored(rollout=RolloutDone(task=task, response=response, finish="stop"), reward=reward)
+
+
+def lost(task: SampleTask, error: str = "") -> RolloutLost:
+    return RolloutLost(
+        sample_id=task.sample_id, group_id=task.group_id, n_samples=N, reason="poison", error=error, eval_name="held"
+    )
+
+
+async def issued(bus: Bus, n: int) -> list[SampleTask]:
+    async def there() -> bool:
+        return await bus.length(EVAL_PROMPTS) == n
+
+    await until(there)
+    return await messages(bus, EVAL_PROMPTS)
+
+
+async def results(bus: Bus, n: int = 1) -> list[EvalDone]:
+    async def there() -> bool:
+        return await bus.length(EVAL_RESULTS) == n
+
+    await until(there)
+    return await messages(bus, EVAL_RESULTS)
+
+
+async def shown(bus: Bus) -> tuple[str, History]:
+    """What the terminal says of the first result, and the history with it."""
+    entry = (await bus.scan_all(EVAL_RESULTS))[0]
+    [record] = records_of(entry, await bus.message(entry))
+    history = history_of([record])
+    return plain_line(record, history, total_steps=LAST), history
+
+
+async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        tasks = await issued(bus, N)
+        assert {(t.step, t.pinned) for t in tasks} == {(0, 1)}
+        old, new = VersionSpan(1, 0, 2), VersionSpan(2, 1, 3)
+        spans: list[tuple[VersionSpan, ...]] = [(old,), (old, new), (old, new), (new,)]
+        await put(bus, EVAL_SCORED, *(answer(t, 1.0, *s) for t, s in zip(tasks, spans, strict=True)))
+        [done] = await results(bus)
+        assert (done.version, done.step, done.asked_step, done.versions) == (2, 1, 0, {1: 6, 2: 9})
+        assert done.metrics["eval/held"] == 1.0 and done.metrics["eval/held/version_share"] == 0.6 and not done.error
+        assert (await shown(bus))[0] == (
+            "eval held at step 1: 100.0% of 4 samples, 60.0% of their tokens by it, the others by versions 1 to 2"
+        )
+        await put(bus, ACTIVE, active(1))  # step 1 is still to be measured: the one before was asked of step 0
+        assert {t.step for t in await issued(bus, 2 * N)} == {0, 1}
+
+
+async def test_a_measurement_that_failed_is_told_as_failed_with_the_reason(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        tasks = await issued(bus, N)
+        await put(bus, EVAL_SCORED, *(lost(t, "the prompt is too long") for t in tasks))
+        [done] = await results(bus)
+        line, history = await shown(bus)
+    why = "4 of 4 samples lost (4 poison), the first: the prompt is too long"
+    assert (done.error, done.metrics, done.n_samples) == (why, {"eval/held-lost_ratio": 1.0}, N)
+    assert line == f"eval held at step 0 failed: {why}"
+    assert not history.evals and history.failed_evals["held"]["error"] == why
+
+
+async def test_samples_that_were_lost_count_as_wrong_and_are_told(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        first, *rest = await issued(bus, N)
+        await put(bus, EVAL_SCORED, lost(first), *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in rest))
+        [done] = await results(bus)
+        line, _ = await shown(bus)
+    assert done.metrics["eval/held"] == 0.75 and done.versions == {1: 6}
+    assert line == "eval held at step 0: 75.0% of 4 samples; 1 of 4 samples lost (1 poison)"
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+async def test_nothing_is_measured_without_an_interval(
+    redis_url: str, run_name: str, tmp_path: Path, interval: int
+) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, interval) as (bus, context):
+        last = PolicyVersion(LAST + 1, LAST)
+        if interval:
+            await put(bus, ACTIVE, active(0))
+            await put(bus, EVAL_SCORED, *(lost(t) for t in await issued(bus, N)))
+            await put(bus, ACTIVE, active(LAST))
+            await put(bus, POLICY, Finished(step=LAST, version=last))
+            tasks = await issued(bus, 2 * N)
+            await put(bus, EVAL_SCORED, *(lost(t) for t in tasks if t.step == LAST))
+        else:
+            await put(bus, ACTIVE, active(0))
+            await put(bus, ACTIVE, active(LAST))
+            await put(bus, POLICY, Finished(step=LAST, version=last))
+
+        async def over() -> bool:
+            return bool(context.draining.is_set())
+
+        await until(over)
+        assert await bus.length(EVAL_RESULTS) == interval and await bus.length(EVAL_PROMPTS) == interval * N
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_no_interval_is_never_due(final: bool) -> None:
+    assert not any(due(active_step=s, last_step=-1, interval=0, before_train=True, final=final) for s in range(9))

@@ -1,0 +1,84 @@
+"""Which sample begins where (pure): what a worker makes of the words that it heard."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.generation.engine import Chunk, RouteBroken
+from actors.generation.sample import Running
+from actors.generation.standing import NO_TOKENS, Standing
+from bus.messages.base import EMPTY
+from bus.messages.policy import PolicyActive, Restored
+from bus.messages.samples import Response
+from bus.messages.versions import PolicyVersion, VersionSpan
+from tests.engine.scripted import sample
+
+
+def version(number: int, step: int | None = None) -> PolicyVersion:
+    """Version `number`; of step `number` - 1 unless told."""
+    return PolicyVersion(number, number - 1 if step is None else step)
+
+
+def test_tokens_of_an_older_version_than_the_sample_needs_are_sent_for_again() -> None:
+    versions = {"1": version(1), "2": version(2), "3": version(3)}
+    empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
+    running_ = Running(sample("s", 1), empty, counted=0)
+    running_.least_step = 1
+    with pytest.raises(RouteBroken, match="needs step 1"):
+        running_.take(Chunk([5], [-0.5], "1"), versions)
+    assert running_.n_tokens == 0
+    running_.take(Chunk([5], [-0.5], "3"), versions)
+    with pytest.raises(RouteBroken, match="version 3 or later"):
+        running_.take(Chunk([5], [-0.5], "2"), versions)
+    assert running_.response().spans == (VersionSpan(3, 2, 1),)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[PolicyVersion], list[Restored], Standing, list[object]]:
+    """A history of versions and restores, and what a worker heard of it: all of the newest words, or only older ones."""
+    said: list[object] = []
+    versions: list[PolicyVersion] = []
+    restored: list[Restored] = []
+    number, step = 1, 0
+    for _ in range(draw(st.integers(1, 8))):
+        if versions and draw(st.integers(0, 3)) == 0:
+            step = draw(st.integers(0, step))
+            restored.append(Restored(step=step, version=version(number, step)))
+            said.append(restored[-1])
+        elif versions:
+            step += draw(st.integers(1, 2))
+        versions.append(version(number, step))
+        said.append(PolicyActive(version=versions[-1], serving={"peer": number}))
+        number += draw(st.integers(1, 2))
+    standing = Standing("me")
+    for message in said:
+        standing.fold(message)
+    return versions, restored, standing, said
+
+
+@given(worlds(), st.data())
+def test_what_begins_is_never_older_than_its_task_and_what_is_newest_always_begins(
+    world: tuple[list[PolicyVersion], list[Restored], Standing, list[object]], data: st.DataObject
+) -> None:
+    versions, restored, standing, said = world
+    serving = data.draw(st.sampled_from(versions))
+    issued_for = data.draw(st.sampled_from(versions))
+    newest = versions[-1]
+
+    def lost(v: PolicyVersion) -> bool:
+        return any(v.id < r.version.id and v.step > r.step for r in restored)
+
+    verdict = standing.verdict(serving, step=issued_for.step)
+    if verdict == "begin":
+        assert not lost(serving)
+        assert serving.step >= issued_for.step or (lost(issued_for) and serving.step >= newest.step)
+    assert standing.verdict(newest, step=issued_for.step) == "begin", "nothing waits for ever"
+    assert not standing.behind(newest)
+    last = data.draw(st.sampled_from(versions)).id
+    assert (standing.verdict(serving, step=0, last=last) == "begin") == (serving.id >= last)
+    for message in data.draw(st.permutations(said)):  # an old word that comes late changes nothing
+        if isinstance(message, PolicyActive):
+            standing.fold(message)
+    assert not standing.behind(newest) and standing.verdict(newest, step=issued_for.step, last=NO_TOKENS) == "begin"
