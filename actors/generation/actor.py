@@ -289,6 +289,7 @@ class Worker:
         try:
             async for chunk in engine.generate(request):
                 running.take(chunk, link.versions)
+                self._pace.tokens += len(chunk.token_ids)
                 if running.finish is None and save_every and running.unsaved() >= save_every:
                     fault_point(context.name, "before_save")
                     held = await context.bus.save_prefix(

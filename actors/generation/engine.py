@@ -93,8 +93,6 @@ class EngineLoad:
     """Requests in its queue."""
     kv_used: float | None = None
     """Share of the room for keys and values that requests hold, 0 to 1."""
-    tokens_per_s: float | None = None
-    """New tokens, over the last second or so of decoding."""
     max_running: int | None = None
     """Requests that it runs at once at most."""
 

@@ -59,6 +59,11 @@ class Leases:
         self._slot = asyncio.Event()
         self._news = asyncio.Event()
 
+    @property
+    def slots(self) -> int:
+        """Samples that this worker takes at once."""
+        return self._pace.slots
+
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
         link = self._link
@@ -66,7 +71,7 @@ class Leases:
             return 0
         if self._sharing.aside or link.released:
             return 0
-        return max(0, self._pace.slots - self._context.in_flight)
+        return max(0, self.slots - self._context.in_flight)
 
     async def take(
         self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]
@@ -85,9 +90,9 @@ class Leases:
                 continue
             for entry in await self._read(min(free, MOST)):
                 context.in_flight += 1
-                self._count(entry)
                 if entry.stream is TAIL:
                     context.count("tail/in_lane" if self._pace.in_lane else "tail/elsewhere")
+                self._count(entry)
                 samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
 
     async def _read(self, free: int) -> list[Entry]:
@@ -106,22 +111,22 @@ class Leases:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
         met one that it had to leave to a peer: it would be the first to take that again."""
         standing, serving = self.standing, self._link.serving
-        tail = ((TAIL, MOST),) if self._pace.takes_tail else ()
+        resumed = ((TAIL, MOST), (PREFIXES, MOST)) if self._pace.takes_tail else ((PREFIXES, MOST),)
         if standing.behind(serving):
             left_some = self._left_at == serving and standing.peers_have()
-            return () if left_some else (*tail, (PREFIXES, MOST), (EVAL_PROMPTS, MOST))
+            return () if left_some else (*resumed, (EVAL_PROMPTS, MOST))
         if self._evaluated_elsewhere(serving):
-            return (*tail, (PREFIXES, MOST), (PROMPTS, MOST))
+            return (*resumed, (PROMPTS, MOST))
         left = self._share_left()
         if left > 0:
-            return (*tail, (PREFIXES, MOST), (EVAL_PROMPTS, left), (PROMPTS, MOST))
-        return (*tail, (PREFIXES, MOST), (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
+            return (*resumed, (EVAL_PROMPTS, left), (PROMPTS, MOST))
+        return (*resumed, (PROMPTS, MOST), (EVAL_PROMPTS, MOST))
 
     def _share_left(self) -> int:
         """Slots that evaluation may take ahead of training prompts. Of few slots the share is none: then it has its turn, one
         sample after as many prompts as make the share."""
         share = float(self._context.knobs.eval_share)
-        if quota := int(self._pace.slots * share):
+        if quota := int(self.slots * share):
             return quota - self._evals
         return int(self._evals == 0 and self._prompts_since * share >= 1 - share)
 
@@ -142,8 +147,8 @@ class Leases:
     def done(self, entry: Entry) -> None:
         """A sample left."""
         self._context.in_flight -= 1
-        self._evals -= _is_eval(entry)
         self._pace.sample_ended()
+        self._evals -= _is_eval(entry)
         self._slot.set()
 
     # -- the version of a sample --------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class Pace:
         self._masked: tuple[int, float] = (-1, 0.0)
         self._told = 0
         self._ended = 0
+        self.tokens = 0  # that came from the engine since the last look
+        self._looked_at = context.clock.monotonic()
         self._serving: tuple[str, ...] = ()
         self._lane: dict[str, int] = {}  # worker -> slots kept for the tail
         self._overdue = False  # somebody waits in the lane for too long
@@ -102,14 +104,14 @@ class Pace:
             load = await engine.load()
         except (EngineUnavailable, RequestRefused):
             return  # whoever runs a sample there notices, and says so
-        ended, self._ended = self._ended, 0
+        now, before = self._context.clock.monotonic(), self._looked_at
+        ended, tokens, self._ended, self.tokens, self._looked_at = self._ended, self.tokens, 0, 0, now
         look = Look(
             busy=self._context.in_flight,
             ended=ended,
-            running=load.running,
+            tokens_per_s=tokens / max(1e-3, now - before),
             waiting=load.waiting,
             kv_used=load.kv_used,
-            tokens_per_s=load.tokens_per_s,
             masked_step=self._masked[0],
             masked=self._masked[1],
         )

@@ -36,7 +36,6 @@ class RankLoad(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     token_usage: float | None = None
-    gen_throughput: float | None = None
     max_running_requests: int | None = None
 
 
@@ -101,7 +100,6 @@ def load_of(text: str) -> EngineLoad:
         running=sum(rank.num_running_reqs for rank in ranks),
         waiting=sum(rank.num_waiting_reqs for rank in ranks),
         kv_used=max((rank.token_usage for rank in ranks if rank.token_usage is not None), default=None),
-        tokens_per_s=sum(rank.gen_throughput or 0.0 for rank in ranks),
         max_running=sum(rank.max_running_requests or 0 for rank in ranks) or None,
     )
 

@@ -46,10 +46,9 @@ class Look(NamedTuple):
 
     busy: int  # samples of ours under way
     ended: int  # samples of ours that ended since the look before
-    running: int | None = None  # requests of all its clients
-    waiting: int | None = None  # of those, in its queue
+    tokens_per_s: float = 0.0  # of ours since then
+    waiting: int | None = None  # requests in its queue, of all its clients
     kv_used: float | None = None  # share of the room for keys and values
-    tokens_per_s: float | None = None
     masked_step: int = -1  # newest training step whose masked share is known; -1 = none
     masked: float = 0.0  # that share
 
@@ -63,7 +62,7 @@ class Slots:
         self._mean_busy = 0.0
         self._fastest: float | None = None  # least time per token of one request, seconds
         self._rest = 0
-        self._running = 0  # at the look before
+        self._busy = 0  # at the look before
         self._masked_step = -1
         self._begin()
 
@@ -114,11 +113,10 @@ class Slots:
         self._most_kv = max(self._most_kv, look.kv_used or 0.0)
         self._full.append(look.kv_used is not None and look.kv_used > KV_FULL)
         self._queued.append((look.waiting or 0) > max(1, self.slots // 8))  # an eighth waits for company (GATHER)
-        running = look.running or 0
-        if running and look.tokens_per_s and abs(running - self._running) <= running / 4:  # both of the same time
-            time_s = running / look.tokens_per_s
+        if look.busy and look.tokens_per_s and abs(look.busy - self._busy) <= look.busy / 4:  # about as many all the time
+            time_s = look.busy / look.tokens_per_s
             self._fastest = time_s if self._fastest is None else min(self._fastest, time_s)
-        self._running = running
+        self._busy = look.busy
         if look.masked_step != self._masked_step:
             self._masked_step = look.masked_step
             self._steps += 1
@@ -140,8 +138,7 @@ class Slots:
                 return False
         if any(self._queued) or most_kv >= KV_ROOM:
             return False
-        slow = look.tokens_per_s and self._fastest and self._running / look.tokens_per_s > SLOWEST * self._fastest
-        return not slow
+        return not self._fastest or look.busy <= SLOWEST * self._fastest * look.tokens_per_s
 
 
 __all__ = ("Limits", "Look", "Slots", "Why")

@@ -61,7 +61,6 @@ class Engine:
         return Look(
             busy=busy,
             ended=ended,
-            running=len(self.running),
             waiting=len(self.queue),
             kv_used=held / self.room,
             tokens_per_s=rate,
@@ -151,9 +150,9 @@ def test_a_queue_that_stands_lowers_slots_and_a_wave_that_passes_does_not() -> N
     slots, limits = Slots(), Limits(floor=8, ceiling=64)
     slots.decide(Look(busy=0, ended=0), limits)
     for waiting in (20, 20, 0, 20, 20, 0):
-        assert slots.decide(Look(busy=32, ended=0, running=12, waiting=waiting), limits) == 32
+        assert slots.decide(Look(busy=32, ended=0, waiting=waiting), limits) == 32
     for _ in range(3):
-        slots.decide(Look(busy=32, ended=0, running=12, waiting=20), limits)
+        slots.decide(Look(busy=32, ended=0, waiting=20), limits)
     assert (slots.slots, slots.why) == (28, "queue")
 
 
@@ -164,7 +163,7 @@ def test_a_request_much_slower_than_alone_stops_the_rise() -> None:
     for _ in range(4000):
         running = slots.slots
         rate = running / (ALPHA_S + BETA_S * running)
-        slots.decide(Look(busy=running, ended=running, running=running, tokens_per_s=rate), limits)
+        slots.decide(Look(busy=running, ended=running, tokens_per_s=rate), limits)
     fastest = ALPHA_S + BETA_S * 32
     best = (4 * fastest - ALPHA_S) / BETA_S
     assert slots.slots == pytest.approx(best, rel=0.15)
@@ -182,6 +181,6 @@ def test_slots_stay_between_floor_and_ceiling_also_when_these_move(
     for (floor, ceiling), part in ((before, looks[::2]), (after, looks[1::2])):
         limits = Limits(floor, ceiling, max_masked=0.1)
         for n, (busy, ended, kv, masked) in enumerate(part):
-            look = Look(busy, ended, busy, ended, kv, 100.0, n, masked)
+            look = Look(busy, ended, 100.0, ended, kv, n, masked)
             now = slots.decide(look, limits)
             assert floor <= now <= ceiling and math.isfinite(now)

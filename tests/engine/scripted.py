@@ -107,7 +107,7 @@ class ScriptedEngine(Engine):
         return EngineHealth(self.version, "scripted")
 
     async def load(self) -> EngineLoad:
-        return EngineLoad(running=self._at_once)
+        return EngineLoad(running=len(self._flying))
 
     async def info(self) -> Mapping[str, Any]:
         return {"version": "embedded"}

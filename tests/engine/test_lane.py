@@ -86,7 +86,7 @@ async def test_long_samples_go_on_in_the_lane_once_and_short_ones_stay(redis_url
         await bus.append([Out(PROMPTS, sample(f"g{i}", 1, tokens=n)) for i, n in enumerate(lengths)])
         rollouts = await done(bus, len(lengths))
         assert await bus.length(TAIL) == 0
-    assert engines[0].most == 2, "the lane runs no more than its slots"
+    assert max(len(beside) for _, beside in engines[0].starts) == 1, "the lane runs no more than its slots"
     assert sorted(r.response.n_tokens for r in rollouts) == sorted(lengths)
     moved = [r for r in rollouts if r.resumed_tokens]
     assert moved, "some went there"

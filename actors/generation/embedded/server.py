@@ -287,7 +287,6 @@ class EngineServer:
             "num_used_tokens": load.used_tokens,
             "max_total_num_tokens": room,
             "token_usage": round(load.used_tokens / room, 4),
-            "gen_throughput": round(load.tokens_per_s, 1),
             "max_running_requests": self._served.max_running,
         }
         return json_answer({"version": "embedded", "dp_rank_count": 1, "loads": [rank]})
