@@ -38,14 +38,13 @@ sys.path.insert(0, str(REPO))
 import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 
-from actors.runtime.child import Child  # noqa: E402
 from actors.trainer.record import RecordedBatch, path_of, read_record  # noqa: E402
 from bus import Bus, Tail, ledger  # noqa: E402
 from bus.messages.policy import StepDone  # noqa: E402
 from bus.topology import POLICY  # noqa: E402
 from miles_async.console.schedule import Rule, Sample, Setup, simulate  # noqa: E402
 from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
-from scripts.schedule_house import LOADS, Case, run_of, settings_of, train  # noqa: E402
+from scripts.schedule_house import LOADS, Case, prefer, run_of, settings_of, train  # noqa: E402
 
 STEP_DEADLINE_S = 60.0
 RULES: dict[str, Rule] = {"mask": "whole", "whole": "whole", "split": "split", "member": "member"}
@@ -65,11 +64,11 @@ class Look(msgspec.Struct):
     cpu: dict[str, float]
 
 
-async def look(bus: Bus, children: dict[str, Child], url: str) -> Look:
+async def look(bus: Bus, pids: dict[str, int], url: str) -> Look:
     accounts = await ledger.read_accounts(bus)
     async with aiohttp.ClientSession() as http, http.get(f"{url}/stats") as answer:
         stats = await answer.json()
-    cpu = {name: cpu_s(child.pid) for name, child in children.items()}
+    cpu = {name: cpu_s(pid) for name, pid in pids.items()}
     return Look(time.time(), accounts.tokens_dropped, accounts.tokens_trained, stats["area"], stats["at"], cpu)
 
 
@@ -79,10 +78,16 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def watch(case: Case, folder: Path) -> dict[str, Any]:
+def alive(pid: int) -> bool:
+    """Whether a process runs, and not only waits to be collected."""
+    file = Path(f"/proc/{pid}/stat")
+    return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
     """Run a case; its row, with the model's figures beside."""
     done: list[StepDone] = []
-    async with run_of(case, folder) as (bus, children, url):
+    async with run_of(case, folder) as (bus, pids, url):
         tail = Tail(bus, [POLICY], start="0")
         await tail.open()
         first = None
@@ -91,18 +96,20 @@ async def watch(case: Case, folder: Path) -> dict[str, Any]:
                 async with asyncio.timeout(STEP_DEADLINE_S):
                     before = len(done)
                     while len(done) == before:
-                        for name, child in children.items():
-                            if not child.alive:
+                        for name, pid in pids.items():
+                            if not alive(pid):
                                 raise RuntimeError(f"{name} ended: {(folder / f'{name}.log').read_text()[-2000:]}")
                         for entry in await tail.read(0.5):
                             if isinstance(message := await bus.message(entry), StepDone):
                                 done.append(message)
+                if nice is not None and before == 0:
+                    prefer(list(pids.values()), nice)
                 if first is None and len(done) > case.warm:
-                    first = await look(bus, children, url)
+                    first = await look(bus, pids, url)
         finally:
             await tail.close()
         assert first is not None
-        last = await look(bus, children, url)
+        last = await look(bus, pids, url)
     records = [read_record(path_of(str(folder / "batches" / "{rollout_id}"), d.step)) for d in done]
     log = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     over_sampling = settings_of(case, folder, 0).rollout.over_sampling_batch_size
@@ -259,6 +266,9 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
+    parser.add_argument(
+        "--nice", type=int, help="priority of the run's processes, for a machine with other work; below 0: root"
+    )
     parser.add_argument("--keep", action="store_true", help="leave each run's folder, and say where it is")
     parser.add_argument("--note", default="", help="goes into the file: what this build is")
     parser.add_argument("--out", type=Path)
@@ -272,7 +282,7 @@ def main() -> int:
     for case in cases_of(args):
         folder = Path(mkdtemp(prefix="bench-schedule-", dir=shared if shared.is_dir() else None))
         try:
-            rows.append(asyncio.run(watch(case, folder)))
+            rows.append(asyncio.run(watch(case, folder, args.nice)))
         finally:
             if args.keep:
                 print(folder)

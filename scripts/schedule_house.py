@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,8 +84,8 @@ def settings_of(case: Case, folder: Path, port: int) -> RunSettings:
 
 
 @asynccontextmanager
-async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str, Child], str]]:
-    """Redis, engines and rooms at work: (bus, processes by name, address of the engines)."""
+async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str, int], str]]:
+    """Redis, engines and rooms at work: (bus, process ids by name, address of the engines)."""
     (folder / "batches").mkdir()
     (folder / "model").mkdir()
     save_tokenizer(folder / "model")
@@ -116,10 +116,22 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
                 start = [str(BENCH), "--trainer", str(case.train_s)] if role == "trainer" else ["-m", f"actors.{role}"]
                 children[name] = Child()
                 await children[name].start([sys.executable, *start, str(file)], folder / f"{name}.log", environment)
-            yield bus, children, f"http://127.0.0.1:{port}"
+            pids = {name: child.pid for name, child in children.items()}
+            yield bus, pids | {"redis": server.pid or 0}, f"http://127.0.0.1:{port}"
     finally:
         await asyncio.gather(*(child.stop(1.0) for child in children.values()))
         await asyncio.to_thread(server.kill)
+
+
+def prefer(pids: Sequence[int], nice: int) -> None:
+    """Give processes a priority, all their threads and sessions: rooms lower their own, and a machine with other work would
+    let them wait. Below 0 this needs root."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.exists():
+            group.write_text(str(nice))
 
 
 def train(spec_file: str, train_s: float) -> None:
@@ -148,4 +160,4 @@ def train(spec_file: str, train_s: float) -> None:
     run_room(TrainerSpec, room.run)
 
 
-__all__ = ("LOADS", "Case", "run_of", "settings_of", "train")
+__all__ = ("LOADS", "Case", "prefer", "run_of", "settings_of", "train")

@@ -32,7 +32,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("train", "miles_async.cli.train", "Train a policy as a settings file says."),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a running run."),
-    Command("doctor", "miles_async.cli.doctor", "Say who waits for what and why, and what is wrong."),
+    Command("doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."),
     Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),

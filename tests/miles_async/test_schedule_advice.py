@@ -113,7 +113,9 @@ def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered():
     assert not any("does not show" in line for line in found.lines)
     assert found.choices[1].masked > plain.choices[1].masked
     assert [
-        line for line in found.lines if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)
+        line
+        for line in found.lines
+        if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)
     ]
 
 
@@ -143,6 +145,21 @@ def test_batches_of_thousands_are_advised_on_as_well():
     small = advice()
     assert found.now.step_s == pytest.approx(small.now.step_s, rel=0.1)
     assert found.now.running == pytest.approx(32 * small.now.running, rel=0.1)
+
+
+def test_the_doctor_gives_the_advice_and_finds_nothing_wrong_with_the_run_for_it(whole):
+    status, out, _ = whole.ask("doctor")
+    assert (status, "versions or more" in out) == (0, False)
+    assert whole.ask_json("doctor")[1]["advice"] is None
+    lines = [json.dumps(record) + "\n" for record in run_of(step_s=1.8, wait_s=0.6, knobs={"max_weight_staleness": 1})]
+    (whole.dir / "metrics.jsonl").write_text("".join(lines))
+    status, out, _ = whole.ask("doctor")
+    assert status == 0
+    assert re.search(r"^Bound [2-4] masks .* times as fast", out, re.MULTILINE)
+    assert out.splitlines()[-1] == "nothing is wrong"
+    said = whole.ask_json("doctor")[1]["advice"]
+    assert said["now"]["bound"] == 1
+    assert [choice["bound"] for choice in said["choices"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_report_shows_the_spreads_and_the_advice(tmp_path):
