@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_async.quickstart.tasks import TASKS
 from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
 from miles_async.settings.errors import SettingsError, nearest
@@ -68,6 +67,8 @@ def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
+    from miles_async.quickstart.tasks import TASKS
+
     config: dict[str, Any] = {}
     builtin = settings.model.builtin_name
     if builtin is not None:

@@ -12,7 +12,9 @@ import pytest
 
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.plan import courier_spec
+from miles_async.quickstart.tasks import TASKS
 from miles_async.settings import load
+from miles_async.settings.checks import preflight
 from miles_async.settings.data_checks import check_prompt_data
 from miles_async.settings.dump import dry_run_text
 from tests.floors.tree import ROOT
@@ -33,10 +35,26 @@ def gsm8k(tmp_path: Path) -> list[str]:
 def test_there_are_recipes_for_a_laptop_and_for_gpus() -> None:
     assert {path.stem for path in RECIPES} >= {
         "quickstart",
+        "long",
         "qwen2.5-0.5b-gsm8k",
         "qwen3-0.6b-gsm8k",
         "qwen3-4b-gsm8k",
     }
+
+
+@pytest.mark.parametrize(("recipe", "task"), [("quickstart", "arithmetic"), ("long", "columns")])
+def test_a_recipe_for_a_laptop_resolves_from_the_checkout(
+    recipe: str, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    s = load(ROOT / "configs" / f"{recipe}.toml", {}).settings
+    found = preflight(s)
+    assert (s.launch.name, s.model.builtin_name, s.sglang.engine) == (recipe, task, "embedded")
+    assert found.prompts.rows == TASKS[task].train
+    assert {name: data.rows for name, data in found.held_out.items()} == {"held_out": TASKS[task].held_out}
+    longest = max(len(TASKS[task].encode(p.written)) + 1 for problems in TASKS[task].shipped() for p in problems)
+    assert longest <= s.rollout.rollout_max_response_len, "the right answer fits"
+    assert s.rollout.max_weight_staleness == 2
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.endswith("gsm8k")], ids=lambda p: p.stem)
