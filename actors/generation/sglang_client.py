@@ -8,12 +8,11 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import aiohttp
 import msgspec
 
 from actors.generation.engine import (
@@ -30,10 +29,10 @@ from actors.generation.engine import (
 from actors.generation.http_stream import Line, Lines, StreamBroken, StreamLate
 from actors.generation.inside_client import Inside
 from actors.generation.sglang_args import LOADER
-from actors.generation.sglang_wire import body_of, decode_event, load_of, message_in, split
+from actors.generation.sglang_calls import Calls, said
+from actors.generation.sglang_wire import body_of, decode_event, load_of, split
 from bus.messages.weights import Bucket, TensorMeta
 
-_ERROR_CHARS = 300
 FLAT = "flattened_bucket"
 IDLE_S = 5.0  # an engine's time to end what was aborted
 LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
@@ -65,12 +64,7 @@ class SGLangClient:
         self._request_deadline_s = request_deadline_s
         self._token_deadline_s = token_deadline_s
         self._control_deadline_s = control_deadline_s
-        # Concurrency is the caller's decision: a pool limit would queue requests unseen, outside of every deadline. SGLang
-        # closes connections idle for 5 s: a request sent on one just then would look like the engine's end.
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=control_deadline_s),
-        )
+        self._calls = Calls(self.base_url, deadline_s=control_deadline_s)
         self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s)
         self._busy: set[Line] = set()
         self._numbers = itertools.count()
@@ -78,11 +72,10 @@ class SGLangClient:
         self._flying: dict[str, set[str]] = {}
         self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
         self._runs_our_loader = False  # as `info` said
-        self._inside = Inside(inside, self._post)
+        self._inside = Inside(inside, self._calls.post)
         self.counts_when_receiving = False
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
-        self._waits: set[asyncio.Timeout] = set()
         self._closed = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -124,7 +117,7 @@ class SGLangClient:
                         seen += fresh
                         line.progress()
             if line.status != 200:
-                self._raise_status(line.status, line.text, f"request {rid}")
+                self._calls.raise_status(line.status, line.text, f"request {rid}")
             raise EngineUnavailable(
                 f"{self.base_url} ended the stream of request {rid} after {seen} tokens without a finish reason; the engine "
                 "or a proxy died. Tokens so far are valid."
@@ -156,7 +149,7 @@ class SGLangClient:
                 f"{self.base_url} gave request {rid} {seen} tokens, then its {error.what} deadline of {limit_s:g} s passed; "
                 "the engine is stuck, paused or overloaded."
             ) from None
-        raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {_say(error)}.") from None
+        raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {said(error)}.") from None
 
     def _chunk(self, payload: bytes, request: GenerateRequest, seen: int) -> Chunk:
         """One event's new tokens. Refused (AnswerRefused): more tokens than asked, or log-probs that are none."""
@@ -174,7 +167,7 @@ class SGLangClient:
         finish: Finish | None = None
         if reason is not None:
             if reason.type == "abort" and reason.status_code is not None:
-                self._raise_status(reason.status_code, reason.message or "", f"request {rid}")
+                self._calls.raise_status(reason.status_code, reason.message or "", f"request {rid}")
             finish = _FINISH.get(reason.type)
             if finish is None:
                 raise EngineUnavailable(
@@ -210,10 +203,10 @@ class SGLangClient:
 
     async def abort_name(self, name: str) -> None:
         """End the request of this name if this engine has it."""
-        await self._post("/abort_request", {"rid": name})
+        await self._calls.post("/abort_request", {"rid": name})
 
     async def abort_all(self) -> None:
-        await self._post("/abort_request", {"abort_all": True})
+        await self._calls.post("/abort_request", {"abort_all": True})
 
     async def end_running(self, patience_s: float) -> None:
         if self._flying:
@@ -222,10 +215,10 @@ class SGLangClient:
                 await asyncio.wait_for(self._quiet.wait(), patience_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._post("/pause_generation", {"mode": mode})
+        await self._calls.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._calls.post("/continue_generation", {})
 
     async def pause_counted(self, version: str) -> int | None:
         if not self._inside.able:
@@ -244,31 +237,31 @@ class SGLangClient:
                 self._marks.setdefault(name, []).append((counts[name], version))
 
     async def flush(self) -> bool:
-        status, text = await self._call("POST", "/flush_cache", {})
+        status, text = await self._calls.call("POST", "/flush_cache", {})
         if status not in (200, 400):
-            self._raise_status(status, text, "/flush_cache")
+            self._calls.raise_status(status, text, "/flush_cache")
         return status == 200
 
     async def release_memory(self, tags: Sequence[str] = ()) -> None:
         # SGLang's scheduler ends when it is asked while a request runs or waits, paused or not; a flush asks the same
         # question and is merely declined. Paused requests of other modes than abort would wait in its queue.
-        status, text = await self._call("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
+        status, text = await self._calls.call("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
         if status not in (200, 400):
-            self._raise_status(status, text, "/flush_cache")
+            self._calls.raise_status(status, text, "/flush_cache")
         if status == 400:
             raise RequestRefused(
                 f"{self.base_url} has requests at work and keeps its memory; pause it in abort mode before the release."
             )
-        await self._post("/release_memory_occupation", {"tags": list(tags) or None})
+        await self._calls.post("/release_memory_occupation", {"tags": list(tags) or None})
 
     async def resume_memory(self, tags: Sequence[str] = ()) -> None:
-        await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
+        await self._calls.post("/resume_memory_occupation", {"tags": list(tags) or None})
 
     async def update_weights_from_disk(self, path: str, version: str) -> None:
         # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be
         # declined.
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
-        await self._post("/update_weights_from_disk", body)
+        await self._calls.post("/update_weights_from_disk", body)
 
     async def update_weights_from_tensor(
         self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
@@ -280,7 +273,7 @@ class SGLangClient:
             "weight_version": version,
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_tensor", body)
+        await self._calls.post("/update_weights_from_tensor", body)
 
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
@@ -289,7 +282,7 @@ class SGLangClient:
             "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
             "group_name": group, "backend": backend,
         }  # fmt: skip
-        await self._post("/init_weights_update_group", body)
+        await self._calls.post("/init_weights_update_group", body)
 
     async def update_weights_from_distributed(
         self, tensors: Sequence[TensorMeta], group: str, version: str | None
@@ -303,7 +296,7 @@ class SGLangClient:
             "weight_version": version,
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_distributed", body)
+        await self._calls.post("/update_weights_from_distributed", body)
 
     async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
         answer = await self._inside.receive(buckets, group, counts=before is not None)
@@ -318,97 +311,38 @@ class SGLangClient:
 
     async def destroy_weights_update_group(self, group: str) -> None:
         with suppress(RequestRefused):  # it is gone already
-            await self._post("/destroy_weights_update_group", {"group_name": group})
+            await self._calls.post("/destroy_weights_update_group", {"group_name": group})
 
     async def weights_checksum(self) -> Mapping[str, Any]:
         if (found := await self._inside.checksums()) is not None:
             return found
-        text = await self._ok("POST", "/weights_checker", {"action": "checksum"})
+        text = await self._calls.ok("POST", "/weights_checker", {"action": "checksum"})
         ranks = msgspec.json.decode(text, type=dict[str, Any]).get("ranks") or []
         return {f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def set_version(self, version: str) -> None:
-        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._calls.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def health(self) -> EngineHealth:
-        await self._ok("GET", "/health")
-        model = await self._get("/model_info")
+        await self._calls.ok("GET", "/health")
+        model = await self._calls.get("/model_info")
         return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
 
     async def load(self) -> EngineLoad:
-        status, text = await self._call("GET", "/v1/loads?include=core")
+        status, text = await self._calls.call("GET", "/v1/loads?include=core")
         return load_of(text) if status == 200 else EngineLoad()  # an SGLang that does not have it
 
     async def info(self) -> Mapping[str, Any]:
-        info = await self._get("/server_info")
+        info = await self._calls.get("/server_info")
         self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
         self._inside.hear(info)
         self.counts_when_receiving = self._inside.able
         return info
 
     async def close(self) -> None:
-        """What is under way ends at once, as EngineUnavailable: aiohttp would leave those that wait for an answer waiting."""
+        """What is under way ends at once, as EngineUnavailable."""
         self._closed = True
-        for wait in [w for w in self._waits if not w.expired()]:
-            wait.reschedule(asyncio.get_running_loop().time())
         for line in self._busy:
             line.give_up(GivenUp())
         self._lines.close()
-        await self._http.close()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> None:
-        await self._ok("POST", path, body)
-
-    async def _ok(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
-        status, text = await self._call(method, path, body)
-        if status != 200:
-            self._raise_status(status, text, path)
-        return text
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        text = await self._ok("GET", path)
-        try:
-            return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise EngineUnavailable(
-                f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?"
-            ) from None
-
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        if self._closed:
-            raise EngineUnavailable(f"{self.base_url}{path} was not asked: this engine was given up.")
-        try:
-            async with self._limit(self._control_deadline_s):
-                async with self._http.request(method, self.base_url + path, data=data, headers=headers) as response:
-                    return response.status, await response.text()
-        except (aiohttp.ClientError, OSError) as error:
-            late = f"did not answer within {self._control_deadline_s:g} s; the engine is stuck or overloaded."
-            why = late if _timed_out(error) else f"cannot be reached: {_say(error)}."
-            raise EngineUnavailable(f"{self.base_url}{path} {'was given up.' if self._closed else why}") from None
-
-    @asynccontextmanager
-    async def _limit(self, seconds: float) -> AsyncIterator[None]:
-        """TimeoutError after `seconds`, or once the engine is given up."""
-        async with asyncio.timeout(seconds) as limit:
-            self._waits.add(limit)
-            try:
-                yield
-            finally:
-                self._waits.discard(limit)
-
-    def _raise_status(self, status: int, text: str, what: str) -> NoReturn:
-        message = " ".join(message_in(text).split())[:_ERROR_CHARS]
-        if status in (400, 404, 413, 422):
-            raise RequestRefused(f"{self.base_url} refused {what} (HTTP {status}): {message}")
-        raise EngineUnavailable(f"{self.base_url} failed {what} (HTTP {status}): {message}")
-
-
-def _timed_out(error: BaseException) -> bool:
-    """By our own limit, not by one of aiohttp's."""
-    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__} {error}".strip()
+        await self._calls.close()

@@ -84,8 +84,8 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     """One training step and its batch manifest: enough to train the same batch again.
 
     `step` is the number of the step just done (1-based): the weights now hold `step` updates. `samples` are in training
-    order, `groups` and `prompts` are their groups by first appearance. `dropped` pairs group id and reason for groups the trainer gave up
-    while cutting this batch.
+    order, `groups` and `prompts` are their groups by first appearance. `dropped` pairs group id and reason for groups the
+    trainer gave up while cutting this batch.
     """
 
     step: int

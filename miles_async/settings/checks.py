@@ -67,11 +67,12 @@ def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
-    from miles_async.quickstart.tasks import TASKS
 
     config: dict[str, Any] = {}
     builtin = settings.model.builtin_name
     if builtin is not None:
+        from miles_async.quickstart.tasks import TASKS
+
         if builtin not in TASKS:
             raise SettingsError(
                 "no such builtin model",

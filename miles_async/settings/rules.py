@@ -7,17 +7,14 @@ are `notes`, shown by `--dry-run` and at the start of a run.
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, slots, training
+from miles_async.settings import colocate, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
-from miles_async.settings.errors import listing, refusal
+from miles_async.settings.errors import refusal
 from miles_async.settings.run import RunSettings
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 BUS_SCHEMES = ("redis://", "rediss://", "unix://")
-CORRECTION_FLAGS = (
-    *("--use-tis", "--use-icepop", "--use-mis", "--use-decoupled-loss", "--use-rollout-logprobs", "--keep-old-actor"),
-)
 
 Rule = Callable[[RunSettings], None]
 
@@ -34,50 +31,6 @@ def four_knobs_agree(s: RunSettings) -> None:
 def run_length_is_known(s: RunSettings) -> None:
     if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
         raise refusal("num_rollout", None, "the run has no end", "Set --num-rollout N or --num-epoch N.")
-
-
-def oversampling_covers_a_batch(s: RunSettings) -> None:
-    over, batch = s.rollout.over_sampling_batch_size, s.rollout.rollout_batch_size
-    if 0 < over < batch:
-        raise refusal(
-            "over_sampling_batch_size",
-            over,
-            f"smaller than rollout_batch_size = {batch}",
-            f"Set it to {batch} or more, or leave it out for what the bound admits.",
-        )
-
-
-def parts_have_a_turn(s: RunSettings) -> None:
-    policy, bound = s.rollout.staleness_policy, s.rollout.max_weight_staleness
-    if policy not in ("split", "member"):
-        return
-    if bound == 0:
-        raise refusal(
-            "staleness_policy",
-            policy,
-            "with max_weight_staleness = 0 every batch is of one version, and no group has a turn to be split on",
-            "Leave it out, or set max_weight_staleness to 1 or more.",
-        )
-    if s.needs_whole_groups:
-        why = s.grpo.custom_reward_post_process_path or f"advantage_estimator {s.grpo.advantage_estimator}"
-        raise refusal(
-            "staleness_policy",
-            policy,
-            f"it trains parts of groups, and {why} needs all rewards of a group at once",
-            "Use whole, wait or drop, or another estimator.",
-        )
-
-
-def stale_data_is_corrected(s: RunSettings) -> None:
-    bound = s.rollout.max_weight_staleness
-    g = s.grpo
-    if bound > 0 and g.off_policy_correction == "none" and not (g.no_correction or g.keep_old_actor):
-        raise refusal(
-            "max_weight_staleness",
-            bound,
-            "off-policy data without a correction",
-            f"Choose {listing(CORRECTION_FLAGS)}, or accept the bias with --no-correction, or set it to 0.",
-        )
 
 
 def one_correction_at_most(s: RunSettings) -> None:
@@ -164,18 +117,6 @@ def filter_can_keep_something(s: RunSettings) -> None:
             name,
             "drops every group when n_samples_per_prompt is 1, whose rewards never differ",
             f"Set it to {KEEP_ALL} or n_samples_per_prompt to 2 or more.",
-        )
-
-
-def wait_leaves_room_for_its_lookahead(s: RunSettings) -> None:
-    bound, extra, per_version = s.rollout.max_weight_staleness, s.lookahead_versions, s.groups_per_version
-    if extra > bound:
-        raise refusal(
-            "staleness_lookahead",
-            s.rollout.staleness_lookahead,
-            f"looking so far ahead adds {extra} versions of staleness with {per_version} groups per version, above "
-            f"max_weight_staleness = {bound}",
-            f"Set it to {bound * per_version + 1} or less, or raise max_weight_staleness.",
         )
 
 
@@ -345,10 +286,8 @@ RULES: tuple[Rule, ...] = (
     run_name_is_a_plain_name,
     four_knobs_agree,
     run_length_is_known,
-    oversampling_covers_a_batch,
-    parts_have_a_turn,
+    *staleness.RULES,
     one_correction_at_most,
-    stale_data_is_corrected,
     correction_bounds_are_ordered,
     old_logprobs_have_one_source,
     rejection_belongs_to_mis,
@@ -356,7 +295,6 @@ RULES: tuple[Rule, ...] = (
     whitening_where_it_is_part_of_the_estimator,
     *second_models.RULES,
     filter_can_keep_something,
-    wait_leaves_room_for_its_lookahead,
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,

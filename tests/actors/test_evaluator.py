@@ -23,6 +23,7 @@ from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 from miles_async.console.history import History, history_of
 from miles_async.console.live import plain_line
 from miles_async.console.records import records_of
+from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.actors.house import messages, open_bus, put, running, until
 
@@ -33,7 +34,7 @@ LAST = 3
 @asynccontextmanager
 async def evaluating(redis_url: str, run_name: str, folder: Path, interval: int) -> AsyncIterator[tuple[Bus, Any]]:
     """An evaluator of four prompts in a run of three steps; the test is everyone else."""
-    save_tokenizer(folder)
+    save_tokenizer(folder, ARITHMETIC)
     (folder / "held.jsonl").write_text("".join(json.dumps({"input": str(i), "label": "1"}) + "\n" for i in range(N)))
     data = DataSpec(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
     spec = EvaluatorSpec(sets=(EvalSet(name="held", data=data),), num_rollout=LAST, max_response_len=8)

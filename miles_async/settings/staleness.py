@@ -1,0 +1,69 @@
+"""Rules of asynchrony: how much is under way, how old it may get, and what happens then."""
+
+from __future__ import annotations
+
+from miles_async.settings.errors import listing, refusal
+from miles_async.settings.run import RunSettings
+
+CORRECTION_FLAGS = (
+    *("--use-tis", "--use-icepop", "--use-mis", "--use-decoupled-loss", "--use-rollout-logprobs", "--keep-old-actor"),
+)
+
+
+def oversampling_covers_a_batch(s: RunSettings) -> None:
+    over, batch = s.rollout.over_sampling_batch_size, s.rollout.rollout_batch_size
+    if 0 < over < batch:
+        raise refusal(
+            "over_sampling_batch_size",
+            over,
+            f"smaller than rollout_batch_size = {batch}",
+            f"Set it to {batch} or more, or leave it out for what the bound admits.",
+        )
+
+
+def parts_have_a_turn(s: RunSettings) -> None:
+    policy, bound = s.rollout.staleness_policy, s.rollout.max_weight_staleness
+    if policy not in ("split", "member"):
+        return
+    if bound == 0:
+        raise refusal(
+            "staleness_policy",
+            policy,
+            "with max_weight_staleness = 0 every batch is of one version, and no group has a turn to be split on",
+            "Leave it out, or set max_weight_staleness to 1 or more.",
+        )
+    if s.needs_whole_groups:
+        why = s.grpo.custom_reward_post_process_path or f"advantage_estimator {s.grpo.advantage_estimator}"
+        raise refusal(
+            "staleness_policy",
+            policy,
+            f"it trains parts of groups, and {why} needs all rewards of a group at once",
+            "Use whole, wait or drop, or another estimator.",
+        )
+
+
+def stale_data_is_corrected(s: RunSettings) -> None:
+    bound = s.rollout.max_weight_staleness
+    g = s.grpo
+    if bound > 0 and g.off_policy_correction == "none" and not (g.no_correction or g.keep_old_actor):
+        raise refusal(
+            "max_weight_staleness",
+            bound,
+            "off-policy data without a correction",
+            f"Choose {listing(CORRECTION_FLAGS)}, or accept the bias with --no-correction, or set it to 0.",
+        )
+
+
+def wait_leaves_room_for_its_lookahead(s: RunSettings) -> None:
+    bound, extra, per_version = s.rollout.max_weight_staleness, s.lookahead_versions, s.groups_per_version
+    if extra > bound:
+        raise refusal(
+            "staleness_lookahead",
+            s.rollout.staleness_lookahead,
+            f"looking so far ahead adds {extra} versions of staleness with {per_version} groups per version, above "
+            f"max_weight_staleness = {bound}",
+            f"Set it to {bound * per_version + 1} or less, or raise max_weight_staleness.",
+        )
+
+
+RULES = (oversampling_covers_a_batch, parts_have_a_turn, stale_data_is_corrected, wait_leaves_room_for_its_lookahead)
