@@ -11,6 +11,7 @@ import pytest
 
 from actors.generation.leasing import Leases
 from actors.generation.link import EngineLink
+from actors.generation.pace import Pace
 from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
 from actors.generation.sharing import Sharing
@@ -276,7 +277,8 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
     async def body(context: Context, hold_s: float) -> None:
         link = EngineLink(context, lambda url, inside: ScriptedEngine(), process=None)
         link.serving = version(1)
-        leases = Leases(context, link, Sharing(context, link, ()), lambda: False, hold_s)
+        pace = Pace(context, link, 8, 10.0)
+        leases = Leases(context, link, Sharing(context, link, ()), pace, lambda: False, hold_s)
         leases.standing.fold(active(1, w0=1, peer=1))
         empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
         found.set_result([await leases.admit(Running(sample("s", step), empty, counted=0)) for step in (0, 1)])
