@@ -114,7 +114,8 @@ async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
     log = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     over_sampling = settings_of(case, folder, 0).rollout.over_sampling_batch_size
     row = row_of(case, done, records, {s: (began, ended) for s, began, ended in log}, first, last)
-    return row | {"over_sampling": over_sampling, "model": modelled(case, over_sampling)}
+    twice = len(log) - len({sample_id for sample_id, _, _ in log})  # not 0: an engine was given up, or a lease lost
+    return row | {"generated_twice": twice, "over_sampling": over_sampling, "model": modelled(case, over_sampling)}
 
 
 def row_of(

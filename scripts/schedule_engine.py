@@ -53,7 +53,8 @@ class Request:
         self.seconds = seconds
         self.finish = finish
         self.until: list[tuple[str, int]] = []  # a version, and the tokens that were made when it went
-        self.abort = asyncio.Event()
+        self.aborted = False
+        self.wake = asyncio.Event()  # a version went, or an abort
 
     def made(self) -> int:
         """Tokens by now; the first comes at once."""
@@ -61,12 +62,13 @@ class Request:
         return self.tokens if part >= 1 else 1 + int((self.tokens - 1) * part)
 
     async def make(self, tokens: int) -> int:
-        """Wait until so many are made, or for an abort; how many there are."""
+        """Wait until so many are made, or for news; how many there are."""
         left_s = self.began + self.seconds * tokens / self.tokens - time.monotonic()
         try:
-            await asyncio.wait_for(self.abort.wait(), max(0.0, left_s))
+            await asyncio.wait_for(self.wake.wait(), max(0.0, left_s))
         except TimeoutError:
             return tokens
+        self.wake.clear()
         return self.made()
 
     def events(self, sent: int, made: int, version: str) -> bytes:
@@ -109,7 +111,7 @@ class Engine:
         self._changed = now
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """Stream one request: what is made, every `chunk` tokens."""
+        """Stream one request: what is made, every `chunk` tokens and when a version goes."""
         body = msgspec.json.decode(await http.read())
         rid, sample_id, house = body["rid"], body["rid"].split("-", 2)[2], self._house
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -121,11 +123,11 @@ class Engine:
             )
             try:
                 await response.prepare(http)
-                sent = 0
-                while sent < request.tokens and not request.abort.is_set():
+                sent, data = 0, b""
+                while sent < request.tokens and not request.aborted:
                     made = await request.make(min(request.tokens, sent + (house.chunk or request.tokens)))
                     data, sent = request.events(sent, made, self.version), made
-                    if sent < request.tokens and not request.abort.is_set():
+                    if data and sent < request.tokens and not request.aborted:
                         await response.write(data)
                 finish = request.finish if sent >= request.tokens else "abort"
             finally:
@@ -141,6 +143,7 @@ class Engine:
         body = msgspec.json.decode(await http.read())
         for request in self._running.values():
             request.until.append((self.version, request.made()))
+            request.wake.set()
         self.version = body.get("new_version") or body["weight_version"]
         return await _well(http)
 
@@ -149,7 +152,8 @@ class Engine:
         body = msgspec.json.decode(await http.read())
         for rid, request in self._running.items():
             if body.get("abort_all") or rid.startswith(body["rid"]):
-                request.abort.set()
+                request.aborted = True
+                request.wake.set()
         return await _well(http)
 
     async def tell(self, _: web.Request) -> web.Response:

@@ -108,9 +108,8 @@ class Simulation:
         self._generating = 0  # groups with members left
         self._open = 0  # samples
         self._queue: deque[tuple[int, int]] = deque()
-        self._running: list[
-            tuple[float, int, int, float, Sample]
-        ] = []  # heap: work clock at its end, group, member, start
+        # A heap: work clock at its end, group, member, work clock at its start.
+        self._running: list[tuple[float, int, int, float, Sample]] = []
         self._finished = 0  # samples that are done and not trained
         self._step_ends = NEVER
         self._step_size = 0
@@ -141,10 +140,6 @@ class Simulation:
         first = self._running[0][0] if self._running else NEVER
         sample_ends = self._now + (first - self._work) / pace if self._running else NEVER
         at = min(sample_ends, self._step_ends)
-        if at == NEVER:
-            raise ValueError(
-                f"no batch of {self.setup.batch} groups is ever complete: nothing runs and nothing may start"
-            )
         if len(self._starts) > self.setup.warm:
             self._seen.area += len(self._running) * (at - self._now)
             self._seen.seconds += at - self._now
