@@ -47,7 +47,7 @@ from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noq
 from scripts.schedule_house import LOADS, Case, prefer, run_of, settings_of, train  # noqa: E402
 
 STEP_DEADLINE_S = 60.0
-RULES: dict[str, Rule] = {"mask": "whole", "whole": "whole", "split": "split", "member": "member"}
+RULES: dict[str, Rule] = {"whole": "whole", "split": "split", "member": "member"}
 
 
 # -- what is seen of it ----------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bound", type=int, nargs="+", default=[2])
-    parser.add_argument("--policy", default="mask")
+    parser.add_argument("--policy", default="split")
     parser.add_argument("--over-sampling", type=int, help="groups; default: the settings'")
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--load", nargs="+", choices=list(LOADS), default=list(LOADS))
