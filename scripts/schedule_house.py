@@ -23,6 +23,7 @@ from bus import Bus
 from bus.knobs.live import publish_initial
 from bus.server.embedded import EmbeddedRedis
 from miles_async.launcher.plan import Place, actor_spec, bus_config, initial_knobs, room_specs
+from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
@@ -88,7 +89,7 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
     """Redis, engines and rooms at work: (bus, process ids by name, address of the engines)."""
     (folder / "batches").mkdir()
     (folder / "model").mkdir()
-    save_tokenizer(folder / "model")
+    save_tokenizer(folder / "model", ARITHMETIC)
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 4096)
     port, children = free_port(), {"engines": Child()}
     script = {
