@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Header(msgspec.Struct, frozen=True):

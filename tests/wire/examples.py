@@ -1,7 +1,7 @@
 """One example of every message as schema 1 has it, with every field set to something that is not its default.
 
-Never change an example that has golden bytes. A new schema number gets a module of its own beside this one.
-`python -m tests.wire.examples` adds bytes for examples that have none yet.
+Never change an example that has golden bytes. A new schema number gets a module of its own beside this one. These bytes were
+written when the schema number was 1; `python -m tests.wire.golden` adds bytes of the newest schema for examples that have none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from bus.messages.base import Message, pack_floats, pack_ints
-from bus.messages.codec import encode
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict
 from bus.messages.policy import (
@@ -173,15 +172,3 @@ def read_golden(path: Path = GOLDEN) -> dict[str, bytes]:
     """Tag -> body, from lines of tag and hexadecimal bytes."""
     lines = [line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {tag: bytes.fromhex(body) for tag, body in lines}
-
-
-def main() -> None:
-    """Add what is missing; what is there stays as it is."""
-    known = read_golden() if GOLDEN.exists() else {}
-    lines = GOLDEN.read_text().splitlines() if GOLDEN.exists() else ["# schema 1: message tag, body in hexadecimal"]
-    lines += [f"{tag_of(m)} {encode(m).hex()}" for m in EXAMPLES if tag_of(m) not in known]
-    GOLDEN.write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,50 @@
+"""One example of every message that schema 2 changed or added, with every field set to something that is not its default.
+
+Schema 2: groups leave the filter in parts, workers tell their slots, samples and evaluations tell more of their origin.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bus.messages.base import Message, pack_floats
+from bus.messages.control import EvalDone, Vitals
+from bus.messages.groups import GroupKept, GroupVerdict, Turned
+from bus.messages.policy import GroupsGivenUp, PolicyActive, Restored
+from bus.messages.samples import RolloutDone, SampleTask, Scored
+from tests.wire.examples import EXAMPLES as SCHEMA_1
+from tests.wire.examples import SCORED, VERSION
+
+GOLDEN = Path(__file__).parent / "schema_2.txt"
+
+
+def _once(kind: type[Message]) -> Message:
+    """The example that schema 1 has of a message."""
+    return next(example for example in SCHEMA_1 if type(example) is kind)
+
+
+def _more(kind: type[Message], **fields: object) -> Message:
+    return msgspec.structs.replace(_once(kind), **fields)
+
+
+EXAMPLES: tuple[Message, ...] = (
+    _more(SampleTask, pinned=7),
+    _more(RolloutDone, running=12),
+    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0])),
+    GroupKept(
+        group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
+    ),
+    Turned(step=5, version=7),
+    _more(GroupVerdict, members=(1, 3)),
+    GroupsGivenUp(
+        groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
+    ),
+    _more(Restored, samples=("g0000041/0",)),
+    PolicyActive(
+        version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5
+    ),
+    _more(Vitals, slots=64),
+    _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
+)
