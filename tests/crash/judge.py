@@ -145,7 +145,9 @@ def _within_the_bound(run: Run, done: dict[int, StepDone]) -> None:
 def _accounts_agree(facts: Facts, done: dict[int, StepDone], whole_policy: bool) -> None:
     saved = max((m.step for m in facts.policy if isinstance(m, Checkpointed | Restored)), default=0)
     if whole_policy:
-        inside = sum(len(m.samples) for step, m in done.items() if step <= saved)
+        # An entry is booked as one: samples trained at the edge of a batch wait for the rest of their group.
+        samples = [s for step, m in done.items() if step <= saved for s in m.samples]
+        inside = sum(s not in facts.open_samples for s in samples)
         dropped = facts.check.accounts.dropped
         untrained = sum(dropped.get(reason, 0) for reason in ("masked", *AGED))
         before = sum(len(m.samples) for m in _given_up(facts) if m.groups[0][1] in AGED)

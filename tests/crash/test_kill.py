@@ -53,6 +53,13 @@ POINTS: dict[str, dict[str, dict[str, Any]]] = {
     "publisher:after_order:4": {},
 }
 
+# Groups leave in parts, so that some are half trained at each of these moments.
+IN_PARTS: dict[str, dict[str, Any]] = {"rollout": {"staleness_policy": "member"}}
+IN_PARTS_POINTS = (
+    *("filter:turned:3", "filter:after_commit:4", "trainer:after_done:3", "trainer:checkpoint_half:2", "trainer:before_ack:2"),
+    "sampler:after_append:2",
+)
+
 
 def _cases() -> list[Any]:
     cases = []
@@ -93,3 +100,14 @@ def test_killed_at(point: str, settings: dict[str, dict[str, Any]], run_of: Laun
     run.finish()
     assert run.struck, f"nobody came to {point}"
     judge(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", IN_PARTS_POINTS)
+def test_killed_while_groups_are_trained_in_parts(point: str, run_of: Launch) -> None:
+    run = run_of(IN_PARTS)
+    run.start(fault=f"{point}:KILL")
+    run.finish()
+    assert run.struck, f"nobody came to {point}"
+    facts = judge(run)
+    assert any(verdict.members for verdict in facts.verdicts), "no group left in parts"
