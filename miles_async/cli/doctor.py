@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
         from miles_async.console.scene import read_scene
 
         scene = await read_scene(bus, ref.run_dir)
-        advice = await asyncio.to_thread(advice_of, ref.run_dir) if ref.run_dir is not None else None
+        slots = sum(a.vitals.slots for a in scene.snapshot.of_role("generation") if a.life == "alive")
+        advice = await asyncio.to_thread(advice_of, ref.run_dir, slots) if ref.run_dir is not None else None
         findings = diagnose(scene)
         wrong = [finding for finding in findings if finding.level != "info"]
         if args.as_json:
