@@ -2,6 +2,7 @@
 """Long-tailed answers on two GPUs, one training, one generating by SGLang: today's scheduling beside that of an older commit.
 
     git archive 6e384b8 actors bus miles_async scripts configs pyproject.toml | gzip -9 >.gpu/before.tar.gz     (for variant a)
+    python -m miles_async.quickstart.model .gpu/columns --task columns --seed 1                     (for long: minutes on a CPU)
     python scripts/gpu_tails.py --task tails --out DIR      DIR/tails.json: random weights of a real shape, stop tokens such that
                                                             lengths are geometric, 32 groups of 8, 384 samples at once
     python scripts/gpu_tails.py --task long --out DIR       DIR/long.json: configs/long.toml to 85 % of the held-out problems
@@ -62,7 +63,14 @@ class Run:
 
 def _tails(slots: int) -> dict[str, Run]:
     fixed = ("--sglang-server-concurrency", str(slots))
-    auto = ("--sglang-server-concurrency", "auto", "--sglang-concurrency-max", str(slots), "--max-masked-fraction", "0.015")
+    auto = (
+        "--sglang-server-concurrency",
+        "auto",
+        "--sglang-concurrency-max",
+        str(slots),
+        "--max-masked-fraction",
+        "0.015",
+    )
     return {
         "a": Run((*fixed, "--max-weight-staleness", "2"), 1.5, before=True, rule="whole", cap=BATCH),
         "b": Run((*fixed, "--max-weight-staleness", "4"), bound=4),
@@ -110,7 +118,12 @@ class Bench:
             folder = self.scratch / f"server-{len(self.boots)}"
             args = gpu_bench.GPU_ARGS | flags | json.loads(self.args.server_args) if gpu else {}
             made = parts.server(
-                self.args.engine, model, folder, args=args, max_running=max_running, gpus=(self.args.gpu + 1,) if gpu else ()
+                self.args.engine,
+                model,
+                folder,
+                args=args,
+                max_running=max_running,
+                gpus=(1,) if gpu else (),  # the trainer takes the first
             )
             url, facts = await self._server.enter_async_context(made)
             self._up = url, facts | {"log": next(iter(sorted(folder.rglob("log"))), None)}
@@ -129,8 +142,6 @@ class Bench:
             "PYTHONPATH": os.pathsep.join([str(tree), _without_repo(os.environ.get("PYTHONPATH", ""))]),
             VARIABLE: facts["inside"],
         }
-        if self.args.engine == "sglang":
-            env["CUDA_VISIBLE_DEVICES"] = str(self.args.gpu)  # the trainer's: an external engine tells us of no GPU to leave alone
         began = time.monotonic()
         with (self.out / f"{name}.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -158,7 +169,9 @@ class Bench:
         tree, packed = self.scratch / "before", Path(self.args.before)
         if not tree.exists():
             if not packed.exists():
-                raise FileNotFoundError(f"{packed} is missing; the docstring of {Path(__file__).name} says how to make it")
+                raise FileNotFoundError(
+                    f"{packed} is missing; the docstring of {Path(__file__).name} says how to make it"
+                )
             with tarfile.open(packed) as archive:
                 archive.extractall(tree, filter="data")
         return tree
@@ -223,7 +236,16 @@ async def tails(b: Bench) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i % 97}=", "label": "1"}) + "\n" for i in range(4096)))
     ids = stop_ids(a.mean_tokens, a.new_tokens, int((parts.QWEN3 | parts.SHAPES[a.shape])["vocab_size"]))
     words = [
-        *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label"),
+        *(
+            "--hf-checkpoint",
+            str(model),
+            "--prompt-data",
+            str(prompts),
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+        ),
         *("--rm-type", "deterministic_random", "--num-rollout", str(a.warm + a.steps), "--use-tis"),
         *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(GROUP)),
         *("--rollout-max-response-len", str(a.new_tokens), "--rollout-stop-token-ids", *map(str, ids)),
@@ -255,7 +277,9 @@ async def tails(b: Bench) -> None:
         except Exception as error:  # noqa: BLE001 - the measurements are dearer than what is made of them
             traceback.print_exc()
             predicted = {"failed": repr(error)}
-        speed = {name: round(runs["a"]["step_s"] / run["step_s"], 3) for name, run in runs.items()} if "a" in runs else {}
+        speed = (
+            {name: round(runs["a"]["step_s"] / run["step_s"], 3) for name, run in runs.items()} if "a" in runs else {}
+        )
         b.save({**known, "times_as_fast_as_a": speed, "failed": failed, "model": predicted, "runs": runs})
 
     await _all(b, chosen, one, failed, save)
@@ -264,13 +288,11 @@ async def tails(b: Bench) -> None:
 async def long(b: Bench) -> None:
     """Learning curves of configs/long.toml, one run after the other."""
     a = b.args
-    from miles_async.quickstart.model import make_model
-    from miles_async.quickstart.tasks import TASKS
-
-    model = Path(a.models) / "columns-1"
-    await asyncio.to_thread(make_model, model, TASKS["columns"], seed=1)
+    model = Path(a.columns)
+    if not model.exists():
+        raise FileNotFoundError(f"{model} is missing; the docstring of {Path(__file__).name} says how to make it")
     words = [
-        *(str(parts.REPO / "configs" / "long.toml"), "--hf-checkpoint", str(model), "--seed", "1"),
+        *(str(parts.REPO / "configs" / "long.toml"), "--hf-checkpoint", str(model)),
         *("--pause-generation-mode", "in_place", "--eval-interval", "2", *json.loads(a.long_flags)),
     ]
     chosen = {name: run for name, run in _long(a.seeds, a.long_steps).items() if not a.only or name in a.only}
@@ -327,7 +349,14 @@ async def _all(b: Bench, chosen: dict[str, Run], one: Any, failed: dict[str, str
 
 
 def _external(url: str) -> list[str]:
-    return ["--engine", "external", "--rollout-external-engine-addrs", url.removeprefix("http://"), "--num-generation-workers", "1"]
+    return [
+        "--engine",
+        "external",
+        "--rollout-external-engine-addrs",
+        url.removeprefix("http://"),
+        "--num-generation-workers",
+        "1",
+    ]
 
 
 def _tail(log: Path) -> str:
@@ -338,11 +367,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("tails", "long"), default="tails")
     parser.add_argument("--out", required=True, help="folder for the results")
-    parser.add_argument("--models", default="/dev/shm/gpu-bench-models", help="folder for weights (default %(default)s)")
+    parser.add_argument(
+        "--models", default="/dev/shm/gpu-bench-models", help="folder for weights (default %(default)s)"
+    )
     parser.add_argument("--before", default=str(parts.REPO / ".gpu" / "before.tar.gz"), help="the older commit's code")
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument("--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front")
-    parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the engine has the next one")
+    parser.add_argument(
+        "--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front"
+    )
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
     parser.add_argument("--variants", nargs="+", choices=list("abced"), default=list("abced"))
@@ -351,6 +383,9 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")
     parser.add_argument("--mean-tokens", type=float, default=650.0)
     parser.add_argument("--new-tokens", type=int, default=2048)
+    parser.add_argument(
+        "--columns", default=str(parts.REPO / ".gpu" / "columns"), help="model of long (default %(default)s)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of long")
     parser.add_argument("--long-steps", type=int, default=40)
     parser.add_argument("--long-slots", type=int, default=128)
@@ -360,8 +395,14 @@ def main() -> int:
     b = Bench(args)
     asyncio.run((tails if args.task == "tails" else long)(b))
     result = json.loads((b.out / f"{args.task}.json").read_text())
-    brief = {name: {k: v for k, v in run.items() if isinstance(v, int | float | str)} for name, run in result["runs"].items()}
-    print(json.dumps({**{k: v for k, v in result.items() if k not in ("runs", "machine")}, "runs": brief}, indent=1)[-10_000:])
+    brief = {
+        name: {k: v for k, v in run.items() if isinstance(v, int | float | str)} for name, run in result["runs"].items()
+    }
+    print(
+        json.dumps({**{k: v for k, v in result.items() if k not in ("runs", "machine")}, "runs": brief}, indent=1)[
+            -10_000:
+        ]
+    )
     return 1 if result["failed"] else 0
 
 

@@ -22,7 +22,9 @@ from miles_async.console.schedule.advice import Choice, predict
 from miles_async.console.schedule.model import Rule
 from miles_async.console.schedule.observed import Observed, observe, slowdown_of
 
-DECODE = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] .*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+DECODE = re.compile(
+    r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] .*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
+)
 QUEUED = re.compile(r"#queue-req: (\d+)")
 BIN = 32  # requests of one bar of the histogram
 
@@ -46,6 +48,7 @@ def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
         found = [m[name] for m in steps if name in m]
         return round(statistics.mean(found), 4) if found else None
 
+    active = [row for row in rows if row["kind"] == "activated"]
     ledgers = [row["accounts"] for row in rows if row["kind"] == "ledger"]
     gone = Counter(row["reason"] for row in rows if row["kind"] == "drop" and row["wall"] > walls[0])
     return {
@@ -68,9 +71,9 @@ def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
         "generate_s_mean": mean(f"{SECONDS}/mean"),
         "running_by_samples": mean(f"{RUNNING}/mean"),
         "token_s": mean(f"{PACE}/mean"),
-        "pause_s": round(statistics.median([r["pause_s"] for r in rows if r["kind"] == "activated" and r["wall"] > walls[0]] or [0]), 4),
-        "transports": sorted({str(r["transport"]) for r in rows if r["kind"] == "activated" and "transport" in r}),
-        "requests": dict(Counter(r["requests"] for r in rows if r["kind"] == "activated" and r.get("requests"))),
+        "pause_s": round(statistics.median([r["pause_s"] for r in active[1:]] or [0]), 4),
+        "transports": sorted({str(r.get("transport")) for r in active}),
+        "requests": dict(Counter(str(r.get("requests")) for r in active)),
         "slots": [[round(r["wall"] - walls[0], 1), r["slots"], r["why"]] for r in rows if r["kind"] == "slots"],
         "faults": [f"{r['actor']}: {r['event']}: {r['text'][:160]}" for r in rows if r["kind"] == "fault"][:8],
         "ledger": ledgers[-1] if ledgers else None,
@@ -122,8 +125,11 @@ def seen_by_model(metrics: Path, *, slots: int, warm: int) -> tuple[Observed, li
 
 
 def model(
-    runs: dict[str, dict[str, Any]], read: dict[str, tuple[Observed, list[Step]] | None], setups: dict[str, tuple[Rule, int, int]],
-    slots: int, reference: str,
+    runs: dict[str, dict[str, Any]],
+    read: dict[str, tuple[Observed, list[Step]] | None],
+    setups: dict[str, tuple[Rule, int, int]],
+    slots: int,
+    reference: str,
 ) -> dict[str, Any]:
     """Seconds a step, requests running and masked share by miles_async/console/schedule, each beside the measured one.
 
@@ -143,7 +149,9 @@ def model(
         entry: dict[str, Any] = {"slots": at_once, "train_s": round(train_s, 3)}
         for label, source in (("own", name), (f"from_{base}", base)):
             if source in told:
-                seen = msgspec.structs.replace(told[source][0], train_s=train_s, slowdown=slow or told[source][0].slowdown)
+                seen = msgspec.structs.replace(
+                    told[source][0], train_s=train_s, slowdown=slow or told[source][0].slowdown
+                )
                 entry[label] = _beside(predict(seen, rule, bound, at_once, cap=cap), run)
         found[name] = entry
     return found
@@ -180,10 +188,18 @@ def held_out(metrics: Path, target: float) -> dict[str, Any]:
     if begin is None:
         return {}
     samples = {row["step"]: row["metrics"].get("rollout/samples", 0.0) for row in rows if row["kind"] == "step"}
-    evals = sorted((row["wall"] - begin, row["step"], row["metrics"]) for row in rows if row["kind"] == "eval" and row["metrics"])
+    evals = sorted(
+        (row["wall"] - begin, row["step"], row["metrics"]) for row in rows if row["kind"] == "eval" and row["metrics"]
+    )
     curve = [[round(at, 2), step, round(_score(m), 4)] for at, step, m in evals]
-    reached = next((_crossing(a, b, target) for a, b in itertools.pairwise([[0.0, 0, 0.0], *curve]) if b[2] >= target), None)
+    reached = next(
+        (_crossing(a, b, target) for a, b in itertools.pairwise([[0.0, 0, 0.0], *curve]) if b[2] >= target), None
+    )
     steps = [row for row in rows if row["kind"] == "step"]
+
+    def mean(name: str) -> float | None:
+        return round(statistics.mean(row["metrics"].get(name, 0.0) for row in steps), 5) if steps else None
+
     return {
         "curve": curve,
         "reached_s": reached and round(reached[0], 2),
@@ -192,10 +208,10 @@ def held_out(metrics: Path, target: float) -> dict[str, Any]:
         "steps": len(steps),
         "samples": sum(samples.values()) or None,
         "seconds": round(steps[-1]["wall"] - begin, 2) if steps else None,
-        "wait_s": round(statistics.mean(row["metrics"].get("perf/wait_s", 0.0) for row in steps), 4) if steps else None,
-        "train_s": round(statistics.mean(row["metrics"].get("perf/train_s", 0.0) for row in steps), 4) if steps else None,
-        "masked": round(statistics.mean(row["metrics"].get("rollout/masked_fraction", 0.0) for row in steps), 5) if steps else None,
-        "staleness": round(statistics.mean(row["metrics"].get("train/staleness", 0.0) for row in steps), 3) if steps else None,
+        "wait_s": mean("perf/wait_s"),
+        "train_s": mean("perf/train_s"),
+        "masked": mean("rollout/masked_fraction"),
+        "staleness": mean("train/staleness"),
     }
 
 
