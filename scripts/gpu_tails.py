@@ -21,9 +21,7 @@ import argparse
 import asyncio
 import gzip
 import json
-import math
 import os
-import random
 import signal
 import sys
 import tarfile
@@ -45,6 +43,7 @@ from actors.generation.sglang_client import SGLangClient
 from miles_async.console.schedule.model import Rule
 
 BATCH, GROUP = 32, 8
+ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says
 ENDING_S = 12.0  # of a run that is told to end
 
 
@@ -84,7 +83,7 @@ def _long(seeds: int, steps: int) -> dict[str, Run]:
     """Seed by seed, so that whoever is cut off has whole comparisons."""
     return {
         f"bound-{bound}-seed-{seed}": Run(
-            ("--max-weight-staleness", str(bound), "--rollout-seed", str(seed), "--num-rollout", str(steps)),
+            ("--max-weight-staleness", str(bound), *(ALL_ADMITTED if bound else ()), "--rollout-seed", str(seed), "--num-rollout", str(steps)),
             1.4 if bound == 0 else 1.0, rule="split" if bound else "whole", bound=bound,
         )
         for seed in range(1, seeds + 1)
@@ -216,16 +215,6 @@ async def _idle(url: str) -> bool:
     return True
 
 
-def stop_ids(mean: float, most: int, vocab: int) -> list[int]:
-    """As many token ids as end answers of random weights at `mean` tokens when they are cut at `most`: every token of a random
-    model is about as likely (logits spread by 0.64 and do not depend on the token)."""
-    low, high = 1.0, 1e6
-    while high - low > 0.01:
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * -math.expm1(-most / middle) < mean else (low, middle)
-    return sorted(random.Random(0).sample(range(vocab // 8, vocab), max(1, round(vocab / low))))
-
-
 async def tails(b: Bench) -> None:
     """The variants, one after the other; what is known so far is written after each."""
     a = b.args
@@ -234,7 +223,7 @@ async def tails(b: Bench) -> None:
     model = await asyncio.to_thread(lambda: gpu_e2e.with_tokenizer(parts.make_model(models, a.shape, 0)))
     prompts = b.scratch / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i % 97}=", "label": "1"}) + "\n" for i in range(4096)))
-    ids = stop_ids(a.mean_tokens, a.new_tokens, int((parts.QWEN3 | parts.SHAPES[a.shape])["vocab_size"]))
+    ids = read.stop_ids(a.mean_tokens, a.new_tokens, int((parts.QWEN3 | parts.SHAPES[a.shape])["vocab_size"]))
     words = [
         *(
             "--hf-checkpoint",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import re
 import statistics
 import time
@@ -27,6 +29,16 @@ DECODE = re.compile(
 )
 QUEUED = re.compile(r"#queue-req: (\d+)")
 BIN = 32  # requests of one bar of the histogram
+
+
+def stop_ids(mean: float, most: int, vocab: int) -> list[int]:
+    """As many token ids as end answers of random weights at `mean` tokens when they are cut at `most`: every token of a random
+    model is about as likely (logits spread by 0.64 and do not depend on the token)."""
+    low, high = 1.0, 1e6
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * -math.expm1(-most / middle) < mean else (low, middle)
+    return sorted(random.Random(0).sample(range(vocab // 8, vocab), max(1, round(vocab / low))))
 
 
 def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
@@ -181,15 +193,17 @@ def _beside(choice: Choice, run: dict[str, Any]) -> dict[str, float | None]:
 
 
 def held_out(metrics: Path, target: float) -> dict[str, Any]:
-    """A learning curve: seconds since the first version was active, samples trained, held-out share; and when `target` was first
+    """A learning curve: seconds from the first active version until the evaluated one was made, its step, held-out share; and when `target` was first
     reached, by straight lines between evaluations."""
     rows = gpu_e2e.rows_of(metrics)
     begin = next((row["wall"] for row in rows if row["kind"] == "activated"), None)
     if begin is None:
         return {}
-    samples = {row["step"]: row["metrics"].get("rollout/samples", 0.0) for row in rows if row["kind"] == "step"}
+    made = {0: begin} | {row["step"]: row["wall"] for row in rows if row["kind"] == "step"}
     evals = sorted(
-        (row["wall"] - begin, row["step"], row["metrics"]) for row in rows if row["kind"] == "eval" and row["metrics"]
+        (made.get(row["step"], row["wall"]) - begin, row["step"], row["metrics"])
+        for row in rows
+        if row["kind"] == "eval" and row["metrics"]
     )
     curve = [[round(at, 2), step, round(_score(m), 4)] for at, step, m in evals]
     reached = next(
@@ -206,7 +220,6 @@ def held_out(metrics: Path, target: float) -> dict[str, Any]:
         "reached_step": reached and round(reached[1], 1),
         "final": curve[-1][2] if curve else None,
         "steps": len(steps),
-        "samples": sum(samples.values()) or None,
         "seconds": round(steps[-1]["wall"] - begin, 2) if steps else None,
         "wait_s": mean("perf/wait_s"),
         "train_s": mean("perf/train_s"),
