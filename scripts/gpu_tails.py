@@ -83,7 +83,8 @@ def _long(seeds: int, steps: int) -> dict[str, Run]:
     """Seed by seed, so that whoever is cut off has whole comparisons."""
     return {
         f"bound-{bound}-seed-{seed}": Run(
-            ("--max-weight-staleness", str(bound), *(ALL_ADMITTED if bound else ()), "--rollout-seed", str(seed), "--num-rollout", str(steps)),
+            ("--max-weight-staleness", str(bound), *(ALL_ADMITTED if bound else ()),
+             "--rollout-seed", str(seed), "--num-rollout", str(steps)),
             1.4 if bound == 0 else 1.0, rule="split" if bound else "whole", bound=bound,
         )
         for seed in range(1, seeds + 1)
