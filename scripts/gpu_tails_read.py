@@ -194,8 +194,7 @@ def _beside(choice: Choice, run: dict[str, Any]) -> dict[str, float | None]:
 
 def held_out(metrics: Path, target: float) -> dict[str, Any]:
     """A learning curve: seconds from the first active version until the evaluated one was made, its step, held-out share; and
-    when `target` was first
-    reached, by straight lines between evaluations."""
+    when `target` was first reached, by straight lines between evaluations."""
     rows = gpu_e2e.rows_of(metrics)
     begin = next((row["wall"] for row in rows if row["kind"] == "activated"), None)
     if begin is None:
