@@ -106,7 +106,7 @@ async def recipes(b: Any) -> None:
     for name, shape in RECIPES.items():
         if name in found or (b.args.e2e_runs and name not in b.args.e2e_runs):
             continue
-        model = await asyncio.to_thread(lambda shape=shape: _with_tokenizer(parts.make_model(b.models, shape, 0)))
+        model = await asyncio.to_thread(lambda shape=shape: with_tokenizer(parts.make_model(b.models, shape, 0)))
         data = b.out / "recipe-prompts.jsonl"
         rows = [{"question": f"{i}+{i % 97}=", "answer": f"#### {i + i % 97}"} for i in range(256)]
         data.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -147,7 +147,7 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int =
 
     `kill_after`: steps, 0 = never.
     """
-    model = await asyncio.to_thread(_with_tokenizer, b.model())
+    model = await asyncio.to_thread(with_tokenizer, b.model())
     prompts = b.out / "e2e-prompts.jsonl"
     rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
     prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -159,7 +159,7 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int =
     return found
 
 
-def _with_tokenizer(model: Path) -> Path:
+def with_tokenizer(model: Path) -> Path:
     sys.path.insert(0, str(parts.REPO))
     from miles_async.quickstart.arithmetic import ARITHMETIC
     from miles_async.quickstart.tokenizer import save_tokenizer
@@ -212,7 +212,7 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
                 shutil.copyfile(metrics, b.out / f"{name}.metrics.jsonl")
     if code == 0 and kill_after and never:
         raise RuntimeError(f"run {name} ended before it had made {kill_after} steps, and nothing was killed")
-    rows = _rows(metrics) if code == 0 else []
+    rows = rows_of(metrics) if code == 0 else []
     done = [row for row in rows if row["kind"] == "step"]
     steps, walls = [row["metrics"] for row in done], [row["wall"] for row in done]
     if code != 0 or len(steps) <= WARM:
@@ -239,7 +239,7 @@ async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str
     }
 
 
-def _rows(metrics: Path) -> list[dict[str, Any]]:
+def rows_of(metrics: Path) -> list[dict[str, Any]]:
     text = metrics.read_text() if metrics.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -248,7 +248,7 @@ async def _kill(run: int, metrics: Path, after: int) -> float:
     """Kill the oldest server of a run once it has made `after` steps; when that was."""
     import psutil
 
-    while after == 0 or sum(row["kind"] == "step" for row in _rows(metrics)) < after:  # noqa: ASYNC110
+    while after == 0 or sum(row["kind"] == "step" for row in rows_of(metrics)) < after:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     servers = [
         child

@@ -46,9 +46,9 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
     seen = observe(history, slots=slots)
     if seen is None:
         return None
-    now = _choice(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling)
+    now = predict(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling)
     rule: Rule = "member" if seen.rule == "member" else "split"
-    choices = tuple(_choice(seen, rule, bound, seen.slots) for bound in BOUNDS)
+    choices = tuple(predict(seen, rule, bound, seen.slots) for bound in BOUNDS)
     fewer: tuple[Choice, ...] = ()
     if (
         seen.slowdown
@@ -56,11 +56,11 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
         and choices[seen.bound - 1 : seen.bound]
         and choices[seen.bound - 1].masked > ALLOWED
     ):
-        fewer = tuple(_choice(seen, rule, seen.bound, round(part * seen.slots)) for part in FEWER_SLOTS)
+        fewer = tuple(predict(seen, rule, seen.bound, round(part * seen.slots)) for part in FEWER_SLOTS)
     return Advice(observed=seen, now=now, choices=choices, lines=tuple(_lines(seen, now, choices, fewer)))
 
 
-def _choice(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0) -> Choice:
+def predict(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0) -> Choice:
     """What the model says. `cap`: groups in generation at most, 0 = what the bound admits."""
     batch = max(1, round(seen.batch / max(1.0, seen.batch * seen.group / MOST_SAMPLES)))
     scale = seen.batch / batch
@@ -132,4 +132,4 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
     return lines
 
 
-__all__ = ("Advice", "Choice", "advise", "best", "share")
+__all__ = ("Advice", "Choice", "advise", "best", "predict", "share")

@@ -118,7 +118,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         step_s=interval * median(s.gap_s for s, _, _ in seen),
         train_s=interval * median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
         running=mean(running),
-        slowdown=_slowdown([s for s, _, _ in seen]) / workers,
+        slowdown=slowdown_of([s for s, _, _ in seen]) / workers,
         batch=batch * interval,
         group=group,
         bound=int(knobs.get("max_weight_staleness", 0)),
@@ -141,7 +141,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _slowdown(steps: Sequence[Step]) -> float:
+def slowdown_of(steps: Sequence[Step]) -> float:
     """How much one sample more on a worker slows its others, as a share of a lone one's pace, from the samples of all these
     steps together; 0 where they do not tell: too alike, or no slower."""
     told = [s for s in steps if f"{RUNNING}/variance" in s.metrics]
@@ -160,4 +160,4 @@ def _slowdown(steps: Sequence[Step]) -> float:
     return slope / alone if slope > 0 and alone > 0 else 0.0
 
 
-__all__ = ("Observed", "Spread", "live_knobs", "observe")
+__all__ = ("Observed", "Spread", "live_knobs", "observe", "slowdown_of")
