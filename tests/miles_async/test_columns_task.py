@@ -67,7 +67,7 @@ def test_a_skipped_line_makes_a_response_shorter_and_one_more_hardly(digits: lis
     assert 0 <= len(write(digits, {at: "one more"})) - len(write(digits)) <= len(digits) + 1
 
 
-def test_careless_answers_are_mostly_wrong_and_a_line_is_mostly_right() -> None:
+def test_careless_answers_are_mostly_wrong_but_hold_right_lines() -> None:
     rng, wrong, steps, seen = random.Random(3), 0, 0, 0
     for _ in range(400):
         problem = draw(rng)
@@ -76,7 +76,7 @@ def test_careless_answers_are_mostly_wrong_and_a_line_is_mostly_right() -> None:
         totals = [0, *(total for _, _, total in lines)]
         steps += sum(b - a == digit for a, b, (_, digit, _) in zip(totals, totals[1:], lines, strict=False))
         seen += int(problem.kind)
-    assert 0.5 < wrong / 400 < 1.0 and 0.5 < steps / seen < 0.9
+    assert 0.7 < wrong / 400 < 1.0 and 0.3 < steps / seen < 0.5
 
 
 def test_shipped_answers_have_a_long_tail() -> None:
