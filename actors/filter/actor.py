@@ -170,7 +170,7 @@ class Filter:
         rest = half.wanted - set(indexes)
         if not whole:
             base = half.opened or OpenGroup(group_id=half.group_id, prompt_id=prompt_id, n_samples=half.n_samples)
-            base = msgspec.structs.replace(base, rewards=half.known)
+            base = msgspec.structs.replace(base, rewards=half.basis)
             if rest:
                 opened[half.group_id] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(sorted(rest))))
             if reason is None:

@@ -16,7 +16,7 @@ from bus.streams.entry import Entry
 @dataclass(slots=True)
 class Half:
     """A group under assembly: one entry and one member per index. `wanted`: indexes that have not left; `left`: rewards of
-    those that have, by index; a group of which some left is said to be split."""
+    those that left first, by index; a group of which some left is said to be split."""
 
     group_id: str
     n_samples: int = 0  # 0 while unknown
@@ -37,9 +37,16 @@ class Half:
 
     @property
     def known(self) -> dict[int, float]:
-        """Rewards by index of all members that are known, those that left included; what is no usable number is left out."""
+        """Rewards by index that members here are compared with, their own included: before the split of all that are here, after
+        it of those that left first. Siblings that left one by one are longer than those, so a late member that saw them too
+        would have a baseline that depends on its own length, and the gradient a bias. What is no usable number is left out."""
         here = {i: m.reward for i, m in self.members.items() if isinstance(m, Scored)}
         return {i: reward for i, reward in sorted((self.left | here).items()) if usable(reward)}
+
+    @property
+    def basis(self) -> dict[int, float]:
+        """The same for members still under way."""
+        return {i: reward for i, reward in self.left.items() if usable(reward)} if self.split else self.known
 
     @property
     def lost(self) -> bool:
@@ -106,11 +113,12 @@ class GroupTable:
 
     def release(self, half: Half, indexes: Iterable[int]) -> None:
         """These members have left, with the commit done."""
+        first = not half.split
         for index in list(indexes):
             member = half.members.pop(index)
             del half.entries[index]
             half.wanted.discard(index)
-            if isinstance(member, Scored):
+            if first and isinstance(member, Scored):
                 half.left[index] = member.reward
         if not half.wanted:
             self._groups.pop(half.group_id, None)
