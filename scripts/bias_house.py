@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from actors.filter.groups import GroupTable, Half, leaves_now
+from actors.filter.groups import GroupTable, Half, leaves_now, tips
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, free_samples, open_limit
 from actors.sampler.progress import Progress
@@ -193,12 +193,13 @@ class House:
             self.table.begin(group_id, self.registry[group_id])
         entry = Entry(id=f"{number}-0", stream=SCORED, readers="filter", fields={}, body=b"", size=0)
         assert self.table.add(entry, member) == "held"
-        self._release(self.table.get(group_id))
+        self._release(self.table.get(group_id), came=run.index)
 
-    def _release(self, half: Half) -> None:
+    def _release(self, half: Half, came: int | None = None) -> None:
         """As actors.filter.actor does, without a judge."""
         if not leaves_now(half, policy=self.rule, step=self.step, bound=self.bound):
             return
+        basis = half.basis(came if tips(half, policy=self.rule) else None)
         group_id, indexes = half.group_id, sorted(half.members)
         samples = tuple(half.members[i] for i in indexes)
         whole = not half.split and half.complete
@@ -208,7 +209,7 @@ class House:
             self.left_whole += 1
         else:
             self.parted += not half.split
-            base = msgspec.structs.replace(self.registry.pop(group_id), rewards=half.basis)
+            base = msgspec.structs.replace(self.registry.pop(group_id), rewards=basis)
             heard = self.heard.setdefault(group_id, {})
             heard.update({i: s.reward for i, s in zip(indexes, samples, strict=True)})
             self.every[key] = tuple(heard.values())
@@ -221,7 +222,7 @@ class House:
             group_id=group_id, prompt_id=samples[0].rollout.task.prompt_id, samples=samples, part="" if whole else key, known=known
         )
         self.progress.fold(GroupVerdict(group_id=group_id, prompt_id="", kept=True, members=() if whole else tuple(indexes)))
-        self.table.release(half, indexes)
+        self.table.release(half, indexes, basis)
         self.ready[key] = Part.of(kept, came=self.step)
 
     def _cut(self) -> tuple[tuple[str, ...], list[Trained]] | None:

@@ -2,11 +2,11 @@
 
     python scripts/study_bias.py --out docs/measurements/bias.json --picture docs/bias.png
 
-Two tasks: right answers three times as long as wrong ones on average, and the other way round. A policy is a table: for each prompt class it
-chooses among six answers, three right and three wrong, whose lengths are log-normal. The project's own parts decide what is
-trained (bias_house.py) and what it is worth (normalize_group_rewards). A sample's gradient is its value, times its importance
-weight cut at 2, times the share of its tokens that is within the bound: the loss summed over a constant, which itself has no
-bias by length.
+Two tasks: right answers three times as long as wrong ones on average, and the other way round. A policy is a table: for each
+prompt class it chooses among six answers, three right and three wrong, whose lengths are log-normal. The project's own parts
+decide what is trained (bias_house.py) and what it is worth (normalize_group_rewards). A sample's gradient is its value, times
+its importance weight cut at 2, times the share of its tokens that is within the bound: the loss summed over a constant, which
+itself has no bias by length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ TICKS = 200.0  # of a training step: as long as the engines take for a batch of 
 SEEDS = (1, 2, 3)
 TIS = 2.0
 RATE = 0.8
+WEAK, STRONG = -1.5, 1.5  # logit of right answers: 18 and 82 % of the answers are right ones
+ESTIMATORS = ("rloo", "grpo")
 BLOCK = 20  # batches whose mean is one draw for the standard error; a group's parts are rarely further apart
 SHORT, LONG = (25.0, 50.0, 75.0), (75.0, 150.0, 225.0)
 WRONG, RIGHT = np.full(4, 0.05), np.array([0.95, 0.85, 0.75, 0.65])  # chance of reward 1, by prompt class
@@ -52,23 +55,27 @@ RULES: dict[str, tuple[str, int, str]] = {  # policy, bound, baseline of parts
 COLORS = ("#1c2430", "#5c6675", "#14804f", "#8cc7a8", "#2563c9", "#a2c0ee", "#c05c10")
 
 
-def gradient(task: Task, log_policy: np.ndarray, batch: Sequence[Trained], *, estimator: str, baseline: str, masks: bool) -> np.ndarray:
-    """Mean over samples of value x weight x grad log-probability, by logit [P, K]. `baseline`: field of Trained."""
-    values = normalize_group_rewards(
-        [s.answer.reward for s in batch],
-        [s.group for s in batch],
-        list(range(len(batch))),
-        estimator=estimator,
-        known_rewards=[getattr(s, baseline) for s in batch],
+def values_of(rewards: Sequence[float], groups: Sequence[str], known: Sequence[Sequence[float]], estimator: str) -> list[float]:
+    """Advantages of samples, as the trainer takes them."""
+    return normalize_group_rewards(
+        rewards, groups, range(len(rewards)), estimator=estimator, known_rewards=known
     ).values
+
+
+def batch_values(batch: Sequence[Trained], *, estimator: str, baseline: str) -> list[float]:
+    """The same for a batch. `baseline`: field of Trained."""
+    return values_of(
+        [s.answer.reward for s in batch], [s.group for s in batch], [getattr(s, baseline) for s in batch], estimator
+    )
+
+
+def gradient(log_policy: np.ndarray, batch: Sequence[Trained], values: Sequence[float]) -> np.ndarray:
+    """Mean over samples of value x weight x grad log-probability, by logit [P, K]."""
     out = np.zeros_like(log_policy)
-    total = np.zeros(len(out))
     for sample, value in zip(batch, values, strict=True):
         a = sample.answer
-        weight = value * min(TIS, math.exp(log_policy[a.prompt, a.choice] - a.logp)) * (sample.fresh if masks else 1.0)
-        out[a.prompt, a.choice] += weight
-        total[a.prompt] += weight
-    return (out - total[:, None] * np.exp(log_policy)) / len(batch)
+        out[a.prompt, a.choice] += value * min(TIS, math.exp(log_policy[a.prompt, a.choice] - a.logp)) * sample.fresh
+    return (out - out.sum(axis=1, keepdims=True) * np.exp(log_policy)) / len(batch)
 
 
 def exact_gradient(task: Task, log_policy: np.ndarray, estimator: str) -> np.ndarray:
@@ -89,50 +96,79 @@ def exact_gradient(task: Task, log_policy: np.ndarray, estimator: str) -> np.nda
     return out
 
 
-def directions(task: Task) -> dict[str, np.ndarray]:
-    """Unit vectors towards longer answers [P, K]: among all, and among answers of equal reward, where the truth is 0."""
+def direction(task: Task, *, equal: bool = False) -> np.ndarray:
+    """Unit vector towards longer answers [P, K]; `equal`: among answers of equal reward, where the true gradient has nothing."""
     log = np.log(task.lengths)
-    among = {"all": log - log.mean(), "equal reward": np.concatenate([log[:3] - log[:3].mean(), log[3:] - log[3:].mean()])}
-    return {name: np.tile(d, (4, 1)) / np.linalg.norm(np.tile(d, (4, 1))) for name, d in among.items()}
+    d = np.concatenate([log[:3] - log[:3].mean(), log[3:] - log[3:].mean()]) if equal else log - log.mean()
+    tiled = np.tile(d, (4, 1))
+    return tiled / np.linalg.norm(tiled)
 
 
-def frozen(args: tuple[str, int, Task, int, int]) -> list[dict[str, Any]]:
-    """Bias of the gradient at the uniform policy, for all estimators and baselines of one schedule."""
-    policy, bound, task, batches, seed = args
-    house = House(task, policy=policy, bound=bound, train_ticks=TICKS, seed=seed, logits=np.zeros((4, 6)))
+def logits_at(start: float) -> np.ndarray:
+    """A policy that differs between right and wrong answers only [P, K]."""
+    logits = np.zeros((4, 6))
+    logits[:, 3:] = start
+    return logits
+
+
+def frozen(args: tuple[str, int, Task, float, int, int]) -> list[dict[str, Any]]:
+    """Bias of the gradient at a fixed policy, for all estimators and baselines of one schedule, as shares of the true gradient's
+    component along length: `total` of what is trained, against the exact expectation; `baseline` of the values alone, against
+    the values that the same samples had if their group were whole (much less noise: most of it cancels)."""
+    policy, bound, task, start, batches, seed = args
+    house = House(task, policy=policy, bound=bound, train_ticks=TICKS, seed=seed, logits=logits_at(start))
     baselines = ("known", "every") if policy in ("split", "member") else ("known",)
-    variants = [(e, b, m) for e in ("rloo", "grpo") for b in baselines for m in (True, False)]
-    found: dict[tuple[str, str, bool], list[np.ndarray]] = {v: [] for v in variants}
+    variants = [(e, b) for e in ESTIMATORS for b in baselines]
+    total: dict[tuple[str, str], list[np.ndarray]] = {v: [] for v in variants}
+    paired: dict[tuple[str, str], list[np.ndarray]] = {v: [] for v in variants}
+    halves: dict[str, list[tuple[Trained, tuple[float, ...]]]] = {}
     for number, batch in zip(range(-BLOCK, batches), house.batches(), strict=False):
-        for variant in variants if number >= 0 else ():
-            estimator, baseline, masks = variant
-            found[variant].append(
-                gradient(task, house.log_policy, batch, estimator=estimator, baseline=baseline, masks=masks)
-            )
+        if number < 0:
+            continue
+        values = [batch_values(batch, estimator=e, baseline=b) for e, b in variants]
+        for variant, found in zip(variants, values, strict=True):
+            total[variant].append(gradient(house.log_policy, batch, found))
+        for sample, worth in zip(batch, zip(*values, strict=True), strict=True):
+            half = halves.setdefault(sample.group, [])
+            half.append((sample, worth))
+            if len(half) < N:
+                continue
+            del halves[sample.group]
+            members = [replace(s, fresh=1.0) for s, _ in half]
+            for at, (estimator, baseline) in enumerate(variants):
+                whole = values_of([s.answer.reward for s in members], [""] * N, [()] * N, estimator)
+                change = [w[at] - v for (_, w), v in zip(half, whole, strict=True)]
+                paired[estimator, baseline].append(gradient(house.log_policy, members, change))
     rows = []
-    for (estimator, baseline, masks), draws in found.items():
-        blocks = np.array(draws).reshape(-1, BLOCK, 24).mean(axis=1)
-        truth = exact_gradient(task, house.log_policy, estimator).ravel()
-        along = {name: d.ravel() for name, d in directions(task).items()}
-        row: dict[str, Any] = {"task": task.name, "policy": policy, "bound": bound, "baseline": baseline, "estimator": estimator}
-        row |= {"masks": masks, "split": house.parted / max(1, house.parted + house.left_whole)}
-        row |= {"masked": house.masked_tokens / house.ended_tokens, "batches": batches}
-        for name, d in along.items():
-            scale = abs(truth @ along["all"])
-            draws_of = (blocks - truth) @ d / scale
-            row[name] = [float(draws_of.mean()), float(draws_of.std(ddof=1) / math.sqrt(len(draws_of)))]
-        size = blocks @ truth / (truth @ truth)
-        row["size"] = [float(size.mean()), float(size.std(ddof=1) / math.sqrt(len(size)))]
+    for estimator, baseline in variants:
+        truth = exact_gradient(task, house.log_policy, estimator)
+        row: dict[str, Any] = {"task": task.name, "start": start, "policy": policy, "bound": bound, "late": baseline}
+        row |= {"estimator": estimator, "split": house.parted / max(1, house.parted + house.left_whole)}
+        row |= {"masked": house.masked_tokens / house.ended_tokens, "batches": batches, "groups": len(paired[estimator, baseline])}
+        unit = abs(float((truth * direction(task)).sum()))
+        for name, d, scale in (
+            ("length", direction(task), unit),
+            ("size", truth, float((truth * truth).sum())),
+            ("equal reward", direction(task, equal=True), unit),
+        ):
+            row[f"total, {name}"] = estimate([float(((g - truth) * d).sum()) / scale for g in total[estimator, baseline]])
+            row[f"baseline, {name}"] = estimate([float((g * d).sum()) / scale for g in paired[estimator, baseline]])
         rows.append(row)
     return rows
+
+
+def estimate(draws: Sequence[float]) -> list[float]:
+    """Mean and its standard error, from means of blocks."""
+    whole = len(draws) // BLOCK * BLOCK
+    blocks = np.array(draws[:whole]).reshape(-1, BLOCK).mean(axis=1)
+    return [float(blocks.mean()), float(blocks.std(ddof=1) / math.sqrt(len(blocks)))]
 
 
 def curve(args: tuple[str, Task, int, int]) -> dict[str, Any]:
     """One run from a weak start: chance of a right answer and mean length after each step, and samples made until then."""
     name, task, steps, seed = args
     policy, bound, baseline = RULES[name]
-    logits = np.zeros((4, 6))
-    logits[:, 3:] = -1.5
+    logits = logits_at(WEAK)
     house = House(task, policy=policy, bound=bound, train_ticks=TICKS, seed=seed, logits=logits)
     out: dict[str, Any] = {"rule": name, "task": task.name, "seed": seed, "reward": [], "length": [], "samples": [], "ticks": []}
     for _, batch in zip(range(steps), house.batches(), strict=False):
@@ -141,7 +177,7 @@ def curve(args: tuple[str, Task, int, int]) -> dict[str, Any]:
         out["length"].append(float((now @ task.lengths).mean()))
         out["samples"].append(house.ended)
         out["ticks"].append(house.now)
-        logits += RATE * 4 * gradient(task, house.log_policy, batch, estimator="grpo", baseline=baseline, masks=True)
+        logits += RATE * 4 * gradient(house.log_policy, batch, batch_values(batch, estimator="grpo", baseline=baseline))
     return out | {"masked": house.masked_tokens / house.ended_tokens}
 
 
@@ -167,21 +203,22 @@ def draw(found: dict[str, Any], file: Path) -> None:
             axis.grid(alpha=0.25)
         for at, name in enumerate(RULES):
             policy, bound, baseline = RULES[name]
-            for masks, offset in ((True, -0.14), (False, 0.14)):
+            for start, offset in ((WEAK, -0.16), (STRONG, 0.16)):
                 [hit] = [
                     r for r in found["gradient"]
-                    if (r["task"], r["policy"], r["bound"], r["baseline"], r["estimator"], r["masks"])
-                    == (task.name, policy, bound, baseline, "rloo", masks)
+                    if (r["task"], r["start"], r["policy"], r["bound"], r["late"], r["estimator"])
+                    == (task.name, start, policy, bound, baseline, "rloo")
                 ]  # fmt: skip
-                mean, error = hit["all"]
-                row[3].errorbar(
-                    100 * mean, at + offset, xerr=200 * error, color=color[name], capsize=3,
-                    marker="o" if masks else "s", mfc=color[name] if masks else "white",
-                )  # fmt: skip
+                for kind, marker in (("total", "o"), ("baseline", "|")):
+                    mean, error = hit[f"{kind}, length"]
+                    row[3].errorbar(
+                        100 * mean, at + offset, xerr=200 * error if kind == "total" else None, color=color[name], capsize=3,
+                        marker=marker, ms=6 if kind == "total" else 12, mfc=color[name] if start == WEAK else "white",
+                    )  # fmt: skip
         row[3].axvline(0, color="#1c2430", lw=0.8)
         row[3].set_yticks(range(len(RULES)), list(RULES))
         row[3].invert_yaxis()
-        row[3].set_xlabel("% of the true gradient, ± 2 SE; ← shorter, longer →; square: without masks")
+        row[3].set_xlabel("% of the true gradient, ± 2 SE; ← shorter, longer →\ndot: all, filled at the weak policy; bar: baselines alone")
         row[3].set_title(f"{task.name}: bias of the gradient (rloo)", fontsize=10)
         row[3].grid(alpha=0.25)
     axes[0][0].legend(fontsize=8)
@@ -198,10 +235,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("gradient", "curves", "picture"), help="the rest is taken from --out")
     args = parser.parse_args()
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    schedules = dict.fromkeys((policy, bound) for policy, bound, _ in RULES.values())
+    schedules = dict.fromkeys([*((policy, bound) for policy, bound, _ in RULES.values()), ("split", 1)])
     with ProcessPoolExecutor(args.jobs) as pool:
         if args.only in (None, "gradient"):
-            work = [(*s, task, args.batches // BLOCK * BLOCK, 11) for s in schedules for task in TASKS]
+            work = [(*s, t, start, args.batches, 11) for s in schedules for t in TASKS for start in (WEAK, STRONG)]
             found["gradient"] = [row for rows in pool.map(frozen, work) for row in rows]
             args.out.write_text(json.dumps(found) + "\n")
         if args.only in (None, "curves"):
@@ -209,10 +246,10 @@ def main() -> None:
             found["curves"] = list(pool.map(curve, runs))
     args.out.write_text(json.dumps(rounded(found)) + "\n")
     for row in found["gradient"]:
-        if row["masks"] or row["policy"] in ("split", "member"):
-            figures = "  ".join(f"{k} {100 * row[k][0]:+.2f} ± {100 * row[k][1]:.2f} %" for k in ("all", "equal reward", "size"))
-            what = f"{row['task']:15}{row['policy']:7}{row['bound']} {row['baseline']:6}{row['estimator']:5}"
-            print(f"{what}{'masks ' if row['masks'] else 'no masks'}  {figures}  split {row['split']:.0%} masked {row['masked']:.1%}")
+        what = f"{row['task']:14} {row['start']:+} {row['policy']:6} {row['bound']} {row['late']:5} {row['estimator']} "
+        names = [k for k in row if ", " in k]
+        figures = "  ".join(f"{k} {100 * row[k][0]:+.2f}±{100 * row[k][1]:.2f}" for k in names)
+        print(f"{what} {figures}  split {row['split']:.0%} masked {row['masked']:.1%}")
     if args.picture:
         draw(found, args.picture)
 
