@@ -118,9 +118,8 @@ class House:
             yield batch
             self.step += 1
             version = PolicyVersion(self.step + 1, self.step)
-            self.progress.fold(
-                StepDone(step=self.step, version=version, trained_on=PolicyVersion(self.step, self.step - 1), groups=(), samples=ids)
-            )
+            before = PolicyVersion(self.step, self.step - 1)
+            self.progress.fold(StepDone(step=self.step, version=version, trained_on=before, groups=(), samples=ids))
             self._serve()
             for half in self.table.halves():
                 self._release(half)
@@ -199,7 +198,7 @@ class House:
         """As actors.filter.actor does, without a judge."""
         if not leaves_now(half, policy=self.rule, step=self.step, bound=self.bound):
             return
-        basis = half.basis(came if tips(half, policy=self.rule) else None)
+        basis = half.basis(came if tips(half, policy=self.rule, step=self.step, bound=self.bound) else None)
         group_id, indexes = half.group_id, sorted(half.members)
         samples = tuple(half.members[i] for i in indexes)
         whole = not half.split and half.complete

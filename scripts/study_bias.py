@@ -52,6 +52,7 @@ RULES: dict[str, tuple[str, int, str]] = {  # policy, bound, baseline of parts
     "member, late see all": ("member", 2, "every"),
     "drop": ("drop", 2, "known"),
 }
+LABEL = "% of the true gradient, ± 2 SE; ← shorter, longer →\ndot: all, filled at the weak policy; bar: baselines alone"
 COLORS = ("#1c2430", "#5c6675", "#14804f", "#8cc7a8", "#2563c9", "#a2c0ee", "#c05c10")
 
 
@@ -218,7 +219,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
         row[3].axvline(0, color="#1c2430", lw=0.8)
         row[3].set_yticks(range(len(RULES)), list(RULES))
         row[3].invert_yaxis()
-        row[3].set_xlabel("% of the true gradient, ± 2 SE; ← shorter, longer →\ndot: all, filled at the weak policy; bar: baselines alone")
+        row[3].set_xlabel(LABEL)
         row[3].set_title(f"{task.name}: bias of the gradient (rloo)", fontsize=10)
         row[3].grid(alpha=0.25)
     axes[0][0].legend(fontsize=8)

@@ -13,6 +13,7 @@ it, passes none of them by.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
@@ -106,7 +107,7 @@ class Filter:
         if turn is None:
             return
         for half in self._table.halves():
-            if self._leaves(half):
+            if leaves_now(half, **self._now()):
                 await self._release(half)
         fault_point(self._context.name, "turned")
         await self._context.bus.append([Out(GROUPS, turn)], repeatable=True)
@@ -126,7 +127,7 @@ class Filter:
                 return Commit(ack=(entry,))
             half = self._table.get(group_id)
             fault_point(self._context.name, "assembling")
-            if self._leaves(half):
+            if leaves_now(half, **self._now()):
                 await self._release(half, came=index_of(task.sample_id))
         self._context.note = f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         return None
@@ -136,22 +137,20 @@ class Filter:
         raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
         return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
-    def _leaves(self, half: Half) -> bool:
+    def _now(self) -> dict[str, Any]:
+        """What decides whether a group leaves: the rule, and where the trainer is."""
         knobs = self._context.knobs
         bound = int(knobs.max_weight_staleness)
-        return leaves_now(
-            half,
-            policy=rule_of(str(knobs.staleness_policy), bound),
-            step=self._turn.step if self._turn is not None else 0,
-            bound=bound_in_steps(bound, self._interval),
-        )
+        return {
+            "policy": rule_of(str(knobs.staleness_policy), bound),
+            "step": self._turn.step if self._turn is not None else 0,
+            "bound": bound_in_steps(bound, self._interval),
+        }
 
     async def _release(self, half: Half, came: int | None = None) -> None:
         """What is here of a group leaves: kept or dropped, whole or as a part. `came`: the member whose coming let it go."""
         context = self._context
-        knobs = context.knobs
-        tipped = tips(half, policy=rule_of(str(knobs.staleness_policy), int(knobs.max_weight_staleness)))
-        basis = half.basis(came if tipped else None)
+        basis = half.basis(came if tips(half, **self._now()) else None)
         indexes = sorted(half.members)
         entries, members = [half.entries[i] for i in indexes], [half.members[i] for i in indexes]
         scored = tuple(m for m in members if isinstance(m, Scored))

@@ -72,16 +72,19 @@ def leaves_now(half: Half, *, policy: str, step: int, bound: int) -> bool:
         return True
     if half.split:
         return bool(half.members)
-    if len(half.members) < 2 or half.lost:
-        return False
-    if policy == "member" and 2 * len(half.members) >= half.n_samples:
-        return True
-    return policy in ("split", "member") and half.age(step) >= bound
+    return not half.lost and len(half.members) >= _least(half, policy=policy, step=step, bound=bound)
 
 
-def tips(half: Half, *, policy: str) -> bool:
-    """Whether the members here are just as many as `leaves_now` asks for: the last one to come let them go."""
-    return len(half.members) == (max(2, -(-half.n_samples // 2)) if policy == "member" else 2)
+def tips(half: Half, *, policy: str, step: int, bound: int) -> bool:
+    """Whether a first part that leaves now has as many members as it must: its last one to come let it go."""
+    return len(half.members) == _least(half, policy=policy, step=step, bound=bound)
+
+
+def _least(half: Half, *, policy: str, step: int, bound: int) -> int:
+    """Members that a first part must have; one more than are here where only the whole group may leave."""
+    if policy in ("split", "member") and half.age(step) >= bound:
+        return 2
+    return max(2, -(-half.n_samples // 2)) if policy == "member" else len(half.members) + 1
 
 
 class GroupTable:
