@@ -28,7 +28,7 @@ from scripts.bias_house import House, N, Task, Trained
 TICKS = 200.0  # of a training step: as long as the engines take for a batch of the first policy
 SEEDS = (1, 2, 3)
 TIS = 2.0
-RATE = 0.8
+RATE = 0.4
 WEAK, STRONG = -1.5, 1.5  # logit of right answers: 18 and 82 % of the answers are right ones
 ESTIMATORS = ("rloo", "grpo")
 BLOCK = 20  # batches whose mean is one draw for the standard error; a group's parts are rarely further apart
@@ -230,8 +230,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--batches", type=int, default=1000, help="for each gradient")
-    parser.add_argument("--steps", type=int, default=100, help="of each curve")
+    parser.add_argument("--batches", type=int, default=800, help="for each gradient")
+    parser.add_argument("--steps", type=int, default=120, help="of each curve")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("gradient", "curves", "picture"), help="the rest is taken from --out")
     args = parser.parse_args()
