@@ -52,7 +52,7 @@ RULES: dict[str, tuple[str, int, str]] = {  # policy, bound, baseline of parts
     "member, late see all": ("member", 2, "every"),
     "drop": ("drop", 2, "known"),
 }
-LABEL = "% of the true gradient, ± 2 SE; ← shorter, longer →\ndot: all, filled at the weak policy; bar: baselines alone"
+LABEL = "% of the true gradient, ± 2 SE: ← shorter, longer →"
 COLORS = ("#1c2430", "#5c6675", "#14804f", "#8cc7a8", "#2563c9", "#a2c0ee", "#c05c10")
 
 
@@ -183,7 +183,7 @@ def curve(args: tuple[str, Task, int, int]) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
-    """Above: reward and length over steps; below: reward over samples, and the bias of the gradient."""
+    """A row for each task: reward over steps and over samples, length over steps, bias of the gradient."""
     import matplotlib
 
     matplotlib.use("Agg")
