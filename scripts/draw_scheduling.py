@@ -52,7 +52,7 @@ def draw() -> Figure:
         BOUND + 0.22, rows - 1.15,
         "last turn: four are done and are trained now;\na step later their first tokens would be too old", color=GREEN, va="center",
     )  # fmt: skip
-    axis.text(3.15, 1.43, "trained when it is done,\nagainst the rewards known by then", color=GREEN, va="center")
+    axis.text(3.15, 1.43, "trained when it is done,\nagainst the rewards of those four", color=GREEN, va="center")
     axis.text(0.62, -0.17, "hatched: over the bound when trained, masked", color=ORANGE, va="center")
     axis.text(5.1, 0.43, "trained", color=GREEN, va="center")
     axis.set_xlim(-0.75, 5.65)

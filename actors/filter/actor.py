@@ -13,10 +13,11 @@ it, passes none of them by.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
-from actors.filter.groups import GroupTable, Half, leaves_now, tokens_of
+from actors.filter.groups import GroupTable, Half, leaves_now, tips, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
 from actors.runtime.consume import Consumer, header_number
 from actors.runtime.context import Context
@@ -26,7 +27,7 @@ from actors.runtime.run import RunEnds
 from actors.runtime.staleness import bound_in_steps, rule_of
 from bus import Commit, Entry, Out, Tail
 from bus.errors import BadMessage
-from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, part_key
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import RolloutLost, Scored
 from bus.topology import GROUPS, POLICY, SCORED, VERDICTS
@@ -106,7 +107,7 @@ class Filter:
         if turn is None:
             return
         for half in self._table.halves():
-            if self._leaves(half):
+            if leaves_now(half, **self._now()):
                 await self._release(half)
         fault_point(self._context.name, "turned")
         await self._context.bus.append([Out(GROUPS, turn)], repeatable=True)
@@ -116,7 +117,8 @@ class Filter:
 
     async def handle(self, entry: Entry, member: Member) -> Commit | None:
         """Hold a member; let its group, or what is here of it, go when it may."""
-        group_id = member.rollout.task.group_id if isinstance(member, Scored) else member.group_id
+        task = member.rollout.task if isinstance(member, Scored) else member
+        group_id = task.group_id
         async with self._busy:
             if not self._table.knows(group_id):
                 self._table.begin(group_id, await self._opened(group_id))
@@ -125,8 +127,8 @@ class Filter:
                 return Commit(ack=(entry,))
             half = self._table.get(group_id)
             fault_point(self._context.name, "assembling")
-            if self._leaves(half):
-                await self._release(half)
+            if leaves_now(half, **self._now()):
+                await self._release(half, came=index_of(task.sample_id))
         self._context.note = f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         return None
 
@@ -135,19 +137,20 @@ class Filter:
         raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
         return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
-    def _leaves(self, half: Half) -> bool:
+    def _now(self) -> dict[str, Any]:
+        """What decides whether a group leaves: the rule, and where the trainer is."""
         knobs = self._context.knobs
         bound = int(knobs.max_weight_staleness)
-        return leaves_now(
-            half,
-            policy=rule_of(str(knobs.staleness_policy), bound),
-            step=self._turn.step if self._turn is not None else 0,
-            bound=bound_in_steps(bound, self._interval),
-        )
+        return {
+            "policy": rule_of(str(knobs.staleness_policy), bound),
+            "step": self._turn.step if self._turn is not None else 0,
+            "bound": bound_in_steps(bound, self._interval),
+        }
 
-    async def _release(self, half: Half) -> None:
-        """What is here of a group leaves: kept or dropped, whole or as a part."""
+    async def _release(self, half: Half, came: int | None = None) -> None:
+        """What is here of a group leaves: kept or dropped, whole or as a part. `came`: the member whose coming let it go."""
         context = self._context
+        basis = half.basis(came if tips(half, **self._now()) else None)
         indexes = sorted(half.members)
         entries, members = [half.entries[i] for i in indexes], [half.members[i] for i in indexes]
         scored = tuple(m for m in members if isinstance(m, Scored))
@@ -170,7 +173,7 @@ class Filter:
         rest = half.wanted - set(indexes)
         if not whole:
             base = half.opened or OpenGroup(group_id=half.group_id, prompt_id=prompt_id, n_samples=half.n_samples)
-            base = msgspec.structs.replace(base, rewards=half.known)
+            base = msgspec.structs.replace(base, rewards=basis)
             if rest:
                 opened[half.group_id] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(sorted(rest))))
             if reason is None:
@@ -200,7 +203,7 @@ class Filter:
                     self._consumer.reader.retry_later(entry)
             self._table.forget(half.group_id)
             return
-        self._table.release(half, indexes)
+        self._table.release(half, indexes, basis)
         what = "groups" if whole else "parts"
         context.count(f"{what}_kept" if reason is None else f"{what}_dropped/{reason}")
 

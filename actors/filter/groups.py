@@ -16,7 +16,7 @@ from bus.streams.entry import Entry
 @dataclass(slots=True)
 class Half:
     """A group under assembly: one entry and one member per index. `wanted`: indexes that have not left; `left`: rewards of
-    those that have, by index; a group of which some left is said to be split."""
+    those that left first, by index, for late members to be compared with; a group that has any is said to be split."""
 
     group_id: str
     n_samples: int = 0  # 0 while unknown
@@ -37,9 +37,19 @@ class Half:
 
     @property
     def known(self) -> dict[int, float]:
-        """Rewards by index of all members that are known, those that left included; what is no usable number is left out."""
+        """Rewards by index that members here are compared with, their own included: before the split of all that are here, after
+        it of `left`. What is no usable number is left out."""
         here = {i: m.reward for i, m in self.members.items() if isinstance(m, Scored)}
         return {i: reward for i, reward in sorted((self.left | here).items()) if usable(reward)}
+
+    def basis(self, tipped_by: int | None = None) -> dict[int, float]:
+        """The same for members still under way, when those here leave: rewards that do not depend on how long the late member
+        itself takes, or the gradient would have a bias by length. So no sibling counts that leaves after the first part, nor
+        the one that tipped the count of a first part: had the late member been early, that one would have come too late."""
+        if self.split:
+            return {i: reward for i, reward in self.left.items() if usable(reward)}
+        known = self.known
+        return {i: reward for i, reward in known.items() if i != tipped_by} or known
 
     @property
     def lost(self) -> bool:
@@ -62,11 +72,19 @@ def leaves_now(half: Half, *, policy: str, step: int, bound: int) -> bool:
         return True
     if half.split:
         return bool(half.members)
-    if len(half.members) < 2 or half.lost:
-        return False
-    if policy == "member" and 2 * len(half.members) >= half.n_samples:
-        return True
-    return policy in ("split", "member") and half.age(step) >= bound
+    return not half.lost and len(half.members) >= _least(half, policy=policy, step=step, bound=bound)
+
+
+def tips(half: Half, *, policy: str, step: int, bound: int) -> bool:
+    """Whether a first part that leaves now has as many members as it must: its last one to come let it go."""
+    return len(half.members) == _least(half, policy=policy, step=step, bound=bound)
+
+
+def _least(half: Half, *, policy: str, step: int, bound: int) -> int:
+    """Members that a first part must have; one more than are here where only the whole group may leave."""
+    if policy in ("split", "member") and half.age(step) >= bound:
+        return 2
+    return max(2, -(-half.n_samples // 2)) if policy == "member" else len(half.members) + 1
 
 
 class GroupTable:
@@ -104,14 +122,12 @@ class GroupTable:
     def get(self, group_id: str) -> Half:
         return self._groups[group_id]
 
-    def release(self, half: Half, indexes: Iterable[int]) -> None:
-        """These members have left, with the commit done."""
+    def release(self, half: Half, indexes: Iterable[int], basis: dict[int, float]) -> None:
+        """These members have left, with the commit done; the others will be compared with `basis`."""
+        half.left = basis
         for index in list(indexes):
-            member = half.members.pop(index)
-            del half.entries[index]
+            del half.members[index], half.entries[index]
             half.wanted.discard(index)
-            if isinstance(member, Scored):
-                half.left[index] = member.reward
         if not half.wanted:
             self._groups.pop(half.group_id, None)
 
@@ -142,4 +158,4 @@ def tokens_of(member: Member) -> int:
     return member.tokens_made if isinstance(member, RolloutLost) else member.rollout.response.n_tokens
 
 
-__all__ = ("GroupTable", "Half", "leaves_now", "tokens_of")
+__all__ = ("GroupTable", "Half", "leaves_now", "tips", "tokens_of")

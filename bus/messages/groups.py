@@ -17,8 +17,8 @@ from bus.messages.samples import Scored
 class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
     """A group worth training, or a part of one. filter -> trainer. Samples are in index order.
 
-    `known`: rewards of all members of the group whose reward was known when this part left, its own included; the baseline
-    of each member is taken over them. Empty for a whole group, whose own samples are all there is to know.
+    `known`: rewards that the baseline of each member here is taken over: of the members that left first, and for a late one its
+    own. Empty for a whole group, whose own samples are all there is to know.
     """
 
     group_id: str
@@ -90,7 +90,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     source_index: int = 0
     epoch: int = 0
     members: tuple[int, ...] | None = None  # indexes of the samples under this key; None = all of the group
-    rewards: dict[int, float] = {}  # by index: members of the group that left the filter, for the baseline of the others
+    rewards: dict[int, float] = {}  # by index: members of the group that left first, for the baseline of the others
 
     @property
     def indexes(self) -> tuple[int, ...]:

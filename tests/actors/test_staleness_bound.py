@@ -128,7 +128,7 @@ class House:
         self.progress.fold(
             GroupVerdict(group_id=group_id, prompt_id="p0", kept=True, members=() if whole else tuple(indexes))
         )
-        self.table.release(half, indexes)
+        self.table.release(half, indexes, half.basis())
         self.ready[key] = Part.of(kept, came=self.step)
 
     def train(self) -> bool:

@@ -5,9 +5,9 @@ trajectories: centred c_j = r_j - mean(r); standardised c_j / (s + 1e-6), s unbi
 rewards are all equal (n = 1 included) get exactly 0: max == min is tested, never a rounded s > 0.
 Reference section 4.5.
 
-Where only a part of a group is in the batch, its samples bring the rewards that were known when they left the filter: of the
-siblings that had finished then, for late ones of all. The same transform over these gives their values, so a member's baseline
-never looks at siblings that were still generating.
+Where only a part of a group is in the batch, its samples bring rewards to compare with: of the siblings that had finished when
+the group was split, and for a late sample its own. The same transform over these gives their values. So what a sample is compared
+with does not depend on its own length, early or late, and the gradient has no bias by it (docs/bias.md).
 """
 
 from __future__ import annotations
