@@ -107,8 +107,6 @@ async def test_no_sample_is_born_before_its_step(redis_url: str, run_name: str, 
     check(rollouts)
     assert {s.step for r in rollouts for s in r.response.spans} == set(range(steps))
     assert any(r.resumed_tokens for r in rollouts), "some of them changed workers"
-    if n > 1:
-        assert len({r.worker for r in rollouts}) > 1
     assert sum(c.counters.get("held", 0) for c in contexts) == 0, "nothing is held for ever"
 
 

@@ -57,7 +57,7 @@ def test_a_response_that_was_cut_off_earns_no_more_than_its_last_number(digits: 
     whole = write(digits)
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     numbers = re.findall(r"\d+", cut)
-    assert reward(cut, str(sum(digits))) == float(bool(numbers) and numbers[-1] == str(sum(digits)))
+    assert reward(cut, str(sum(digits))) <= float(bool(numbers) and numbers[-1] == str(sum(digits)))
 
 
 @given(DIGITS, st.data())
