@@ -21,6 +21,7 @@ from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
 
 READ = 64  # entries at once
+PATIENCE_S = 300.0  # without a new entry; then older samples under way are waited for no longer, and may lose tokens
 PARTING: tuple[Rule, ...] = ("split", "member")  # rules under which groups leave the filter in parts
 
 
@@ -58,17 +59,19 @@ class Batches:
         """Waits for samples until a batch is complete; woken by the blocking read. None when draining. `check` runs before each
         look, `idle` before each wait."""
         context, intake, step = self._context, self._intake, version.step
+        came_at = context.clock.monotonic()
         while not context.draining.is_set():
             await check()
             while await intake.fetch(READ, 0.0, step=step):
-                continue
+                came_at = context.clock.monotonic()
             knobs = context.knobs
             bound = self.bound(knobs)
             rule = rule_of(str(knobs.staleness_policy), int(knobs.max_weight_staleness))
             size = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)
             made = Cut(missing="the filter's word that all on its last turn has left it,")
             if rule not in PARTING or intake.turned >= version.id:
-                made = await self._cut(step=step, size=size, bound=bound, rule=rule)
+                patient = context.clock.monotonic() - came_at < PATIENCE_S
+                made = await self._cut(step=step, size=size, bound=bound, rule=rule, patient=patient)
             if made.drop:
                 await intake.give_up(made.drop, reissue=rule == "drop")
             if made.take:
@@ -83,16 +86,18 @@ class Batches:
                 )
             await idle()
             with context.waiting(f"{made.missing} of step {step + 1} on groups"):
-                await intake.fetch(READ, 0.5, step=step)
+                if await intake.fetch(READ, 0.5, step=step):
+                    came_at = context.clock.monotonic()
         return None
 
-    async def _cut(self, *, step: int, size: int, bound: int, rule: Rule) -> Cut:
-        """What is open elsewhere is looked up only when there is enough for a batch."""
+    async def _cut(self, *, step: int, size: int, bound: int, rule: Rule, patient: bool) -> Cut:
+        """What is open elsewhere is looked up only when there is enough for a batch. Without patience nothing under way is
+        waited for."""
         intake = self._intake
         elsewhere: dict[int, int] | None = None
         window: frozenset[str] | None = None
         if rule in PARTING and intake.n_ready >= size:
-            elsewhere = intake.elsewhere(await self._listed())
+            elsewhere = intake.elsewhere(await self._listed()) if patient else {}
         if rule == "wait":  # no straggler is passed by more than `lookahead` groups
             trained = {t.consumed.group_id for t in intake.uncommitted}
             listed = [msgspec.msgpack.decode(v, type=OpenGroup) for k, v in (await self._listed()).items() if k not in trained]

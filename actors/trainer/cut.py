@@ -1,10 +1,11 @@
 """Which ready samples make the next batch (pure).
 
-A batch has exactly `size` samples, oldest first. Parts of groups are taken whole, but for the one at the edge, or where the bound
-asks for more. A sample is due at the step in which its oldest token reaches the bound; one step later it loses tokens. One that
-is not here yet may be due `bound` steps after its issue. The promise: no finished sample waits past the bound, in whatever order
-samples end. It holds because before each step s, and for each step j from s on, at most (j - s + 1) * size untrained samples are
-due at j or before:
+A batch has exactly `size` samples, those first whose first token is oldest. Parts of groups are taken whole, but for the one at
+the edge, or where the bound asks for more. A sample is due at the step in which its oldest token reaches the bound; one step later
+it loses tokens. One that is not here yet may be due `bound` steps after its issue. The promise: no finished sample waits past the
+bound, in whatever order samples end. It holds because before each step s, and for each step j from s on, at most
+(j - s + 1) * size untrained samples are due at j or before:
+
 
 - admission issues no more than that (actors.sampler.admission: with version k served, open samples are at most those);
 - a cut takes what is due first, so what is due earliest only gets less;
@@ -47,13 +48,18 @@ class Part(msgspec.Struct):
         return tuple(self.group.samples[at].rollout.task.index for at in self.left)
 
     def age(self, step: int, at: int) -> int:
-        """Staleness at `step` of the oldest token of one sample, 0 without tokens."""
+        """Steps since the first token of one sample, 0 without tokens; below 0 in a lost future, whose turn is yet to come."""
         span = self.steps[at]
-        return 0 if span is None else max(staleness(step, span[0]), staleness(step, span[1]))
+        return 0 if span is None else step - span[0]
 
     def oldest(self, step: int) -> int:
-        """The same of all samples left."""
+        """The same of the oldest sample left."""
         return max((self.age(step, at) for at in self.left), default=0)
+
+    def over(self, step: int, bound: int) -> bool:
+        """Whether any token of the samples left is over the bound, on either side."""
+        spans = [span for at in self.left if (span := self.steps[at]) is not None]
+        return any(staleness(step, made) > bound for span in spans for made in span)
 
     def hopeless(self, step: int, bound: int) -> bool:
         """Whether no token of the samples left is within the bound."""
@@ -86,6 +92,7 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 Take = dict[str, list[int]]
+UNDER_WAY = "older samples, still under way,"
 
 
 def cut(
@@ -103,11 +110,10 @@ def cut(
     drop: list[tuple[str, str]] = []
     fit: list[tuple[int, str]] = []
     for key, part in ready.items():
-        age = part.oldest(step)
-        if part.hopeless(step, bound) or (rule == "drop" and age > bound):
+        if part.hopeless(step, bound) or (rule == "drop" and part.over(step, bound)):
             drop.append((key, drop_reason(part, step, bound)))
         elif window is None or part.group.group_id in window:
-            fit.append((-age, key))
+            fit.append((-part.oldest(step), key))
     dropped = tuple(sorted(drop))
     there = sum(len(ready[key].left) for _, key in fit)
     if there < size:
@@ -115,12 +121,12 @@ def cut(
     fit.sort(key=lambda item: item if window is None else (0, item[1]))
     keys = [key for _, key in fit]
     take = _by_part(ready, keys, step, size)
-    waits = excess(ready, keys, take, elsewhere or {}, step=step, size=size, bound=bound) if elsewhere is not None else 0
-    if waits:  # the siblings of what is due may wait, what is due may not
-        take = _by_sample(ready, keys, step, size)
-        waits = excess(ready, keys, take, elsewhere or {}, step=step, size=size, bound=bound)
-    if waits:
-        return Cut(drop=dropped, missing=f"{waits} older samples, still under way,")
+    if elsewhere is not None and excess(ready, keys, take, elsewhere, step=step, size=size, bound=bound):
+        take = _by_sample(ready, keys, step, size)  # the siblings of what is due may wait, what is due may not
+        # Nothing younger is taken now while anything older is here, so only what is still to come can be too much.
+        waits = excess(ready, keys, take, elsewhere, step=step, size=size, bound=bound) if any(elsewhere.values()) else 0
+        if waits:
+            return Cut(drop=dropped, missing=f"{waits} {UNDER_WAY}")
     due = [(key, at) for key in keys for at in ready[key].left if ready[key].age(step, at) >= bound]
     return Cut(
         take=tuple((key, tuple(sorted(positions))) for key, positions in take.items()),
@@ -165,13 +171,12 @@ def excess(
     """By how many samples this batch would break the promise, 0 = it keeps it: the worst of the coming steps, counting only
     those for which the batch holds younger samples that could wait."""
     worst = 0
-    spans = [(ready[key].steps[at], at in take.get(key, ())) for key in keys for at in ready[key].left]
+    ages = [(ready[key].age(step, at), at in take.get(key, ())) for key in keys for at in ready[key].left]
     for coming in range(step, step + bound):
-        born = coming - bound  # the newest step whose samples are due then
-        younger = any(taken and (span is None or span[0] > born) for span, taken in spans)
-        if younger:
-            left = sum(not taken and span is not None and span[0] <= born for span, taken in spans)
-            left += sum(n for issued, n in elsewhere.items() if issued <= born) if coming > step else 0
+        due = bound - (coming - step)  # the age now of what is due then
+        if any(taken and age < due for age, taken in ages):
+            left = sum(not taken and age >= due for age, taken in ages)
+            left += sum(n for issued, n in elsewhere.items() if step - issued >= due) if coming > step else 0
             worst = max(worst, left - size * (coming - step))
     return worst
 
@@ -184,4 +189,4 @@ def drop_reason(part: Part, step: int, bound: int) -> str:
     return "surplus" if bound == 0 else "stale"
 
 
-__all__ = ("Cut", "Part", "cut", "drop_reason")
+__all__ = ("UNDER_WAY", "Cut", "Part", "cut", "drop_reason")

@@ -15,7 +15,7 @@ from actors.sampler.progress import Progress
 from actors.trainer.cut import Part, cut
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
-from bus.messages.policy import PolicyActive, StepDone
+from bus.messages.policy import PolicyActive, Restored, StepDone
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.streams.entry import Entry
@@ -51,6 +51,7 @@ class House:
     """Sampler, workers, filter and trainer by their own pure parts, one event at a time. `rule` split or member."""
 
     def __init__(self, *, rule: str, bound: int, size: int, n: int, workers: int, slots: int) -> None:
+        self.went_back = False  # more is open then than the bound admits, until the run has drained to it
         self.rule, self.bound, self.size, self.n, self.slots = rule, bound, size, n, slots
         self.progress = Progress()
         self.serving = [0] * workers
@@ -59,6 +60,7 @@ class House:
         self.table = GroupTable()
         self.registry: dict[str, OpenGroup] = {}
         self.ready: dict[str, Part] = {}
+        self.history: dict[int, list[tuple[str, OpenGroup, Part]]] = {}  # step -> what it trained, as it was
         self.step = self.issued = self.ended = self.trained = self.outlasted = self.entries = 0
         self.activate(0)
 
@@ -88,7 +90,7 @@ class House:
     def begin(self, worker: int) -> None:
         """A worker takes what waits longest among what it may begin."""
         for at, (group, index) in enumerate(self.queue):
-            if len(self.running) < self.slots and group.step <= self.serving[worker]:
+            if len(self.running) < self.slots and min(group.step, self.progress.active_step) <= self.serving[worker]:
                 del self.queue[at]
                 self.running.append((group, index, worker, [self.serving[worker]]))
                 return
@@ -131,6 +133,22 @@ class House:
         self.table.release(half, indexes, half.basis())
         self.ready[key] = Part.of(kept, came=self.step)
 
+    def go_back(self, step: int) -> None:
+        """The trainer dies and starts again from the checkpoint of `step`: what came after is a lost future."""
+        for lost in range(self.step, step, -1):
+            for key, trained, was in self.history.pop(lost):
+                here, listed = self.ready.get(key), self.registry.get(key)
+                left = was.left if here is None else tuple(sorted({*here.left, *was.left}))
+                members = trained.indexes if listed is None else tuple(sorted({*listed.indexes, *trained.indexes}))
+                self.ready[key] = msgspec.structs.replace(was, left=left, came=step)
+                self.registry[key] = msgspec.structs.replace(trained, members=members)
+                self.trained -= len(was.left)
+        self.step = step
+        self.went_back = True
+        self.progress.fold(Restored(step=step, version=PolicyVersion(1000, step)))
+        for worker in range(len(self.serving)):
+            self.activate(worker)
+
     def train(self) -> bool:
         """Cut and train a batch if one may be cut. The invariants are asserted here, before any mask."""
         step, bound = self.step, self.bound
@@ -141,19 +159,23 @@ class House:
         made = cut(ready=self.ready, step=step, size=self.size, bound=bound, rule=self.rule, elsewhere=elsewhere)
         for key, reason in made.drop:
             gone = self.ready.pop(key)
-            assert reason == "outlasted", "what is dropped has outlasted the bound by its own generation"
+            assert reason == "outlasted" or self.went_back, "what is dropped has outlasted the bound by its own generation"
             self.outlasted += len(gone.left)
             self.progress.fold(GroupVerdict(group_id=gone.group.group_id, prompt_id="p0", kept=False, members=gone.left_members()))
             del self.registry[key]
         if not made.take:
             return False
-        assert made.left_behind == 0, "a finished sample on its last turn is not in the batch"
+        assert made.left_behind == 0 or self.went_back, "a finished sample on its last turn is not in the batch"
         assert sum(len(at) for _, at in made.take) == self.size
         ids = []
+        done = self.history[step + 1] = []
         for key, positions in made.take:
             taken = self.ready[key]
+            members = tuple(taken.group.samples[at].rollout.task.index for at in positions)
+            trained = msgspec.structs.replace(self.registry[key], members=members)
+            done.append((key, trained, msgspec.structs.replace(taken, left=positions)))
             for at in positions:
-                if taken.age(step, at) > bound:
+                if taken.age(step, at) > bound and not self.went_back:
                     assert taken.came == step, "a sample over the bound had come for an earlier batch"
                 ids.append(taken.group.samples[at].rollout.task.sample_id)
             left = tuple(at for at in taken.left if at not in positions)
@@ -206,18 +228,41 @@ def test_no_finished_sample_waits_past_the_bound(
             house.finish(chance.randrange(1000))  # any may end next: stragglers are as old as they like
         else:
             house.finish(len(house.running) - 1)  # the youngest: the worst case for those before it
-    # And it goes on for ever: once everything ends, the run makes its steps and loses nothing.
-    before = house.step
-    for _ in range(40 * (bound + 2)):
+    goes_on(house)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bound=st.integers(1, 4), n=st.integers(2, 4), slots=st.integers(4, 40), seed=st.integers(0, 10_000))
+def test_a_run_whose_trainer_goes_back_goes_on_and_loses_nothing(bound: int, n: int, slots: int, seed: int) -> None:
+    chance = random.Random(seed)
+    house = House(rule="split", bound=bound, size=2 * n, n=n, workers=1, slots=slots)
+    for _ in range(200):
         house.issue()
-        for worker in range(workers):
+        house.begin(0)
+        event = chance.random()
+        if event < 0.3:
+            house.train()
+        elif event < 0.4:
+            house.activate(0)
+        else:
+            house.finish(chance.randrange(1000))
+    house.go_back(max(0, house.step - chance.randrange(1, 5)))
+    goes_on(house)
+
+
+def goes_on(house: House) -> None:
+    """Once everything ends that is under way, the run makes its steps, and every sample is accounted for."""
+    before = house.step
+    for _ in range(40 * (house.bound + 2)):
+        house.issue()
+        for worker in range(len(house.serving)):
             house.activate(worker)
-            while len(house.running) < slots and house.queue:
+            while len(house.running) < house.slots and house.queue:
                 house.begin(worker)
         while house.running:
             house.finish(0)
         house.train()
-    assert house.step > before + bound
+    assert house.step > before + house.bound
     lone = sum(len(half.members) for half in house.table.halves())
     ready = sum(len(part.left) for part in house.ready.values())
     assert house.ended == house.trained + house.outlasted + ready + lone
@@ -310,4 +355,14 @@ def test_what_is_cut_off_a_group_keeps_the_groups_rewards() -> None:
 
 
 def test_a_token_of_a_lost_future_counts_its_distance_in_steps() -> None:
-    assert part(scored("g0", 0, [5])).oldest(3) == 2
+    lost = part(scored("g0", 0, [5]))
+    assert lost.over(3, bound=1) and not lost.over(3, bound=2)
+    assert lost.oldest(3) == -2, "its turn is yet to come: what the present future made is taken first"
+
+
+def test_nothing_is_waited_for_that_is_here_already() -> None:
+    """A trainer that went back from step 4 to step 2 has more samples than the bound admits, and none is under way."""
+    lost = {f"g{n}": part(scored(f"g{n}", 0, [4])) for n in range(4)}
+    ready = lost | {f"h{n}": part(scored(f"h{n}", 0, [1])) for n in range(7)}
+    made = cut(ready=ready, step=2, size=2, bound=2, rule="split", elsewhere={})
+    assert [key for key, _ in made.take] == ["h0", "h1"]
