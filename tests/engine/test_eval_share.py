@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from actors.partial.actor import PartialSpec
+from actors.partial.actor import run as partial
 from bus import Bus
 from bus.messages.policy import Activate, PolicyActive, WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS
-from tests.actors.house import messages, open_bus, put, until
+from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.scripted import ScriptedEngine, sample, workers
 
 
@@ -31,6 +33,11 @@ def held_out(number: int, pinned: int = 1, **fields: Any) -> SampleTask:
 
 async def all_done(bus: Bus, prompts: int, evals: int) -> bool:
     return await bus.length(ROLLOUTS) == prompts and await bus.length(EVAL_ROLLOUTS) == evals
+
+
+async def evaluated(bus: Bus) -> list[RolloutDone]:
+    """Evaluation samples that ended."""
+    return [m for m in await messages(bus, EVAL_ROLLOUTS) if isinstance(m, RolloutDone)]
 
 
 def is_eval(rid: str) -> bool:
@@ -75,10 +82,14 @@ async def test_a_share_of_less_than_a_slot_is_a_turn_now_and_then(redis_url: str
 async def test_an_evaluation_is_left_to_peers_that_still_serve_its_version(redis_url: str, run_name: str) -> None:
     engines = [ScriptedEngine(), ScriptedEngine()]
     async with open_bus(redis_url, run_name, knobs={"sglang_server_concurrency": 2}) as bus:
-        async with workers(bus, engines) as (_, contexts):
+        # A worker that takes the prompt before it hears that it is behind leaves it to its peer through the partial room.
+        async with running(bus, "partial", partial, PartialSpec()), workers(bus, engines) as (_, contexts):
             await put(bus, ACTIVE, order(1), active(1, w0=1, w1=1))
-            await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(8)))  # both meet it
-            await until(lambda: all_done(bus, 0, 8))
+            first = 0
+            while len({r.worker for r in await evaluated(bus)}) < 2:  # until both have met it
+                await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(first, first + 8)))
+                first += 8
+                await until(lambda n=first: all_done(bus, 0, n))
             await put(bus, ACTIVE, order(2, "w0"))
 
             async def moved_on() -> bool:
@@ -92,14 +103,13 @@ async def test_an_evaluation_is_left_to_peers_that_still_serve_its_version(redis
                 return await bus.length(ROLLOUTS) == 1
 
             await until(trained)  # w0 has heard it, and reads on
-            await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(8, 24)))
-            await until(lambda: all_done(bus, 1, 24))
-            rollouts = [m for m in await messages(bus, EVAL_ROLLOUTS) if isinstance(m, RolloutDone)]
-            assert {r.worker for r in rollouts[:8]} == {"w0", "w1"}
-            assert {(r.worker, *r.response.spans) for r in rollouts[8:]} == {("w1", *rollouts[0].response.spans)}
+            await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(first, first + 16)))
+            await until(lambda: all_done(bus, 1, first + 16))
+            rollouts = await evaluated(bus)
+            assert {(r.worker, *r.response.spans) for r in rollouts[first:]} == {("w1", *rollouts[0].response.spans)}
             await put(bus, ACTIVE, order(2, "w1"), active(2, w0=2, w1=2))
-            await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(24, 40)))
-            await until(lambda: all_done(bus, 1, 40))
+            await put(bus, EVAL_PROMPTS, *(held_out(i) for i in range(first + 16, first + 32)))
+            await until(lambda: all_done(bus, 1, first + 32))
 
 
 async def test_an_evaluation_does_not_wait_for_a_peer_for_ever(redis_url: str, run_name: str) -> None:
