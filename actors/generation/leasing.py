@@ -97,13 +97,9 @@ class Leases:
 
     async def _read(self, free: int) -> list[Entry]:
         streams = self._streams()
-        if not streams:  # what was claimed or was ours before is there all the same
-            if entries := await self.reader.read(free, 0.0, ()):
-                return entries
-            with self._context.waiting("a newer version, which peers serve"):
-                await self._moved(0.5)
-            return []
-        block_s = 0.05 if self._context.in_flight else 0.5  # short while others run: the next order must not wait
+        # Short while others run, since the next order must not wait, and while this worker is about to catch up.
+        brief = self._context.in_flight or self.standing.behind(self._link.serving)
+        block_s = 0.05 if brief else 0.5
         with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}"):
             return await self.reader.read(free, block_s, streams)
 
@@ -114,7 +110,8 @@ class Leases:
         resumed = ((TAIL, MOST), (PREFIXES, MOST)) if self._pace.takes_tail else ((PREFIXES, MOST),)
         if standing.behind(serving):
             left_some = self._left_at == serving and standing.peers_have()
-            return () if left_some else (*resumed, (EVAL_PROMPTS, MOST))
+            # Peers leave it the evaluation of its version, so it takes that in any case.
+            return ((EVAL_PROMPTS, MOST),) if left_some else (*resumed, (EVAL_PROMPTS, MOST))
         if self._evaluated_elsewhere(serving):
             return (*resumed, (PROMPTS, MOST))
         left = self._share_left()
