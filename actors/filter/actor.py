@@ -193,9 +193,8 @@ class Filter:
             outs.insert(0, Out(GROUPS, kept))
         else:
             ledger = {f"dropped/{reason}": len(members), f"tokens/dropped/{reason}": verdict.tokens}
-        commit = Commit(
-            ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=ledger, bounded=reason is None
-        )
+        # Not bounded: what moves from `scored` adds nothing, and a trainer that waits for `turned` would make no room.
+        commit = Commit(ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=ledger)
         if not await self._consumer.commit(commit):
             # Some member was finished by another filter; what is still ours comes back from the pending list.
             for entry in entries:
