@@ -33,7 +33,6 @@ class Batch(msgspec.Struct, frozen=True):
     bound: int
     keys: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-    left_behind: int = 0
 
 
 class Batches:
@@ -46,6 +45,7 @@ class Batches:
         self._lookahead = lookahead
         self._ci_test = ci_test
         self._bound = -1  # of the last batch, in steps
+        self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
         self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
         self._drained = (0, 0)  # samples and tokens that it has cost
 
@@ -82,7 +82,6 @@ class Batches:
                     bound=bound,
                     keys=tuple(key for key, _ in made.take),
                     parts=parts,
-                    left_behind=made.left_behind,
                 )
             await idle()
             with context.waiting(f"{made.missing} of step {step + 1} on groups"):
@@ -112,13 +111,15 @@ class Batches:
         return await self._context.bus.hash_of(self._context.bus.keys.open_groups)
 
     async def _promise(self, made: Cut, *, step: int, bound: int, rule: Rule) -> None:
-        """Say so when finished samples wait past the bound, which only a bound that was lowered in mid-run explains."""
+        """Say so when finished samples wait past the bound, which only a lowered bound or a restored checkpoint explains."""
+        self._first = step if self._first is None else self._first
         if 0 <= bound < self._bound:
             self._drains, self._drained = (self._bound, step + self._bound - bound), (0, 0)
             text = f"from {self._bound} to {bound} steps: samples that are older lose tokens until the run has drained to it"
             await self._context.event("bound lowered", text)
         self._bound = bound
-        if rule not in PARTING or not made.left_behind or self._drains is not None:
+        explained = self._drains is not None or step <= self._first + bound
+        if rule not in PARTING or not made.left_behind or explained:
             return
         self._context.count("left_behind", made.left_behind)
         text = f"step {step + 1}: {made.left_behind} finished samples are on their last turn and not in the batch"

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from actors.runtime.prompts import DataSpec
 from actors.runtime.run import Refused
 from actors.sampler.actor import SamplerSpec, run
+from actors.sampler.progress import Progress
 from bus import Commit, Reader
 from bus.messages.groups import GroupVerdict, OpenGroup
-from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.policy import Checkpointed, GroupsGivenUp, PolicyActive, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until
@@ -188,3 +189,22 @@ async def _is_open(bus, group_id: str) -> bool:
 
 async def _waits(context) -> bool:
     return bool(context.vitals().waits_for)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
+def test_what_is_remembered_does_not_grow_with_the_run(keeps: bool) -> None:
+    progress, sizes = Progress(keeps=keeps), []
+    progress.fold(PolicyActive(version=PolicyVersion(1, 0), serving={"w": 1}))
+    for step in range(1, 400):
+        groups = [OpenGroup(group_id=f"g{step}n{n}", prompt_id="p", n_samples=4) for n in range(8)]
+        for group in groups:
+            progress.issued(group)
+            progress.fold(GroupVerdict(group_id=group.group_id, prompt_id="p", kept=True))
+        version = PolicyVersion(step + 1, step)
+        samples = tuple(sample for group in groups for sample in group.sample_ids)
+        progress.fold(StepDone(step=step, version=version, trained_on=PolicyVersion(step, step - 1), groups=(), samples=samples))
+        progress.fold(PolicyActive(version=version, serving={"w": version.id}))
+        if keeps and step % 10 == 0:
+            progress.fold(Checkpointed(step=step, path=""))
+        sizes.append(progress.size)
+    assert max(sizes[200:]) <= max(sizes[:20]) and progress.open_samples == 0
