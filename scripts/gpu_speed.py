@@ -112,7 +112,7 @@ async def tuning(b: Any) -> None:
     n, gpu = a.concurrent, a.engine == "sglang"
     await b.stop_server()
     rows: dict[str, dict[str, Any]] = {}
-    room = max(160_000, int(1.7 * n * (a.prompt_tokens + a.new_tokens)))  # running samples are half done, and long ones more
+    room = max(160_000, int(1.2 * n * (a.prompt_tokens + a.new_tokens)))  # running samples are half done, and long ones more
     kept: dict[str, Any] = {"mem-fraction-static": 0.9, "max-total-tokens": room} if gpu else {}
     async with AsyncExitStack() as stack:
 
