@@ -48,7 +48,7 @@ def test_an_engine_with_other_weights_is_named(
 ) -> None:
     backend = make_backend(objective=KL)
     [line] = failures(backend.train_step(make_batch(1)).metrics)
-    assert line.startswith("train_rollout_logprob_abs_diff = ") and "does not serve the trained weights" in line
+    assert line.startswith("forward_logp_abs_diff = ") and "does not serve the trained weights" in line
 
 
 def test_a_reference_of_another_model_is_named(

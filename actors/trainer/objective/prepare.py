@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.trainer.objective import custom
 from actors.trainer.objective import metrics as metric
 from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
+from actors.trainer.objective.kl import masked_kl
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.prepared import AllReduce, PreparedBatch
 from actors.trainer.objective.rewards import normalize_group_rewards
@@ -34,6 +35,7 @@ from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
 from actors.trainer.objective.whitening import whiten
 from actors.trainer.objective_config import ObjectiveConfig
 
+TOO_LARGE = 1e15  # an advantage: gradients are squared and added up in float32, which ends at 3e38
 REWARDLESS = frozenset({"on_policy_distillation"})
 
 
@@ -124,10 +126,14 @@ def prepare_batch(
     versions = pack_versions(own, flags)
     age, mask = _apply_staleness(cfg, own, versions, current_version, mask, index, flags)
 
+    advantages, returns = _advantages(cfg, baseline.values, positions, fields, mask, index, own_lengths)
+    mask = mask & ~_unusable_groups(own, advantages, returns, mask, index, flags)
+    if cfg.kl_coef != 0:
+        _, uncharged = masked_kl(cfg.kl_loss_type, mask, fields["old_logp"], fields["ref_logp"])
+        flags.add("kl_not_finite", _ids(own, uncharged, index))
     counts = torch.zeros(len(samples), dtype=torch.int64)
     counts[list(positions)] = segment_sum(mask.to(torch.int64), index, len(own))
     counts = reduce(counts)
-    advantages, returns = _advantages(cfg, baseline.values, positions, fields, mask, index, own_lengths)
     if int(counts.sum()) == 0:
         flags.add("all_masked", [s.sample_id for s in own])
     elif cfg.whiten:
@@ -167,6 +173,24 @@ def prepare_batch(
         prompt_lengths=tuple(s.prompt_length or 0 for s in samples),
         offsets=tuple(offsets),
     )
+
+
+def _ids(own: Sequence[TrainSample], tokens: Tensor, index: Tensor) -> list[str]:
+    """Samples that have one of `tokens`, bool [T]."""
+    return [own[i].sample_id for i in torch.unique(index[tokens]).tolist()]
+
+
+def _unusable_groups(
+    own: Sequence[TrainSample], advantages: Tensor, returns: Tensor, mask: Tensor, index: Tensor, flags: Flags
+) -> Tensor:
+    """bool [T]: tokens of groups in which a trained token's advantage or return cannot be trained. One such value makes the
+    gradient of everybody infinite, and its siblings were compared with it; so their group is left out and its samples named."""
+    bad = mask & ~((advantages.abs() < TOO_LARGE) & (returns.abs() < TOO_LARGE))
+    flags.add("nonfinite_advantage", _ids(own, bad, index))
+    groups = {own[i].group for i in torch.unique(index[bad]).tolist()}
+    out = torch.tensor([s.group in groups for s in own], dtype=torch.bool)[index]
+    flags.add("sibling_of_nonfinite", sorted({*_ids(own, mask & out, index)} - {*_ids(own, bad, index)}))
+    return out
 
 
 def _agreed_rewards(samples: Sequence[TrainSample]) -> tuple[list[float | None], set[int]]:
@@ -262,7 +286,7 @@ def _metrics(
     known = [r for r in rewards if r is not None and r == r]
     trained = [n for n, c in zip(lengths.tolist(), counts.tolist(), strict=True) if c > 0]
     out = {
-        "reward_mean": sum(known) / max(len(known), 1),
+        "reward_mean": sum(r / len(known) for r in known),
         "zero_variance_share": (flat + single) / max(groups, 1),
         "single_groups": float(single),
         "non_positive_mean_groups": float(non_positive),

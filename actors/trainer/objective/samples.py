@@ -23,7 +23,7 @@ FLOAT_FIELDS = ("rollout_logp", "old_logp", "ref_logp", "teacher_logp", "opd_rev
 class TrainSample:
     """One training sample. n = response_length; arrays have n entries, None where not available.
 
-    `rollout` is the trajectory it belongs to (None: its own), `group` the prompt group. Mutable on purpose: the
+    `rollout` is the trajectory of its group that it belongs to (None: its own), `group` the prompt group. Mutable on purpose: the
     trainer fills old_logp, ref_logp and values from its own passes before `prepare_batch`.
     """
 
@@ -51,7 +51,8 @@ class TrainSample:
 
     @property
     def trajectory(self) -> Hashable:
-        return self.sample_id if self.rollout is None else self.rollout
+        """Key of the trajectory: a `rollout` names it within its group only."""
+        return self.sample_id if self.rollout is None else (self.group, self.rollout)
 
 
 class Flags:
