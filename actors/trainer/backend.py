@@ -90,13 +90,18 @@ class StepBatch:
 @dataclass(slots=True)
 class StepResult:
     """`packing`: positions of samples in each micro-batch, in order. `flags`: reason -> sample ids, counted events.
-    `trained_tokens` / `masked_tokens`: response tokens with and without gradient, per sample position."""
+    `trained_spans`: response tokens with gradient, per sample position and version span of the sample."""
 
     metrics: dict[str, float]
     packing: tuple[tuple[int, ...], ...]
-    trained_tokens: list[int]
+    trained_spans: list[tuple[int, ...]]
     flags: dict[str, list[str]] = field(default_factory=dict)
     skipped: bool = False  # non-finite gradient: weights unchanged, the data kept
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """Response tokens with gradient, per sample position."""
+        return [sum(spans) for spans in self.trained_spans]
 
 
 class Snapshot(Protocol):

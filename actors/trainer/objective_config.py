@@ -144,7 +144,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether anything bounds the influence of data from an older policy."""
         return (
             (self.correction != "none" and not self.report_only)
-            or self.use_opsm
+            or (self.use_opsm and self.proximal != "current")
             or self.proximal in ("rollout", "interpolate")
             or self.keep_old_actor
             or self.loss_name == "dppo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,13 @@ class Saver:
         return self._task is not None and not self._task.done()
 
     async def begin(
-        self, tasks: asyncio.TaskGroup, copy: Callable[[], Snapshot], *, version: PolicyVersion, metrics: dict[str, float]
+        self, tasks: asyncio.TaskGroup, copy: Callable[[], Awaitable[Snapshot]], *, version: PolicyVersion, metrics: dict[str, float]
     ) -> None:
-        """Copy state now, write later. Waits for a save that is still under way."""
+        """Copy state now, write later. Waits for a save that is still under way. `copy` runs where all of the backend does."""
         await self.wait()
         context = self._context
         began = context.clock.monotonic()
-        snapshot = await asyncio.to_thread(copy)
+        snapshot = await copy()
         bus_state = await self._bus_state(version, metrics)
         fault_point(context.name, "checkpoint_copied")
         self._task = tasks.create_task(self._write(snapshot, bus_state, began), name=f"checkpoint {version.step}")

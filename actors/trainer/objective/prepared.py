@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from actors.trainer.objective.corrections import CorrectionInputs
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.mis import norm_factor, norm_sums
 from actors.trainer.objective.reductions import divisor, token_weights
+from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum, starts
 from actors.trainer.objective_config import ObjectiveConfig
 
@@ -76,6 +78,15 @@ class PreparedBatch:
             mean = norm_factor(all_reduce(sums) if all_reduce else sums)
         size = divisor(self.cfg.reduction, count, trained)
         return Norm(size, count, trained, tokens.to(self.advantages.device), mean, scale)
+
+    def trained_spans(self, samples: Sequence[TrainSample]) -> list[tuple[int, ...]]:
+        """Trained tokens of each version span of the samples prepared from; all of them local. A mask may sit anywhere."""
+        found = []
+        for sample, first, length in zip(samples, self.offsets, self.lengths.tolist(), strict=True):
+            sums = np.append(0, np.cumsum(self.mask[first : first + length].numpy()))
+            ends = np.cumsum([0, *(n for _, n in (((0, length),) if sample.spans is None else sample.spans))]).clip(0, length)
+            found.append(tuple(np.diff(sums[ends]).tolist()))
+        return found
 
     def _weights_inputs(self, samples: Sequence[int]) -> CorrectionInputs:
         here = set(self.local)
