@@ -244,7 +244,8 @@ def _evaluate(node: Node, point: int) -> Number:
         case "neg":
             return -_evaluate(node.args[0], point)
         case "abs":
-            return abs(_evaluate(node.args[0], point))
+            value = _evaluate(node.args[0], point)
+            return value if value >= 0 else -value
         case "!":
             return Fraction(math.factorial(_count(_evaluate(node.args[0], point))))
     left, right = (_evaluate(arg, point) for arg in node.args)

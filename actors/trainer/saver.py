@@ -45,7 +45,12 @@ class Saver:
         return self._task is not None and not self._task.done()
 
     async def begin(
-        self, tasks: asyncio.TaskGroup, copy: Callable[[], Awaitable[Snapshot]], *, version: PolicyVersion, metrics: dict[str, float]
+        self,
+        tasks: asyncio.TaskGroup,
+        copy: Callable[[], Awaitable[Snapshot]],
+        *,
+        version: PolicyVersion,
+        metrics: dict[str, float],
     ) -> None:
         """Copy state now, write later. Waits for a save that is still under way. `copy` runs where all of the backend does."""
         await self.wait()

@@ -109,7 +109,8 @@ def test_answers_that_are_not(given_answer: str, wanted: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given_answer", ["12+7", "7+12", "12+7+0", "12+6+1", "1{,}200+7", r"\frac{12}{1}+7", r"\sqrt{12^2}+7", "12*1+7", "2(12)-5", "6!-701+7-7"]
+    "given_answer",
+    ["12+7", "7+12", "12+7+0", "12+6+1", "1{,}200+7", r"\frac{12}{1}+7", r"\sqrt{12^2}+7", "12*1+7", "2(12)-5", "6!-701+7-7"],
 )
 def test_the_question_is_no_answer_to_itself_however_it_is_turned(given_answer: str) -> None:
     question = "What is 12 + 7? (1,200+7 is another question.)"

@@ -318,8 +318,9 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
         )
     if objective.use_opsm and not several and not objective.keep_old_actor and objective.proximal in ("recompute", "current"):
         raise ObjectiveConfigError(
-            f"use_opsm leaves nothing out with num_steps_per_rollout={config.num_steps_per_rollout}: the policy before the only step is "
-            "the policy in it, so no sequence has moved. Use several steps, keep_old_actor or use_rollout_logprobs, or drop use_opsm."
+            f"use_opsm leaves nothing out with num_steps_per_rollout={config.num_steps_per_rollout}: the policy before the only "
+            "step is the policy in it, so no sequence has moved. Use several steps, keep_old_actor or use_rollout_logprobs, or "
+            "drop use_opsm."
         )
     early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:
