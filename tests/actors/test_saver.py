@@ -59,7 +59,10 @@ async def test_the_copy_for_a_checkpoint_is_made_in_the_backends_one_thread(redi
         backend = TrainerSpec(backend=BackendConfig(hf_checkpoint=""), weights_dir="", num_rollout=1, save=str(tmp_path))
         trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none"))
         trainer._backend.snapshot = Copy  # type: ignore[method-assign]
+        over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(knobs.follow(over))
             await trainer._save(tasks)
+            over.set()
         assert next(tmp_path.glob("*/thread")).read_text().startswith("train")
         trainer._thread.shutdown()
