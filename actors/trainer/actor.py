@@ -61,7 +61,12 @@ class Trainer:
         self._followers = Followers(spec.ranks, context.spec.run_dir)
         self._intake = Intake(context)
         self._saver = Saver(
-            context, self._intake, save=Path(spec.save), keep_last=spec.keep_last, fingerprint=spec.fingerprint
+            context,
+            self._intake,
+            save=Path(spec.save),
+            save_hf=spec.save_hf,
+            keep_last=spec.keep_last,
+            fingerprint=spec.fingerprint,
         )
         self._batches = Batches(
             context, self._intake, interval=spec.update_weights_interval, lookahead=spec.lookahead, ci_test=spec.ci_test

@@ -111,6 +111,11 @@ class Snapshot(Protocol):
         """Write every file, fsync each."""
         ...
 
+    def write_hf(self, directory: Path) -> None:
+        """The model alone, in the type that engines serve, as a Hugging Face directory with tokenizer; all at once. Raises
+        OSError, FileExistsError for a directory that is no earlier export."""
+        ...
+
 
 class WeightCopy(Protocol):
     """The weights alone, under their Hugging Face names, and the small files beside them."""

@@ -18,8 +18,8 @@ from bus import Bus, Out
 from bus.knobs.live import LiveKnobs
 from bus.messages.policy import StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import POLICY
-from tests.actors.house import open_bus
+from bus.topology import EVENTS, POLICY
+from tests.actors.house import messages, open_bus
 
 
 async def trained(bus: Bus, saver: Saver, steps: range) -> None:
@@ -50,19 +50,27 @@ class Copy:
     def write(self, directory: Path) -> None:
         (directory / "thread").write_text(self.thread)
 
+    def write_hf(self, directory: Path) -> None:
+        directory.mkdir()  # its parent is not there
 
-async def test_the_copy_for_a_checkpoint_is_made_in_the_backends_one_thread(redis_url: str, run_name: str, tmp_path: Path) -> None:
+
+async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export_costs_nothing_else(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
     async with open_bus(redis_url, run_name) as bus:
         knobs = LiveKnobs(bus)
         await knobs.open()
         context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
         backend = TrainerSpec(backend=BackendConfig(hf_checkpoint=""), weights_dir="", num_rollout=1, save=str(tmp_path))
-        trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none"))
+        trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none", save_hf=f"{tmp_path}/hf/{{rollout_id}}"))
+        trainer._version = PolicyVersion(id=1, step=1)
         trainer._backend.snapshot = Copy  # type: ignore[method-assign]
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(knobs.follow(over))
             await trainer._save(tasks)
             over.set()
+        [failed] = [e for e in await messages(bus, EVENTS) if e.kind == "export failed"]
+        assert f"step 1 not exported to {tmp_path}/hf/0" in failed.text and trainer._saver.saved_step == 1
         assert next(tmp_path.glob("*/thread")).read_text().startswith("train")
         trainer._thread.shutdown()
