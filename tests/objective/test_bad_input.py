@@ -15,7 +15,6 @@ from actors.trainer.objective import (
     finish,
     policy_loss,
     prepare_batch,
-    reward_value,
 )
 from actors.trainer.objective.metrics import name_nonfinite
 from actors.trainer.objective.staleness import StaleTokenError, assert_fresh
@@ -82,23 +81,6 @@ def test_trajectory_with_two_different_rewards_is_masked_and_named():
     prepared, loss, _, _ = step(TIS, torn)
     assert prepared.flags["conflicting_rewards"] == ["x.0", "x.1"]
     assert "missing_reward" not in prepared.flags and torch.isfinite(loss)
-
-
-@pytest.mark.parametrize(
-    ("reward", "key", "want"),
-    [
-        (1, None, 1.0),
-        (True, None, 1.0),
-        ({"acc": 0.5}, "acc", 0.5),
-        ({"acc": 0.5}, "score", None),
-        ({"acc": 0.5}, None, None),
-        ({"acc": None}, "acc", None),
-        (None, None, None),
-        ("1", None, None),
-    ],
-)
-def test_reward_value_finds_a_number_or_says_there_is_none(reward, key, want):
-    assert reward_value(reward, key) == want
 
 
 def test_empty_responses_and_groups_of_one_are_harmless():

@@ -141,7 +141,7 @@ class TrainingState:
 
     def write_hf(self, directory: Path) -> None:
         """The model alone, in the type it computes in, as a Hugging Face directory with tokenizer and chat template. It appears
-        at once, `.complete` in it; a directory that such a write left is replaced, any other is a FileExistsError. Raises OSError."""
+        at once, `.complete` in it, and replaces an earlier export; FileExistsError for any other directory. Raises OSError."""
         if directory.exists() and not (directory / COMPLETE).is_file():
             raise FileExistsError(errno.EEXIST, "it exists and is no earlier export", str(directory))
         part = directory.with_name(f".{directory.name}.part")
