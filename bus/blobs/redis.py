@@ -8,7 +8,7 @@ import uuid
 from bus.blobs.api import ids_of, parse_ref
 from bus.errors import BadMessage
 from bus.streams.keys import Keys
-from bus.streams.link import Link, call
+from bus.streams.link import Link
 
 PIECE_BYTES = 512 * 1024
 
@@ -26,7 +26,7 @@ class RedisBlobs:
     async def _put(self, body: bytes) -> str:
         blob_id = uuid.uuid4().hex  # a new one at each attempt: after a lost reply a piece could be there twice
         for start in range(0, max(1, len(body)), PIECE_BYTES):
-            await call(self._link.client, "RPUSH", self._keys.blob(blob_id), body[start : start + PIECE_BYTES])
+            await self._link.bulk("RPUSH", self._keys.blob(blob_id), body[start : start + PIECE_BYTES])
         return f"redis:{blob_id}:{len(body)}"
 
     async def get(self, ref: str) -> bytes:

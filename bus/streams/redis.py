@@ -282,8 +282,7 @@ class Bus:
     async def hash_of(self, key: str) -> dict[str, bytes]:
         """A whole hash with text keys."""
         flat = await self.link.run("HGETALL", key)
-        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-        return {_text(name): value for name, value in pairs}
+        return {_text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def snapshot(self) -> RunSnapshot:
         """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from miles_async import __version__
+from miles_async.cli.secrets import take_passwords
 from miles_async.settings.errors import SettingsError, nearest
 
 PROGRAM = "miles-async"
@@ -51,7 +52,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's arguments) and return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    os.umask(0o077)  # what a run writes is its owner's alone, in this process and in all that it starts
+    words = take_passwords(sys.argv[1:] if argv is None else argv)
     label = PROGRAM
     try:
         if not words or words[0] in ("-h", "--help", "help"):

@@ -19,7 +19,7 @@ IMPURE = {
 # Libraries that are heavy or optional: imported at module level only in files named after them, and such a file is
 # imported at module level only by its like. Everybody else asks for it inside a function, when it is wanted.
 HEAVY = ("sglang", "megatron", "transformer_engine", "ray", "vllm")
-REDIS_USERS = ("bus/streams/", "bus/blobs/redis.py", "bus/server/", "bus/testing/proxy.py")
+REDIS_USERS = ("bus/client.py", "bus/streams/", "bus/blobs/redis.py", "bus/server/", "bus/testing/proxy.py")
 
 
 def where(path: Path, found: Import) -> str:
