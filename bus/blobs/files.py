@@ -120,7 +120,7 @@ class FileBlobs:
             try:
                 self._give_back(self._path(blob_id), blob_id, _class_of(size))
             except FileNotFoundError:
-                continue
+                _unlink(f"{self._directory}/{blob_id}.part")
 
     def _give_back(self, path: str, blob_id: str, kind: int) -> None:
         """Into the spares of its class, or away when there are enough."""
@@ -152,15 +152,12 @@ class FileBlobs:
     async def list_ids(self) -> list[tuple[str, float]]:
         now = time.time()
         found: list[tuple[str, float]] = []
-        for path in Path(self._directory).glob("*.blob"):
+        for path in Path(self._directory).glob("*.*"):  # also what a killed writer left of a body
             try:
-                age = now - path.stat().st_mtime
-                with path.open("rb") as file:
-                    head = file.read(_HEAD_BYTES)
+                facts = path.stat()
             except FileNotFoundError:
                 continue
-            size = head[_ID_CHARACTERS:]
-            found.append((f"file:{path.stem}:{int(size) if size.isdigit() else 0}", age))
+            found.append((f"file:{path.stem}:{max(0, facts.st_size - _HEAD_BYTES)}", now - facts.st_mtime))
         return found
 
 

@@ -3,6 +3,7 @@ does not hold up the small messages of everyone else."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from bus.blobs.api import ids_of, parse_ref
@@ -53,11 +54,9 @@ class RedisBlobs:
         cursor = b"0"
         while True:
             cursor, keys = await self._link.run("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            for key in keys:
-                pieces = await self._link.run("LRANGE", key, 0, -1)
-                idle_s = await self._link.run("OBJECT", "IDLETIME", key)
-                ref = f"redis:{key.decode().rpartition(':')[2]}:{sum(len(piece) for piece in pieces)}"
-                found.append((ref, float(idle_s or 0)))
+            asked = [self._link.run("OBJECT", "IDLETIME", key) for key in keys]
+            for key, idle_s in zip(keys, await asyncio.gather(*asked), strict=True):
+                found.append((f"redis:{key.decode().rpartition(':')[2]}:0", float(idle_s or 0)))
             if cursor == b"0":
                 return found
 

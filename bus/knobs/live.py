@@ -39,18 +39,6 @@ class KnobValues(msgspec.Struct, frozen=True):
         except KeyError:
             raise AttributeError(f"no knob {name!r} in the initial values of this run") from None
 
-    def whole(self, name: str) -> int:
-        """An int knob."""
-        return int(self.values[name])
-
-    def number(self, name: str) -> float:
-        """A float knob."""
-        return float(self.values[name])
-
-    def text(self, name: str) -> str:
-        """A text knob."""
-        return str(self.values[name])
-
 
 class KnobDifference(msgspec.Struct, frozen=True):
     """A live value that stays although the settings say otherwise."""

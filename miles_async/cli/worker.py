@@ -57,12 +57,15 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
     from bus.errors import BusRefused
-    from miles_async.launcher.identity import bus_of, read_identity
+    from bus.identity import read_identity
+    from miles_async.console.attach import run_named
 
     ref = chosen_run(args)
-    run_name = ref.run or await only_run(ref.bus_url)
+    run_name = await run_named(ref)
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known = await read_identity(bus)
+    if known is None:
+        raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
     room = dict(known.worker)
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
@@ -75,7 +78,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     return ActorSpec(
         name=args.name or f"worker-{socket.gethostname()}-{os.getpid()}",
         role="generation",
-        bus=bus_of(known, ref.bus_url),
+        bus=known.bus_at(ref.bus_url),
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,
@@ -111,19 +114,3 @@ async def _become(spec: "ActorSpec", spare: "Child") -> int:
     log_to_stderr()
     gc.enable()
     return await run_actor(spec, told, partial(room, spare=spare))
-
-
-async def only_run(url: str) -> str:
-    """The one run on a server; BusRefused when there is none or a choice."""
-    from bus.errors import BusRefused
-    from bus.server.checks import connect
-
-    client = connect(url)
-    try:
-        keys = [key async for key in client.scan_iter(match="ma:*:identity")]
-    finally:
-        await client.aclose()
-    names = sorted((k.decode() if isinstance(k, bytes) else k)[4:].partition("}")[0] for k in keys)
-    if len(names) != 1:
-        raise BusRefused(f"{url} holds {len(names)} runs ({', '.join(names) or 'none'}). Name one with --run.")
-    return names[0]

@@ -17,9 +17,9 @@ from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus
+from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.identity import Identity
 from miles_async.launcher.plan import Place, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
@@ -196,14 +196,12 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         drain_timeout_s=settings.launch.drain_timeout_s,
         run_dir=place.run_dir,
     )
-    present = await bus.link.run("GET", bus.keys.identity)
-    if present is not None:
-        known = msgspec.json.decode(present, type=Identity)
-        if known.fingerprint != place.fingerprint:
-            raise SettingsError(
-                f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
-                field="name",
-                value=settings.launch.name,
-                remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
-            )
-    await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
+    known = await read_identity(bus)
+    if known is not None and known.fingerprint != place.fingerprint:
+        raise SettingsError(
+            f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
+            field="name",
+            value=settings.launch.name,
+            remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
+        )
+    await write_identity(bus, identity)
