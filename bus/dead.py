@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bus.errors import BadMessage, MilesAsyncError
+from bus.errors import BadMessage, MilesAsyncError, printable
 from bus.inspect import all_heads
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter
@@ -60,8 +60,8 @@ def letter_of(entry: Entry, *, actor: str, error: str, wall: float, traceback: s
         stream=entry.stream.name,
         entry_id=entry.id,
         actor=actor,
-        error=error,
-        traceback=traceback[-4000:],
+        error=printable(error),
+        traceback=printable(traceback[-4000:]),
         deliveries=entry.deliveries,
         fields={**entry.fields, "blob": entry.blob} if entry.blob else dict(entry.fields),
         body=entry.body,

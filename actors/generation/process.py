@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Protocol
 
 from actors.generation.engine import BootRefused, EngineUnavailable
-from actors.runtime.child import Child
+from actors.runtime.child import PYTHON, Child
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
 
-EMBEDDED = (sys.executable, "-m", "actors.generation.embedded")
+EMBEDDED = (*PYTHON, "actors.generation.embedded")
 
 
 class EngineServer(Protocol):

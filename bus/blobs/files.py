@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bus.blobs.api import parse_ref
 from bus.errors import BadMessage, BusFull
+from bus.private import private_directory
 
 _INLINE_IO_BYTES = 1 << 20  # below this a thread costs more than the copy into shared memory
 _HEAD_BYTES, _ID_CHARACTERS = 64, 32
@@ -29,7 +30,7 @@ class FileBlobs:
     """Write to a temporary name, rename: a reader sees all of a body or none of it."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(directory)
         self._directory = str(directory)
         self._recycle = _file_system(directory.resolve()) in _LOCAL  # others' caches may show a file's former body
         self._known: dict[int, list[str]] = {}

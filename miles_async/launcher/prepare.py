@@ -19,6 +19,7 @@ from actors.trainer.saver import fingerprint_of
 from bus import Bus
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial
+from bus.private import private_directory
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, initial_knobs
 from miles_async.settings.errors import SettingsError
@@ -71,7 +72,7 @@ def shared_memory(run_dir: Path) -> Path:
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     root = Path("/dev/shm")
     if root.is_dir() and os.access(root, os.W_OK):
-        return root / f"miles_async-{os.getuid()}-{digest}" / "weights"
+        return private_directory(root / f"miles_async-{os.getuid()}-{digest}") / "weights"
     return run_dir / "weights"
 
 
@@ -84,7 +85,7 @@ def reference_dir(settings: RunSettings) -> str:
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    private_directory(run_dir)
     directory = model_dir(settings, run_dir)
     identity = {
         "prompt_data": str(settings.rollout.prompt_data),

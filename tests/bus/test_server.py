@@ -230,5 +230,5 @@ def test_a_server_that_exits_is_reported_in_one_line_with_its_last_words(short_d
 
 def test_a_directory_that_cannot_be_made_is_refused(short_dir):
     (short_dir / "file").write_text("")
-    with pytest.raises(BusRefused, match="Choose another run directory"):
+    with pytest.raises(BusRefused, match="Choose another folder"):
         EmbeddedRedis(short_dir / "file" / "run").start()
