@@ -1,4 +1,4 @@
-"""Acts as another user of the host: in a fork of the test that gives its rights away, because others may not read its interpreter."""
+"""Acts as another user of the host: a fork of the test gives its rights away, as others may not read our interpreter."""
 
 from __future__ import annotations
 
