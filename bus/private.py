@@ -39,4 +39,12 @@ def private_directory(directory: Path) -> Path:
     return directory
 
 
-__all__ = ("is_private", "private_directory")
+def write_secret(path: Path, text: str) -> Path:
+    """A file that only we may read, also in the instant when it is made; returns its path."""
+    path.unlink(missing_ok=True)  # also a link that somebody planted
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return path
+
+
+__all__ = ("is_private", "private_directory", "write_secret")

@@ -82,6 +82,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     room = dict(known.worker)
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
+        room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
     if args.model_path:
         room["model_path"] = args.model_path
     if args.threads:

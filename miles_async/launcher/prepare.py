@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from actors.trainer.saver import fingerprint_of
 from bus import Bus
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial
-from bus.private import private_directory
+from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir
+
+ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
@@ -104,8 +107,25 @@ def place_of(settings: RunSettings) -> Place:
         stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
         fingerprint=fingerprint_of(identity),
+        engine_token=engine_token(run_dir),
         **router_of(settings, run_dir),
     )
+
+
+def engine_token(run_dir: Path) -> str:
+    """What the engines and the router of a run ask of their callers: the user's (for engines of his own), or one made once per run
+    and kept, because engines outlive a launcher."""
+    if given := os.environ.get(ENGINE_TOKEN):
+        return given
+    file = run_dir / "engine.token"
+    try:
+        known = file.read_text().strip()
+    except OSError:
+        known = ""
+    if not known:
+        known = secrets.token_urlsafe(32)
+        write_secret(file, f"{known}\n")
+    return known
 
 
 def router_of(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
