@@ -171,7 +171,9 @@ def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Result]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ID", help="these entries; a part of an id means all that begin with it")
+    parser.add_argument(
+        "--only", nargs="+", metavar="ID", help="these entries; a part of an id means all that begin with it"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="copies at work at once (default 1)")
     parser.add_argument("--list", action="store_true", help="name the entries and run nothing")
     given = parser.parse_args()
@@ -180,7 +182,10 @@ def main() -> int:
         parser.error("no entry of that name; see --list")
     width = max(len(m.id) for m in mutants)
     if given.list:
-        print(*(f"{m.id:{width}}  {m.file}  {m.survives and 'survives: ' + m.survives}".rstrip() for m in mutants), sep="\n")
+        print(
+            *(f"{m.id:{width}}  {m.file}  {m.survives and 'survives: ' + m.survives}".rstrip() for m in mutants),
+            sep="\n",
+        )
         return 0
     results: list[Result] = []
     for result in judge_all(mutants, max(1, given.jobs)):
@@ -188,7 +193,10 @@ def main() -> int:
         print(f"{result.mutant.id:{width}}  {result.verdict:8}  {result.seconds:5.1f} s  {result.note}", flush=True)
     bad = [r.mutant.id for r in results if not r.good]
     caught = sum(r.verdict == "caught" for r in results)
-    print(f"{caught} of {len(results)} caught, {len(results) - caught - len(bad)} survive for a reason, {len(bad)} to mend", *bad)
+    print(
+        f"{caught} of {len(results)} caught, {len(results) - caught - len(bad)} survive for a reason, {len(bad)} to mend",
+        *bad,
+    )
     return 1 if bad else 0
 
 
