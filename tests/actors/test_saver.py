@@ -175,7 +175,7 @@ async def test_a_checkpoint_counts_what_it_holds_as_trained(redis_url: str, run_
 
 
 async def test_one_checkpoint_is_written_at_a_time(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    async with trained_once(redis_url, run_name, tmp_path) as (_, trainer, saver):
+    async with trained_once(redis_url, run_name, tmp_path) as (_, _, saver):
         go_on, durable = threading.Event(), []
 
         def look() -> None:
