@@ -2,7 +2,8 @@
 
 FAKE_SGLANG names a JSON list of failures, tried in order. Each: `log` (what it prints), `exit` (status; null: hang), and when
 it does not apply: `unless_env` (name=value is set), `unless_flag` ("name" or "name=value" is given), `times` (that
-often only). When none applies it serves: /health, /model_info, /server_info, /generate (to who shows the key of its --config file), and writes what it is asked to
+often only). When none applies it serves: /health, /model_info, /server_info, /generate (all but the first only to
+who shows the key of its --config file), and writes what it is asked to
 sample to <plan>.asked, a line each. No sampled token comes while there is a file <plan>.compiling.
 """
 
