@@ -185,6 +185,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
                 save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
+                save_hf=c.save_hf or "",
                 load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
                 fingerprint=place.fingerprint,
                 keep_last=c.keep_last,
