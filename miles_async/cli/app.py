@@ -116,9 +116,9 @@ class _Printable:
 def _printable(*, draws: bool) -> Iterator[None]:
     """What this process prints; a command that `draws` uses a terminal's codes itself, and cleans the texts it shows."""
     out, err = sys.stdout, sys.stderr
-    sys.stderr = _Printable(err)  # type: ignore[assignment]
+    sys.stderr = _Printable(err)
     if not draws:
-        sys.stdout = _Printable(out)  # type: ignore[assignment]
+        sys.stdout = _Printable(out)
     try:
         yield
     finally:
