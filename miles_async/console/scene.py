@@ -51,15 +51,11 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
     recent enough for the one who looks; else another is made, which holds the server."""
     if ledger is None:
         ledger = await check(bus)
-    (snapshot, places, server, verdicts, dead), (patches, uncommitted, now) = await asyncio.gather(
-        asyncio.gather(
-            read_snapshot(bus),
-            read_places(bus),
-            read_server(bus),
-            newest_heads(bus, VERDICTS, 2000),
-            newest_heads(bus, DEAD, 20),
-        ),
-        asyncio.gather(read_history(bus), _uncommitted(bus), bus.server_time()),
+    snapshot, places, server, time = await asyncio.gather(
+        read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
+    )
+    verdicts, dead, patches, uncommitted = await asyncio.gather(
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), _uncommitted(bus)
     )
     return Scene(
         snapshot=snapshot,
@@ -70,7 +66,7 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         dead=dead,
         knobs=dict(values_at(patches, patches[-1].epoch).values) if patches else {},
         uncommitted=uncommitted,
-        now=now,
+        now=time,
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
         first_step=await asyncio.to_thread(_first_step, run_dir) if run_dir is not None else {},

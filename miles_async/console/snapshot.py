@@ -84,9 +84,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_snapshot(bus: Bus) -> Snapshot:
     """Read everything. Raises BusUnreachable after the bus's deadline."""
-    ((now, streams), small, vitals, identity), (policy, active, evals) = await asyncio.gather(
-        asyncio.gather(stream_facts(bus), bus.snapshot(), bus.hash_of(bus.keys.vitals), read_identity(bus)),
-        asyncio.gather(newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)),
+    (now, streams), small, vitals, identity = await asyncio.gather(
+        stream_facts(bus), bus.snapshot(), bus.hash_of(bus.keys.vitals), read_identity(bus)
+    )
+    policy, active, evals = await asyncio.gather(
+        newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
     )
     wall = bus.clock.wall()
     said = next((m for m in [await _readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
