@@ -19,9 +19,9 @@ from bus.inspect import consumers_of, newest_heads, stream_facts
 from bus.leavers import forget_leavers
 from bus.ledger import check
 from bus.server import EmbeddedRedis, check_server
-from bus.testing import blobs, conformance, flow
-from bus.testing.conformance import Check
 from bus.topology import PROMPTS
+from tests.bus.suite import blobs, conformance, flow
+from tests.bus.suite.conformance import Check
 from tests.bus.test_conformance import bus_maker
 from tests.tls import tls_before
 
