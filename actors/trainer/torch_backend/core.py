@@ -74,7 +74,7 @@ class Core:
         depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
         self.old_actors = OldActors(depth, on_host=ranks.alone)
         self.critic: CriticTraining | None = None
-        if self.objective.advantage_estimator == "ppo":
+        if self.objective.estimator.critic:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)

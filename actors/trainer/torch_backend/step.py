@@ -246,7 +246,7 @@ def _second_model(prepared: PreparedBatch, rates: _Rates) -> dict[str, float]:
     """What critic or teacher said of the batch before the step."""
     fields, mask = prepared.fields, prepared.mask
     out: dict[str, float] = {}
-    if prepared.cfg.advantage_estimator == "ppo":
+    if prepared.cfg.estimator.critic:
         out |= value_metrics(fields["values"], prepared.returns, mask) | {"critic_lr": rates.critic_lr}
     if prepared.cfg.needs_student_logp and "teacher_logp" in fields and bool(mask.any()):
         out["opd_reverse_kl"] = float((fields["old_logp"] - fields["teacher_logp"])[mask].mean())
