@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.trainer.estimators import ESTIMATORS, Estimator
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
 Reduction = Literal["per_sample", "per_token", "constant"]
@@ -24,7 +24,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     advantage_estimator: str = "grpo"
-    """Key of `estimators.ESTIMATORS`."""
+    """Key of `objective_estimators.ESTIMATORS`."""
     rewards_normalization: bool = True
     """Subtract the group baseline from rewards where the estimator has one."""
     grpo_std_normalization: bool = True

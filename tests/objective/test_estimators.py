@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.trainer.estimators import ESTIMATORS, Estimator
 from actors.trainer.objective import (
     ObjectiveConfig,
     ObjectiveConfigError,
@@ -28,6 +27,7 @@ from actors.trainer.objective.losses import POLICY_LOSSES, binary_divergence
 from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 
 
 def normalised(rewards, estimator, **kw):

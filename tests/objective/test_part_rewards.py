@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.trainer.estimators import ESTIMATORS as RECORDS
 from actors.trainer.objective.rewards import normalize_group_rewards
+from actors.trainer.objective_estimators import ESTIMATORS as RECORDS
 
 ESTIMATORS = sorted(name for name, record in RECORDS.items() if record.baseline)
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 1 / 3])

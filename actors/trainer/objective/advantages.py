@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.trainer.estimators import ESTIMATORS
 from actors.trainer.objective.kl import masked_kl
 from actors.trainer.objective.scan import reverse_scan
 from actors.trainer.objective.segments import keep, segment_sum
 from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_estimators import ESTIMATORS
 
 
 class MissingInputError(ValueError):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from actors.trainer.estimators import ESTIMATORS
+from actors.trainer.objective_estimators import ESTIMATORS
 
 STD_EPS = 1e-6
 
