@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
+from actors.reward.leftovers import end_orphans
 from actors.reward.process import Bystander, NoBoot, VerifierProcess
 from actors.reward.sample import Sample, ScorerFailed, Value
 from actors.runtime.run import Refused
@@ -58,6 +59,7 @@ class VerifierPool:
         self.capacity = 1
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(end_orphans)
         await self._tasks.__aenter__()
         if not self._eager:
             self._slots = asyncio.Semaphore(len(self._seats))

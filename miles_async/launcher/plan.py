@@ -47,6 +47,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     teacher_dir: str = ""
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
+    engine_token: str = ""  # what engines and router ask of their callers
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.errors import BadMessage
-from bus.messages.base import EMPTY, Message, join, pack_floats, pack_ints, unpack_floats, unpack_ints
+from bus.messages.base import EMPTY, SCHEMA, Message, join, pack_floats, pack_ints, unpack_floats, unpack_ints
 from bus.messages.codec import Decoder, encode
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Response, RolloutDone, Scored
@@ -66,10 +66,15 @@ def test_a_group_of_long_samples_survives() -> None:
 
 def test_unknown_fields_of_a_newer_release_are_ignored() -> None:
     raw = msgspec.msgpack.decode(encode(a_rollout(a_task())))
-    raw |= {"schema": 99, "from_the_future": {"deep": [1, 2]}}
+    raw |= {"from_the_future": {"deep": [1, 2]}}
     raw["task"]["new_too"] = True
-    again = decode("rollouts", msgspec.msgpack.encode(raw))
-    assert again.schema == 99 and again.task == a_task()
+    assert decode("rollouts", msgspec.msgpack.encode(raw)).task == a_task()
+
+
+def test_a_message_whose_meaning_this_release_does_not_know_is_refused_as_content() -> None:
+    raw = msgspec.msgpack.decode(encode(a_rollout(a_task()))) | {"schema": SCHEMA + 1}
+    with pytest.raises(BadMessage, match=f"schema {SCHEMA + 1}, this release reads up to {SCHEMA}"):
+        decode("rollouts", msgspec.msgpack.encode(raw))
 
 
 @pytest.mark.parametrize(
