@@ -64,8 +64,11 @@ class Job:
 
 
 async def call(client: Redis, *command: Any) -> Any:
-    """One command with its plain reply."""
-    return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+    """One command with its plain reply. redis-py's ConnectionError when the connection is lost."""
+    try:
+        return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # uvloop's word for a transport that the network closed underneath
+        raise ConnectionError(f"the connection was closed ({error})") from error
 
 
 def refuses_writes(reply: object) -> bool:
@@ -265,7 +268,11 @@ class Link:
 
     async def _note_restart(self) -> None:
         """Count a server that came back as another process: what it lost with its last second must be rebuilt."""
-        info = await call(self.client, "INFO", "server")
+        wire = Wire(self.url)  # a connection of its own: one that was kept may be the one that is gone
+        try:
+            info = await wire.call("INFO", "server")
+        finally:
+            await wire.close()
         run_id = next((line[7:] for line in info.decode().splitlines() if line.startswith("run_id:")), "")
         if self._run_id and run_id != self._run_id:
             self.server_restarts += 1

@@ -89,9 +89,11 @@ class Wire:
                     raise
                 except RedisError as error:
                     replies.append(error)
-        except BaseException:  # also when cancelled: what comes back later would answer the wrong question
+        except BaseException as error:  # also when cancelled: what comes back later would answer the wrong question
             self._connection = None
             await connection.disconnect(nowait=True)
+            if isinstance(error, RuntimeError):  # uvloop's word for a transport that the network closed underneath
+                raise ConnectionError(f"the connection was closed ({error})") from error
             raise
         if loading is not None:
             raise loading
