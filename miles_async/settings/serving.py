@@ -157,17 +157,6 @@ def router_settings_agree(s: RunSettings) -> None:
         )
 
 
-def delta_is_for_files(s: RunSettings) -> None:
-    way = s.sglang.update_weight_transport
-    if s.sglang.update_weight_delta and way != "disk":
-        raise SettingsError(
-            f"update_weight_transport is {way!r}, which sends all tensors",
-            field="update_weight_delta",
-            value=True,
-            remedy="Leave it out, or set --update-weight-transport disk.",
-        )
-
-
 def waves_are_for_files(s: RunSettings) -> None:
     way, fraction = s.sglang.update_weight_transport, s.sglang.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
@@ -196,7 +185,6 @@ def engines_are_different(s: RunSettings) -> None:
 
 RULES = (
     engines_are_different,
-    delta_is_for_files,
     waves_are_for_files,
     engines_match_the_gpus,
     passed_flags_are_not_ours,

@@ -1,9 +1,8 @@
-"""The embedded engine receives weights without files: over a gloo group, from a shared file, as changes on a version."""
+"""The embedded engine receives weights without files: over a gloo group, from a shared file."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from actors.generation.activation import Loader, TransportFailed
 from actors.generation.engine import GenerateRequest, RequestRefused
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import NcclSender
@@ -109,28 +107,6 @@ async def test_a_version_from_shared_memory(pair: tuple[SGLangClient, Path, Path
     await take(client, sender.prepare(weights(first), tmp_path / "3"), "3")
     await serves(client, first, "3")
     sender.close()
-
-
-async def test_changes_go_on_top_of_their_base_only(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
-    from actors.trainer.torch_backend.state import WeightFiles
-
-    client, first, _ = pair
-    writer, tensors = DeltaWriter(), weights(first)
-    beside = {"config.json": (first / "config.json").read_bytes()}
-    writer.write(WeightFiles(dict(tensors), beside), tmp_path / "1", 1)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
-    manifest = writer.write(WeightFiles(tensors, beside), tmp_path / "2", 2)
-    assert manifest.transport == "delta" and manifest.n_tensors == 1
-    whole = tmp_path / "whole"
-    shutil.copytree(first, whole)
-    (whole / "model.safetensors").unlink()
-    WeightFiles(tensors, beside).write(tmp_path / "files")
-    shutil.copy(tmp_path / "files" / "model.safetensors", whole)
-    await take(client, manifest, "2")
-    await serves(client, whole, "2")
-    await client.set_version("9")
-    with pytest.raises(RequestRefused, match="changed since version 1, this engine holds 9"):
-        await client.update_weights_from_disk(manifest.path, "2")
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(

@@ -15,14 +15,11 @@ import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.torch_backend.state import WeightFiles
 from actors.trainer.transports.buckets import plan_buckets
-from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from bus.messages.policy import WeightManifest
@@ -64,21 +61,6 @@ def test_flat_buffers_hold_the_bytes_of_all_tensors_at_one_address() -> None:
     assert all(torch.equal(held[name], t + 1) for name, t in tensors.items())
     with pytest.raises(ValueError, match="1 tensors came or went since the first version, first c"):
         buffers.fill({name: t for name, t in tensors.items() if name != "c"})
-
-
-def test_a_delta_holds_what_changed_and_names_its_base(tmp_path: Path) -> None:
-    writer, first = DeltaWriter(), {"a": torch.ones(4), "b": torch.zeros(2), "c": torch.zeros(9)}
-    assert writer.write(WeightFiles(first), tmp_path / "1", 1).transport == "disk"
-    second = {**first, "a": torch.ones(4) * 2}
-    manifest = writer.write(WeightFiles(second), tmp_path / "2", 2)
-    made = read_plan(tmp_path / "2")
-    assert (manifest.transport, manifest.n_tensors, made.base) == ("delta", 1, 1)
-    assert torch.equal(load_file(tmp_path / "2" / "model.safetensors")["a"], second["a"])
-    assert [made.suits("w", held) for held in (-1, 1, 2)] == [False, True, False]
-    writer.write(WeightFiles(dict(second)), tmp_path / "3", 3)
-    assert list(load_file(tmp_path / "3" / "model.safetensors")) == ["b"], "an empty file would be none"
-    everything = {name: t + 1 for name, t in second.items()}
-    assert writer.write(WeightFiles(everything), tmp_path / "4", 4).transport == "disk"
 
 
 # -- what engines are asked ----------------------------------------------------------------------------------------
@@ -193,8 +175,6 @@ async def test_what_cannot_be_loaded_is_named_before_anything_is_asked(
         loader.plan(WeightManifest(transport="ipc", path=str(tmp_path / "nowhere")), -1)
     with pytest.raises(WeightsUnusable, match=r"not in group g \(x\)"):
         loader.plan(plan(tmp_path / "g", transport="nccl", group="g", ranks={"x": 1}, workers=("x",)), -1)
-    with pytest.raises(WeightsUnusable, match="changed since version 6, this engine holds 5"):
-        loader.plan(plan(tmp_path / "d", transport="delta", base=6), 5)
     assert engine[1].asked == []
 
 
