@@ -196,7 +196,8 @@ class EngineLink:
     def has(self, order: Activate) -> bool:
         """Whether these files under this version are being loaded or were loaded last; then the order says nothing new."""
         taken = self._taken
-        return taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest) and order.manifest.transport == "disk"
+        same = taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest)
+        return same and order.manifest.transport == "disk"
 
     def _holds(self, manifest: WeightManifest) -> bool:
         """Whether the engine serves just these files already, under another version."""

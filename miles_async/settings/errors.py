@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 _NO_VALUE = object()
 GONE = {
-    "update_weight_delta": "It saved nothing: an update changes every matrix. Set --update-weight-transport nccl, or ipc on one host."
+    "update_weight_delta": "It saved nothing: updates change every matrix. Set --update-weight-transport nccl, or ipc on one host."
 }
 """Settings of former releases, and what to do instead."""
 
