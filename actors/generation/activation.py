@@ -37,7 +37,7 @@ class TransportFailed(MilesAsyncError):
 
 
 class NotCounted(MilesAsyncError):
-    """The engine could not count its tokens and has received nothing: its requests must end first."""
+    """The engine could not count its tokens and has received nothing."""
 
 
 class WeightsDiffer(EngineUnavailable):

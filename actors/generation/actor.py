@@ -98,6 +98,7 @@ class Worker:
                 self._link.know(message)
             else:
                 self._leases.standing.fold(message)
+            if isinstance(message, PolicyActive):
                 self._pace.hear(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):

@@ -22,7 +22,7 @@ from pathlib import Path
 from actors.generation.activation import Compared, Loader, NotCounted, TransportFailed, WeightsUnusable, check_manifest
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, RequestRefused
-from actors.generation.pausing import end_requests, pause, pause_to_count
+from actors.generation.pausing import pause, pause_to_count
 from actors.generation.process import EngineServer
 from actors.generation.routed import RoutedEngine
 from actors.runtime.context import Context
@@ -242,8 +242,8 @@ class EngineLink:
                 try:
                     await self._loader.load(engine, order.manifest, plan, label, counted_by)
                 except NotCounted:
-                    await engine.resume()
-                    how = await end_requests(engine)
+                    assert before is not None
+                    engine.count_as_older(str(before.id))
                     await self._loader.load(engine, order.manifest, plan, label)
                 if self._check_equal:
                     compared = await self._loader.compare(engine, plan, label)

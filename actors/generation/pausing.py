@@ -1,7 +1,8 @@
 """How an engine is paused for new weights, and what becomes of its requests.
 
-Always true: no chunk mixes tokens of two versions. Requests go on only where the engine names the version of each chunk exactly,
-or, paused in place, counts the tokens made so far; elsewhere they end with what was handed out and go on as new requests.
+Always true: no token counts as made by a newer version than it was. Requests go on where the engine names the version of each
+chunk exactly; paused in place also where it counts the tokens made so far (inside.py), and elsewhere with the chunks at the
+boundary as the older version's. Under the other modes, or behind a router, they end and go on as new requests.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ async def pause(engine: Engine, kind: Attached, mode: str, before: PolicyVersion
     if kind.exact_in_place if mode == "in_place" else kind.exact:
         await engine.pause(cast(PauseMode, mode))
         return "ended" if mode == "abort" else "kept"
-    if mode == "in_place" and before is not None and await engine.pause_counted(str(before.id)) is not None:
-        return "kept"
+    if mode == "in_place" and before is not None:
+        if await engine.pause_counted(str(before.id)) is not None:
+            return "kept"
+        await engine.pause("in_place")
+        if engine.count_as_older(str(before.id)):
+            return "kept"
     return await end_requests(engine)
 
 

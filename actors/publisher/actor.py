@@ -74,6 +74,7 @@ class Publisher:
         self._aside: set[str] = set()  # workers of which it was told that they get files, or nothing
         self._masked: tuple[int, float] = (-1, 0.0)  # newest step done, share of its batch's tokens over the bound
         self._lost: set[int] = set()  # versions of a future that a restored trainer does not have
+        self._trainer_at = -1  # version of the living trainer; -1 while it loads
         self._active: PolicyVersion | None = None
         self._said: PolicyActive | None = None
 
@@ -136,6 +137,8 @@ class Publisher:
                 if target is not None and target.spoiled(str(message.data.get("path", ""))):
                     self._members.withdraw(target.version.id)
                 self._why = f"{message.actor}: {message.text}"
+            case Vitals(role="trainer"):
+                self._trainer_at = message.version
             case Vitals() | Event():
                 self._members.fold(message, now, entry.id)
 
@@ -163,8 +166,11 @@ class Publisher:
             late=[n for n, m in members.all.items() if m.late],
         )
         wave = [name for name in wave if name not in hopeless | refusers]
-        if wave and self._files_are_gone(target):
-            target.spoiled(target.files.path if target.files is not None else "")
+        if wave and target.files is not None and self._are_gone(target.files):
+            if self._trainer_at < version:
+                wave = []  # those of an ended run: the trainer announces its version again
+            else:
+                target.spoiled(target.files.path)
         await self._ask_to_send(target, wave, able, serving)
         ways = choose_ways(wave, target, able)
         if target.sent is not None:
@@ -236,11 +242,11 @@ class Publisher:
         for name in workers:
             self._members.all[name].ordered = (version.id, now)
 
-    def _files_are_gone(self, target: Target) -> bool:
+    def _are_gone(self, files: WeightManifest) -> bool:
         """Whether files that the trainer wrote here are not there any more."""
-        if target.files is None or not self._spec.weights_dir:
+        if not self._spec.weights_dir:
             return False
-        path = Path(target.files.path).resolve()
+        path = Path(files.path).resolve()
         return path.is_relative_to(Path(self._spec.weights_dir).resolve()) and not path.exists()
 
     async def _say(self, serving: dict[str, int]) -> None:

@@ -87,8 +87,11 @@ async def published(bus: Bus, folder: Path, backend: Weights) -> AsyncIterator[N
             tasks.create_task(courier.follow())
             await courier.publish(tasks, V1)
             await courier.wait()
+            context.version = V1.id
             announced.set()
-            await context.draining.wait()
+            while not context.draining.is_set():
+                await context.beat()
+                await context.clock.sleep(0.2)
             courier.stop()
         courier.close()
 
