@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import ipaddress
 import os
 import shutil
 import socket
@@ -300,12 +301,19 @@ class Courier:
         if self._nccl is None or not self._nccl.is_open or self._group_of != seats:
             if self._nccl is not None:
                 self._nccl.close()
-            own = all(seat.host == socket.gethostname() for seat in seats)
+            address = "127.0.0.1"
+            if any(seat.host != socket.gethostname() for seat in seats):
+                address = self._context.bus.link.local_address
+                if not address or ipaddress.ip_address(address).is_loopback:
+                    raise GroupBroken(
+                        "engines on other hosts cannot reach this one by the address of its bus connection "
+                        f"({address or 'a socket'}): give --bus-url an address of the network they share"
+                    )
             self._nccl, self._group_of = (
                 NcclSender(
                     {seat.worker: seat.gpus for seat in seats},
                     name=f"{self._context.bus.config.run}-{os.getpid()}-{self._version.id}",
-                    address="127.0.0.1" if own else socket.gethostbyname(socket.gethostname()),
+                    address=address,
                     backend="nccl" if self._buffers.flat[0].is_cuda else "gloo",
                     deadline_s=self._spec.deadline_s,
                     buffers=self._buffers,

@@ -106,6 +106,13 @@ class Wire:
             raise reply
         return reply
 
+    @property
+    def local_address(self) -> str:
+        """This end's address, which hosts of the server's network can reach; empty on a unix socket, or while not connected."""
+        writer = getattr(self._connection, "_writer", None)
+        name = writer.get_extra_info("sockname") if writer is not None else None
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     async def close(self) -> None:
         """Hang up; the next exchange would dial again."""
         connection, self._connection = self._connection, None

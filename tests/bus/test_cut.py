@@ -51,6 +51,32 @@ def test_connections_that_were_closed_underneath_are_dialled_again(private_redis
         assert loop.run(body()) == (1, 1)
 
 
+def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis: EmbeddedRedis) -> None:
+    path = private_redis.url.partition("://")[2].partition("?")[0]
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_server, from_server = (await asyncio.open_unix_connection(path))[::-1]
+        await asyncio.gather(pump(reader, to_server), pump(from_server, writer))
+
+    async def address_at(url: str) -> str:
+        async with Bus(BusConfig(url=url, run="cut")) as bus:
+            await bus.state("nothing")
+            return bus.link.local_address
+
+    async def body() -> tuple[str, str]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as front:
+            port = front.sockets[0].getsockname()[1]
+            return await address_at(f"redis://127.0.0.1:{port}/0"), await address_at(private_redis.url)
+
+    with runner() as loop:
+        assert loop.run(body()) == ("127.0.0.1", "")
+
+
 def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
     private_redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
