@@ -76,7 +76,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        transport=s.update_weight_transport if changing else "disk",
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
