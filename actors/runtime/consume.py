@@ -148,9 +148,7 @@ def header_number(entry: Entry, field: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-async def bury(
-    context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead
-) -> None:
+async def bury(context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead) -> None:
     """Move an entry to the dead letters together with what must follow, in one step."""
     letter = DeadLetter(
         stream=entry.stream.name,

@@ -18,6 +18,9 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
 AT_ONCE_S = 0.02
+STOP_WISH = "stop"
+"""Field of the run's state: who asked the whole run to stop; empty = nobody. Every actor looks at each heartbeat, so that it
+is heard without a launcher too."""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,4 +116,4 @@ class Context:
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
 
 
-__all__ = ("ActorSpec", "Context")
+__all__ = ("STOP_WISH", "ActorSpec", "Context")

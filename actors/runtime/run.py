@@ -1,6 +1,6 @@
 """One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
 
-Shutdown, in order: 1 SIGTERM or SIGINT sets `draining` (a second one within the drain ends at once) · 2 the room finishes
+Shutdown, in order: 1 SIGTERM, SIGINT or the wish on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
 Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from bus import Bus
@@ -95,6 +95,9 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
         signals += 1
         if signals > 1:
             raise SystemExit(EXIT_CRASHED)
+        drain()
+
+    def drain() -> None:
         context.state = "draining"
         context.draining.set()
 
@@ -112,7 +115,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(work(), name=context.name)
-            tasks.create_task(_heartbeat(context, over), name="heartbeat")
+            tasks.create_task(_heartbeat(context, over, drain), name="heartbeat")
             tasks.create_task(context.live_knobs.follow(over), name="knobs")
             tasks.create_task(_drain_watch(context, over), name="drain")
     except* Exception as group:
@@ -125,10 +128,12 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     return EXIT_DONE
 
 
-async def _heartbeat(context: Context, over: asyncio.Event) -> None:
-    """Waits for the next beat or the end; woken by either."""
+async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], None]) -> None:
+    """Waits for the next beat or the end; woken by either. Each beat hears whether the whole run is to stop."""
     while not over.is_set():
         await context.beat()
+        if not context.draining.is_set() and await context.bus.state(STOP_WISH):
+            drain()
         try:
             await asyncio.wait_for(over.wait(), context.spec.heartbeat_s)
         except TimeoutError:

@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from miles_async.console.history import History, Step
+from actors.recorder.history import History, Step
 
 RECENT = 20
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from actors.recorder.file import read_records
+from actors.recorder.history import MAX_STALENESS, REWARD, History, history_of
 from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
 from bus.server import without_secrets
 from miles_async.console import charts
 from miles_async.console.figures import shares, throughput
-from miles_async.console.history import MAX_STALENESS, REWARD, History, history_of
-from miles_async.console.metrics_file import read_records
 from miles_async.console.schedule.advice import advise, share
 from miles_async.console.text import duration, human_count, percent, plural
 

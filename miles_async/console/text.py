@@ -100,9 +100,14 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun[:-1]}ies" if noun.endswith("y") else f"{n} {noun}s"
 
 
+def printable(text: str) -> str:
+    """Text of others for a terminal: what would move the cursor or change colours shows as `\\x1b`. Line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters."""
-    flat = " ".join(text.split())
+    flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(1, width - 1)] + "…"
 
 
@@ -114,6 +119,7 @@ __all__ = (
     "human_count",
     "percent",
     "plural",
+    "printable",
     "progress_bar",
     "shorten",
     "sparkline",

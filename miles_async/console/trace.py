@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.file import read_records
+from actors.recorder.records import Record, records_of
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
 from bus.messages.control import DeadLetter, Event
@@ -19,9 +21,7 @@ from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
 from miles_async.console.heads import all_heads, order_of
-from miles_async.console.metrics_file import read_records
 from miles_async.console.places import DOING, Place, Places, read_places
-from miles_async.console.records import Record, records_of
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
 

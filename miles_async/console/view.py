@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from bus.ledger import accounts_of
 from bus.messages.control import Vitals
 from miles_async.console.figures import RECENT, eta_s, shares, throughput
-from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from miles_async.console.snapshot import ActorFacts, Snapshot
 from miles_async.console.text import (
     duration,

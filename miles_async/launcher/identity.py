@@ -33,8 +33,6 @@ async def read_identity(bus: Bus) -> Identity:
     return msgspec.json.decode(raw, type=Identity)
 
 
-
-
 def bus_of(identity: Identity, url: str) -> BusConfig:
     """Bus settings of a joined run, at the address the joiner uses."""
     return msgspec.structs.replace(msgspec.convert(identity.bus, BusConfig), url=url)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.recorder.file import FILE
 from bus import Bus
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.console.metrics_file import FILE
 from miles_async.settings import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
 

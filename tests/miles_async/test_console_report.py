@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.recorder.actor import Recorder
+from actors.recorder.file import read_records
+from actors.recorder.history import history_of
 from bus import Bus
 from bus.topology import POLICY
-from miles_async.console.history import history_of
-from miles_async.console.metrics_file import read_records
-from miles_async.console.recorder import Recorder
 from miles_async.console.report import package_versions, staleness_bounds, write_report
 from miles_async.settings import dump_toml, settings_from
 from tests.miles_async.console_data import Story, config, step_done

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from miles_async.console.records import Record
+from actors.recorder.records import Record
 
 REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
@@ -25,7 +25,7 @@ class Step:
     step: int
     wall: float
     metrics: dict[str, float]
-    groups: list[str]
+    n_groups: int
     gap_s: float = 0.0
     resumed: bool = False
 
@@ -111,8 +111,8 @@ class History:
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
         metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
-        groups = list(record.get("groups", ()))
-        self.steps.append(Step(number, wall, metrics, groups, max(0.0, gap), resumed=self._resumed and gap > 0))
+        n_groups = len(record.get("groups", ()))
+        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed=self._resumed and gap > 0))
         self._resumed = False
         for _, reason in record.get("dropped", ()):
             self.drops[str(reason)] += 1
@@ -139,7 +139,7 @@ class History:
     def unsaved_groups(self) -> int:
         """Groups trained since the newest checkpoint."""
         saved = int(self.checkpoints[-1]["step"]) if self.checkpoints else 0
-        return sum(len(s.groups) for s in self.steps if s.step > saved)
+        return sum(s.n_groups for s in self.steps if s.step > saved)
 
     def eval_names(self) -> list[str]:
         """Names of evaluation sets, in order of appearance."""

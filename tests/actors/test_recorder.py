@@ -6,13 +6,13 @@ import time
 import msgspec
 import pytest
 
+from actors.recorder.actor import Recorder
+from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
+from actors.recorder.history import history_of
 from bus import Bus
 from bus.messages.policy import Restored
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
-from miles_async.console.history import history_of
-from miles_async.console.metrics_file import FILE, MetricsBusy, MetricsFile, read_records
-from miles_async.console.recorder import Recorder
 from tests.miles_async.console_data import Story, config, step_done
 
 DEADLINE_S = 20.0
