@@ -130,7 +130,7 @@ async def ended(pid: int, timeout_s: float | None = None) -> bool:
         async with asyncio.timeout(timeout_s):
             handle = _handle_of(pid)
             if handle < 0:
-                while is_alive(pid):
+                while is_alive(pid):  # noqa: ASYNC110 - nothing wakes us here
                     await asyncio.sleep(0.1)
                 return True
             loop = asyncio.get_running_loop()

@@ -79,8 +79,9 @@ class Consumer:
                 slots.release()
                 self._note_server_restart()
                 free = min(self._batch, slots._value) if self._concurrency > 1 else self._batch
-                with context.waiting(f"an entry of {self._names}"):
-                    entries = await self.reader.read(free, 0.5)
+                with context.waiting(f"an entry of {self._names}") as heard:
+                    if entries := await self.reader.read(free, 0.5):
+                        heard()
                 for entry in entries:
                     if self._concurrency == 1:
                         await self._one(entry)

@@ -47,7 +47,7 @@ async def _follow(ref: RunRef, sample_id: str) -> "Trace":
     from miles_async.console.trace import trace, trace_file
 
     try:
-        async with attached(ref) as bus:
+        async with attached(ref, look=True) as bus:
             run_dir = ref.run_dir or Path("runs") / bus.config.run
             return await trace(bus, sample_id, run_dir)
     except BusUnreachable:

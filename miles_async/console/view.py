@@ -104,7 +104,9 @@ def _learning(snapshot: Snapshot, history: History, width: int) -> list[Renderab
         text.append(f"   waiting {wait:.0%} · training {train:.0%} · publishing {publish:.0%}")
         rows.append(("tokens/s", text))
         last = recent[-1]
-        text = Text(f"{last.get(AVG_STALENESS):.2f} avg, {last.get(MAX_STALENESS):.0f} max")
+        text = Text(f"{last.get(AVG_STALENESS):.2f} avg, {last.get(MAX_STALENESS):.0f} max of trained tokens")
+        if masked := last.get("rollout/masked_fraction"):
+            text.append(f", {percent(masked)} masked as older")
         length, longest = last.get("rollout/response_len/mean"), last.get("rollout/response_len/max")
         text.append(f"   response {length:.0f} tokens avg, {longest:.0f} max")
         rows.append(("staleness", text))

@@ -88,7 +88,7 @@ class Supervisor:
         return self._run_dir / "logs" / f"{kept.name}.log"
 
     async def _start(self, kept: Kept) -> None:
-        pid = _living(self._pid_file(kept))
+        pid = living(self._pid_file(kept))
         if pid:
             kept.process.adopt(pid)
             if not kept.outdated:
@@ -112,7 +112,7 @@ class Supervisor:
     async def retire_others(self) -> None:
         """End actors of an earlier launcher of this run that the present settings no longer have."""
         for file in (self._run_dir / "actors").glob("*.pid"):
-            if file.stem not in self.kept and (pid := _living(file)):
+            if file.stem not in self.kept and (pid := living(file)):
                 self.notes.append(("retired", f"{file.stem} (pid {pid}) is not in the settings any more"))
                 other = Child(outlives=True)
                 other.adopt(pid)
@@ -197,7 +197,7 @@ class Supervisor:
         return late
 
 
-def _living(pid_file: Path) -> int:
+def living(pid_file: Path) -> int:
     """Pid in an actor's file, if that process still runs this actor and no other took its number; else 0."""
     try:
         pid = int(pid_file.read_text())
@@ -207,4 +207,4 @@ def _living(pid_file: Path) -> int:
     return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
 
 
-__all__ = ("Kept", "RunFailed", "Supervisor")
+__all__ = ("Kept", "RunFailed", "Supervisor", "living")

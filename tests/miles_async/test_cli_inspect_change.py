@@ -219,7 +219,7 @@ def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
 
 def test_stop_without_a_launcher_here_waits_for_the_actors(whole):
     async def all_stopped(story):
-        for name in ("sampler", "reward", "filter", "partial", "trainer", "publisher"):
+        for name in ROOMS:
             await story.alive(vitals(name, state="stopped"))
         for name in ("generation-0", "generation-1"):
             await story.alive(vitals(name, "generation", state="stopped"))
