@@ -8,7 +8,7 @@ import pytest
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
-from tests.miles_async.console_data import task, vitals
+from tests.miles_async.console_data import ROOMS, task, vitals
 
 DEADLINE_S = 20.0
 
