@@ -102,7 +102,8 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
         run_dir=str(folder), model_dir=str(folder / "model"), weights_dir=str(folder / "weights"),
         blob_dir=str(folder / "blobs"), stop_token_ids=(), num_rollout=NEVER, fingerprint="bench",
     )  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(BENCH.parents[1]), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(BENCH.parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     server = EmbeddedRedis(folder)
     await asyncio.to_thread(server.start)
     try:
