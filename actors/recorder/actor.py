@@ -1,6 +1,6 @@
 """Recorder: keeps a run's story on disk. It follows the bus and writes metrics.jsonl, so that launchers may come and go.
 
-Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  nothing on the bus
+Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
 Owns  metrics.jsonl
 Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
 line of its own that names the lost steps; lines already written stay.
@@ -17,18 +17,18 @@ import msgspec
 
 from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
-from actors.recorder.records import Record, sample_record
+from actors.recorder.records import Record, sample_event
 from actors.runtime.child import is_alive
 from actors.runtime.context import Context
 from actors.runtime.prompts import Tokenizer
-from bus import Bus
+from bus import Bus, Out
 from bus.errors import BadMessage
-from bus.messages.control import Vitals
+from bus.messages.control import Event, Vitals
 from bus.messages.groups import GroupKept
-from bus.topology import GROUPS
+from bus.topology import EVENTS, GROUPS
 
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
-TEXT_EVERY_S = 30.0
+TEXTS_FROM_S, TEXTS_TO_S = 30.0, 600.0  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Recorder:
         directory = spec.tokenizer_dir if spec is not None else ""
         readable = directory and (Path(directory) / "tokenizer.json").exists()
         self._tokenizer = Tokenizer(directory) if readable else None
-        self._next_text_s = 0.0
+        self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
 
     async def follow(
         self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
@@ -83,11 +83,13 @@ class Recorder:
             await self._write_ledger(file, feed)
         now = self._bus.clock.monotonic()
         if "step" in kinds and self._tokenizer is not None and now >= self._next_text_s:
-            self._next_text_s = now + TEXT_EVERY_S
-            file.append(await self._texts(self._tokenizer, feed.history.furthest))
+            self._next_text_s = now + self._text_pause_s
+            self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
+            texts = await self._texts(self._tokenizer, feed.history.furthest)
+            await self._bus.append([Out(EVENTS, text) for text in texts], repeatable=True)
         return more
 
-    async def _texts(self, tokenizer: Tokenizer, step: int) -> list[Record]:
+    async def _texts(self, tokenizer: Tokenizer, step: int) -> list[Event]:
         """The first and the last member of the newest group that waits for training: what the policy writes now."""
         for entry in await self._bus.last(GROUPS, 2):
             try:
@@ -95,8 +97,9 @@ class Recorder:
             except BadMessage:
                 continue  # the trainer, which reads the stream for work, reports it
             if isinstance(message, GroupKept) and message.samples:
-                chosen = dict.fromkeys((0, len(message.samples) - 1))
-                return [sample_record(entry, message.samples[i], step, tokenizer.decode) for i in chosen]
+                chosen = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
+                wall = self._bus.clock.wall()
+                return [sample_event(scored, step, tokenizer.decode, wall) for scored in chosen]
         return []
 
     async def _write_ledger(self, file: MetricsFile, feed: Feed) -> None:

@@ -14,6 +14,7 @@ from actors.recorder.records import Record
 REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
+MOST_SAMPLES = 64
 TOKENS_PER_S = "perf/tokens_per_s"
 
 
@@ -64,6 +65,7 @@ class History:
     announced: list[Record] = field(default_factory=list)
     checkpoints: list[Record] = field(default_factory=list)
     restores: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
     ledger: dict[str, int] = field(default_factory=dict)
     first_wall: float = 0.0
     last_wall: float = 0.0
@@ -100,6 +102,10 @@ class History:
                 self.checkpoints.append(record)
             case "ledger":
                 self.ledger = {str(k): int(v) for k, v in record["accounts"].items()}
+            case "sample":
+                self.samples.append(record)
+                if len(self.samples) > MOST_SAMPLES:
+                    del self.samples[: MOST_SAMPLES // 2 : 2]
             case "finished":
                 self.finished = True
 

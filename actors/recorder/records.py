@@ -52,13 +52,11 @@ def records_of(entry: Entry, message: Any) -> list[Record]:
     return [{"kind": kind, **head, **fields} for kind, fields in make(message)]
 
 
-def sample_record(entry: Entry, scored: Scored, step: int, decode: Callable[[Iterable[int]], str]) -> Record:
-    """A line that shows one scored sample in words. `step`: the newest when it was looked at."""
+def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], str], wall: float) -> Event:
+    """News that shows one scored sample in words. `step`: the newest when it was looked at; `wall`: now."""
     rollout = scored.rollout
     task, response = rollout.task, rollout.response
-    return {
-        "kind": "sample",
-        "wall": id_key(entry.id)[0] / 1000,
+    data = {
         "step": step,
         "sample": task.sample_id,
         "group": task.group_id,
@@ -70,6 +68,7 @@ def sample_record(entry: Entry, scored: Scored, step: int, decode: Callable[[Ite
         "prompt": _bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens))),
         "response": _bounded(decode(unpack_ints(response.tokens))),
     }
+    return Event(actor="recorder", kind="sample", text=task.sample_id, wall=wall, data=data)
 
 
 def _bounded(text: str) -> str:
@@ -136,6 +135,8 @@ def _event(m: Event) -> Made:
         return [
             ("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})
         ]
+    if m.kind == "sample":
+        return [("sample", dict(m.data))]
     if m.kind == "slots":
         return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
     if m.level == "info":
@@ -190,4 +191,4 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
     ],
 }
 
-__all__ = ("RECORDED", "TEXT_LIMIT", "Record", "records_of", "sample_record")
+__all__ = ("RECORDED", "TEXT_LIMIT", "Record", "records_of", "sample_event")

@@ -35,6 +35,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a run's identity that tools need; the launcher writes it (launcher/prepare.py)."""
 
     bus: dict[str, Any] = {}
+    worker: dict[str, Any] = {}
     heartbeat_s: float = 2.0
     run_dir: str = ""
 

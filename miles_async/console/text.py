@@ -54,6 +54,7 @@ def percent(share: float) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
     """Aligned columns with a head; columns named in `right` are flush right. The last column is never padded."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines: list[str] = []
     for row in (head, *rows):
