@@ -10,11 +10,13 @@ restarted) · 70 crashed · 75 the bus went away (restart).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,12 +79,24 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
             log.error("%s: %s", type(error).__name__, error)
         else:
             log.error("%s crashed", spec.name, exc_info=error)
-            log.error("%s: %s", type(error).__name__, error)
+            log.error("%s: %s", type(error).__name__, disk_text(error, (spec.run_dir, "/dev/shm")) or error)
         if isinstance(error, Refused):
             return EXIT_REFUSED
         if isinstance(error, RunEnds):
             return EXIT_RUN_ENDS
         return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
+
+
+def disk_text(error: BaseException, places: Sequence[str]) -> str:
+    """What is full and what to do, of an error that a full disk made; empty for any other. Libraries wrap the system's."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not full and "No space left on device" not in str(error):
+        return ""
+    name = getattr(error, "filename", None)
+    free = {place: shutil.disk_usage(place).free for place in (name, *places) if place and os.path.exists(place)}
+    least = ", ".join(f"{place} has {n / 1e6:.0f} MB free" for place, n in sorted(free.items(), key=lambda item: item[1]))
+    what = f" for {name}" if name else ""
+    return f"no space left{what}: {least}. Free space there (a container's /dev/shm: --shm-size); the same command goes on"
 
 
 async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
@@ -180,6 +194,7 @@ __all__ = (
     "EXIT_RUN_ENDS",
     "Refused",
     "RunEnds",
+    "disk_text",
     "log_to_stderr",
     "main",
     "run_actor",

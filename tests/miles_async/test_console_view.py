@@ -205,3 +205,30 @@ async def test_unreadable_entries_do_not_end_the_console(redis_url, run_name, tm
         await show(bus, tmp_path, "plain", out, until=lambda: "after" in out.getvalue())
         await read_snapshot(bus)
     assert rollout("g1/0").response.n_tokens == TOKENS
+
+
+async def test_on_a_small_terminal_every_actor_and_every_alarm_is_there(redis_url, run_name):
+    long = "the engine ended with status 1: " + " ".join(f"word{i}" for i in range(30)) + " END"
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("filter", state="failed", note="KeyError"))
+        now = time.time()
+        await story.say(EVENTS, Event(actor="launcher", kind="restart", text=long, wall=now, level="warning"))
+        for i in range(20):
+            await story.say(EVENTS, Event(actor=f"w{i}", kind="retry", text="later", wall=now, level="warning"))
+        feed = Feed(bus)
+        while (await feed.read(0.0))[1]:
+            continue
+        await feed.close()
+        snapshot = await read_snapshot(bus)
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24)
+    console.print(screen(snapshot, feed.history, total_steps=100, width=80, height=24))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 23
+    said = " ".join(out.getvalue().split())
+    assert all(actor.vitals.actor in said for actor in snapshot.actors)
+    assert "10 actors" not in said and "filter failed" in said
+    assert "ago launcher: restart: the engine ended" in said and "END" in said, "newer and lesser news do not push it out"
+    assert "trained" in said
