@@ -28,7 +28,10 @@ from bus.messages.groups import GroupKept
 from bus.topology import EVENTS, GROUPS
 
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
-TEXTS_FROM_S, TEXTS_TO_S = 30.0, 600.0  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
+TEXTS_FROM_S, TEXTS_TO_S = (
+    30.0,
+    600.0,
+)  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):

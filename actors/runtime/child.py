@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +39,7 @@ class Child:
         self._outlives = outlives
         self._process: asyncio.subprocess.Process | None = None
         self._adopted = 0
+        self._code: Awaitable[int | None] | None = None
 
     @property
     def pid(self) -> int:
@@ -52,9 +53,9 @@ class Child:
     def alive(self) -> bool:
         return self._process.returncode is None if self._process is not None else is_alive(self._adopted)
 
-    def adopt(self, pid: int) -> None:
-        """Answer for a process that somebody else started; its exit status stays unknown."""
-        self._process, self._adopted = None, pid
+    def adopt(self, pid: int, code: Awaitable[int | None] | None = None) -> None:
+        """Answer for a process that somebody else started. `code`: who can tell its exit status, else it stays unknown."""
+        self._process, self._adopted, self._code = None, pid, code
 
     async def start(
         self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, append: bool = False
@@ -74,7 +75,7 @@ class Child:
         self._process.stdin.close()
 
     async def _run(self, words: Sequence[str], stdin: int, out: IO[Any], env: Mapping[str, str] | None) -> None:
-        self._adopted = 0
+        self._adopted, self._code = 0, None
         self._process = await asyncio.create_subprocess_exec(
             *words,
             stdin=stdin,
@@ -86,11 +87,14 @@ class Child:
         )
 
     async def wait(self) -> int | None:
-        """Its exit status, once it ended; None for one that was adopted."""
+        """Its exit status, once it ended; None where nobody can tell."""
         if self._process is not None:
             return await self._process.wait()
-        await ended(self._adopted)
-        return None
+        pid, code = self._adopted, self._code
+        known = await code if code is not None else None
+        if known is None:
+            await ended(pid)
+        return known
 
     def ask_to_end(self) -> None:
         """SIGTERM, if it lives."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import psutil
 
 from actors.runtime.child import Child
 from actors.runtime.context import ActorSpec
+from actors.runtime.fork_server import ForkServer
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
@@ -51,16 +52,24 @@ class Kept:
 
 class Supervisor:
     """Keeps a set of actors alive. `notes`: (kind, text) of everything an operator should know. `furthest`: asked for the last
-    training step that the run has ever made."""
+    training step that the run has ever made. `servers`: by role, who forks its processes; others are started one by one."""
 
     def __init__(
-        self, run_dir: Path, clock: Clock, *, budget: int, threads: dict[str, int], furthest: Callable[[], int]
+        self,
+        run_dir: Path,
+        clock: Clock,
+        *,
+        budget: int,
+        threads: dict[str, int],
+        furthest: Callable[[], int],
+        servers: Mapping[str, ForkServer] = {},
     ) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._budget = budget
         self._threads = threads
         self._furthest = furthest
+        self._servers = servers
         self.kept: dict[str, Kept] = {}
         self.restarts = 0
         self.notes: list[tuple[str, str]] = []
@@ -99,14 +108,19 @@ class Supervisor:
         kept.outdated = False
         threads = str(self._threads.get(kept.spec.role, 1))
         environment = {
-            **os.environ,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
-        words = (sys.executable, "-m", f"actors.{kept.spec.role}", str(self._spec_file(kept).resolve()))
-        await kept.process.start(words, self.log_file(kept), environment, append=True)
+        words = (f"actors.{kept.spec.role}", str(self._spec_file(kept).resolve()))
+        server = self._servers.get(kept.spec.role)
+        forked = await server.start(words, self.log_file(kept), environment) if server is not None else None
+        if forked is not None:
+            kept.process.adopt(*forked)
+        else:
+            whole = {**os.environ, **environment}
+            await kept.process.start((sys.executable, "-m", *words), self.log_file(kept), whole, append=True)
         self._pid_file(kept).write_text(f"{kept.process.pid}\n")
 
     async def retire_others(self) -> None:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.reward.scorer import RM_TYPES
 from actors.runtime.context import STOP_WISH
+from actors.runtime.fork_server import ForkServer
 from actors.runtime.loop import run_loop
 from actors.runtime.run import EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
@@ -44,12 +45,26 @@ from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_steps, write_run_file
 
+LIGHT = ("recorder", "sampler", "generation", "reward", "filter", "partial", "publisher", "evaluator")
 RESUME = "Checkpoints and streams are kept: the same command goes on."
+
+
+def fork_servers() -> dict[str, ForkServer]:
+    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
+    its libraries may look for one, and who has done so must not fork."""
+    if sys.platform != "linux":
+        return {}
+    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
+    servers = dict.fromkeys(LIGHT, light)
+    if not Path("/dev/nvidiactl").exists():
+        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.backend"))
+    return servers
 
 
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
     check_host(settings)
+    servers = fork_servers()
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
         print(f"run {settings.launch.name}: checking model and data", flush=True)
     found = preflight(settings, shipped={"rm_type": RM_TYPES}, probes=[check_quantization])
@@ -67,10 +82,10 @@ def train(settings: RunSettings) -> int:
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))
-        return run_loop(_train(settings, place, run_dir))
+        return run_loop(_train(settings, place, run_dir, servers))
 
 
-async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
+async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Mapping[str, ForkServer]) -> int:
     embedded: EmbeddedRedis | None = None
     ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
     url = settings.bus.bus_url
@@ -93,8 +108,10 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
                 print(f"note: {note}", file=sys.stderr)
             await bus.commit(Commit(state={STOP_WISH: ""}))
             ours = True
-            status, finished = await Launcher(settings, place, bus, embedded).run()
+            status, finished = await Launcher(settings, place, bus, embedded, servers).run()
     finally:
+        for server in set(servers.values()):
+            await server.close()
         if ours:  # published copies; checkpoints lie elsewhere
             await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)
         if ours and embedded is not None:
@@ -112,7 +129,15 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
 class Launcher:
     """Keeps one run's actors and shows them, until the run is over or is asked to end."""
 
-    def __init__(self, settings: RunSettings, place: Place, bus: Bus, embedded: EmbeddedRedis | None) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        place: Place,
+        bus: Bus,
+        embedded: EmbeddedRedis | None,
+        servers: Mapping[str, ForkServer],
+    ) -> None:
+        self._servers = servers
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
@@ -131,6 +156,7 @@ class Launcher:
             budget=settings.launch.restart_budget,
             threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
             furthest=lambda: feed.history.furthest,
+            servers=self._servers,
         )
         recorder = ("recorder", "recorder", RecorderSpec(tokenizer_dir=self._place.model_dir))
         for name, role, room in (recorder, *room_specs(settings, self._place)):

@@ -100,7 +100,10 @@ def test_without_a_launcher_the_record_goes_on_and_stop_ends_the_actors(run_of: 
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.strip() == "r has stopped. The same miles-async train command resumes it."
     assert not run.processes()
-    assert not Path(run.dir / "redis.sock").exists() or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
+    assert (
+        not Path(run.dir / "redis.sock").exists()
+        or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
+    )
     assert_ended_run_can_be_asked(run)
     last = recorded(run)[-1]
     assert last == run.saved(), "the recorder is the last to go"

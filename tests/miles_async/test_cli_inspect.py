@@ -232,8 +232,8 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
             "groups": ["g7"],
         },
         {
-            **{"kind": "sample", "wall": 4.0, "entry": "events@4-0", "step": 2, "sample": "g7/1", "group": "g7", "version": 3},
-            **{"reward": 0.5, "label": "2", "tokens": 1, "finish": "stop", "prompt": "1+1=", "response": "2\x1b[2J"},
+            "kind": "sample", "wall": 4.0, "entry": "events@4-0", "step": 2, "sample": "g7/1", "group": "g7", "version": 3,
+            "reward": 0.5, "label": "2", "tokens": 1, "finish": "stop", "prompt": "1+1=", "response": "2\x1b[2J",
         },
         {"kind": "drop", "wall": 6.0, "entry": "verdicts@6-0", "group": "g8", "reason": "zero_std_1"},
     ]
