@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bus import Entry
+from bus.inspect import wall_of
 from bus.messages.base import unpack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
 from bus.messages.samples import Scored
-from bus.streams.hop import id_key
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 
 Record = dict[str, Any]
@@ -45,7 +45,7 @@ RECORDED = (POLICY, EVAL_RESULTS, KNOBS, EVENTS, VERDICTS, DEAD)
 
 def records_of(entry: Entry, message: Any) -> list[Record]:
     """Lines for one message, mostly one or none."""
-    head = {"wall": id_key(entry.id)[0] / 1000, "entry": f"{entry.stream.name}@{entry.id}"}
+    head = {"wall": wall_of(entry.id), "entry": f"{entry.stream.name}@{entry.id}"}
     make = _MAKERS.get(type(message))
     if make is None:
         return []

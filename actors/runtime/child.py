@@ -21,6 +21,8 @@ import psutil
 ArgValue = bool | int | float | str | tuple[str, ...]
 """Value of a program's flag: True is the bare flag, False leaves it out, a tuple follows its flag word by word."""
 
+# A program of ours, as a module. Not from the current folder: one named `bus` or `actors` there would be taken for ours.
+PYTHON = (sys.executable, "-P", "-m")
 STOP_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
@@ -208,4 +210,4 @@ def flag_name(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
-__all__ = ("ArgValue", "Child", "command_line", "ended", "flag_name", "free_port", "is_alive")
+__all__ = ("PYTHON", "ArgValue", "Child", "command_line", "ended", "flag_name", "free_port", "is_alive")

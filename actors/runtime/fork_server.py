@@ -25,6 +25,8 @@ from pathlib import Path
 
 import msgspec
 
+from actors.runtime.child import PYTHON
+
 SPACE = "-" * 2000  # room for a child's command line in the server's own
 NO_SERVER = 3
 
@@ -50,7 +52,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *modules, SPACE],
+            [*PYTHON, __name__, *modules, SPACE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -165,7 +167,7 @@ def become(order: Order) -> None:
     os.environ.update(order.env)
     random.seed()  # else all children would draw the same pauses
     sys.argv = list(order.words)
-    rename([sys.executable, "-m", *order.words])
+    rename([*PYTHON, *order.words])
     code = 1
     try:
         runpy.run_module(order.words[0], run_name="__main__", alter_sys=True)
@@ -197,7 +199,7 @@ def rename(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    if not rename([sys.executable, "-m", "actors.runtime.fork_server", *sys.argv[1:-1]]):
+    if not rename([*PYTHON, "actors.runtime.fork_server", *sys.argv[1:-1]]):
         sys.exit(NO_SERVER)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for name in sys.argv[1:-1]:

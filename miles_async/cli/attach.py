@@ -36,11 +36,13 @@ def run(args: argparse.Namespace) -> int:
 async def _attach(ref: RunRef, mode: str) -> None:
     from actors.recorder.feed import Feed
     from actors.recorder.file import read_records
-    from miles_async.console.attach import attached, read_identity
+    from bus.identity import read_identity
+    from miles_async.console.attach import attached
     from miles_async.console.live import run_console
 
     async with attached(ref) as bus:
-        folder = ref.run_dir or Path((await read_identity(bus)).run_dir)
+        known = await read_identity(bus)
+        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
         feed = Feed(bus, await asyncio.to_thread(read_records, folder))
         stop = asyncio.Event()
         try:

@@ -62,7 +62,7 @@ def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
     """Findings by gravity, then one sentence per actor, then what bounds would do, then the verdict."""
     from miles_async.console.doctor import diagnose
     from miles_async.console.explain import explain
-    from miles_async.console.text import human_bytes, printable
+    from miles_async.console.text import human_bytes
 
     findings = diagnose(scene)
     lines = [f"{finding.level:<7}  {finding.text}" for finding in findings]
@@ -79,4 +79,4 @@ def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
     lines += ["", f"{server.software} {server.version}: {memory}, {persistence}"]
     wrong = sum(finding.level != "info" for finding in findings)
     lines.append(f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong")
-    return printable("\n".join(lines).lstrip("\n"))
+    return "\n".join(lines).lstrip("\n")

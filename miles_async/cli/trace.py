@@ -61,14 +61,13 @@ def as_text(found: "Trace") -> str:
     from datetime import datetime
 
     from miles_async.console.show import outline
-    from miles_async.console.text import printable
 
     lines = [f"{found.sample}: {found.state}"]
     if found.moments:
         lines.append("")
     for moment in found.moments:
         when = datetime.fromtimestamp(moment.wall).strftime("%Y-%m-%d %H:%M:%S") if moment.wall else " " * 19
-        lines.append(f"{when}  " + printable(moment.text).replace("\n", "\n" + " " * 21))
+        lines.append(f"{when}  " + moment.text.replace("\n", "\n" + " " * 21))
     if found.task:
         lines += ["", *outline(found.task, "content")]
     return "\n".join(lines)

@@ -19,9 +19,9 @@ from actors.recorder.feed import Feed
 from actors.recorder.history import History, Step
 from actors.recorder.records import Record
 from bus import Bus
-from bus.errors import BusUnreachable
+from bus.errors import BusUnreachable, printable
 from miles_async.console.snapshot import Snapshot, read_snapshot
-from miles_async.console.text import duration, percent, printable
+from miles_async.console.text import duration, percent
 from miles_async.console.view import screen, step_line
 
 Mode = Literal["live", "plain", "none"]

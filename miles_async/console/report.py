@@ -19,13 +19,12 @@ from typing import Any
 
 from actors.recorder.file import read_records
 from actors.recorder.history import MAX_STALENESS, REWARD, History, history_of
-from bus.errors import InvariantBroken
+from bus.errors import InvariantBroken, printable
 from bus.ledger import Accounts, accounts_of
-from bus.server import without_secrets
 from miles_async.console import charts
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.schedule.advice import advise, share
-from miles_async.console.text import duration, human_count, percent, plural, printable
+from miles_async.console.text import duration, human_count, percent, plural
 
 FILE = "report.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
@@ -52,10 +51,7 @@ def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
         found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return {}
-    tables = {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
-    if "bus_url" in tables.get("bus", {}):
-        tables["bus"]["bus_url"] = without_secrets(str(tables["bus"]["bus_url"]))
-    return tables
+    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
 
 
 def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from bus.messages.base import unpack_floats, unpack_ints
-from miles_async.console.text import printable
 
 _INTS = ("tokens", "prompt_tokens")
 _FLOATS = ("logprobs", "teacher_logprobs")
@@ -57,7 +56,7 @@ def outline(value: Any, name: str = "", depth: int = 0) -> Iterator[str]:
         yield f"{pad}{name}: {_row(value)}"
     elif isinstance(value, str) and "\n" in value:
         yield f"{pad}{name}: |"
-        yield from (f"{pad}  {line}" for line in printable(value).splitlines())
+        yield from (f"{pad}  {line}" for line in value.splitlines())
     else:
         yield f"{pad}{name}: {_scalar(value)}"
 
@@ -74,7 +73,7 @@ def _scalar(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, list):
         return "[" + " ".join(_scalar(item) for item in value[:SHOWN_ITEMS]) + "]"
-    return "" if value is None else printable(str(value))
+    return "" if value is None else str(value)
 
 
 __all__ = ("outline", "plain")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from bus.errors import printable
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -54,7 +56,6 @@ def percent(share: float) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
     """Aligned columns with a head; columns named in `right` are flush right. The last column is never padded."""
-    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines: list[str] = []
     for row in (head, *rows):
@@ -101,11 +102,6 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun[:-1]}ies" if noun.endswith("y") else f"{n} {noun}s"
 
 
-def printable(text: str) -> str:
-    """Text of others for a terminal: what would move the cursor or change colours shows as `\\x1b`. Line ends stay."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters."""
     flat = printable(" ".join(text.split()))
@@ -120,7 +116,6 @@ __all__ = (
     "human_count",
     "percent",
     "plural",
-    "printable",
     "progress_bar",
     "shorten",
     "sparkline",

@@ -17,12 +17,12 @@ from actors.recorder.records import Record, records_of
 from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
+from bus.identity import read_identity
+from bus.inspect import all_heads, id_key
 from bus.messages.control import DeadLetter, Event
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
-from miles_async.console.attach import read_identity
-from miles_async.console.heads import all_heads, order_of
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
@@ -129,7 +129,8 @@ async def _task(bus: Bus, place: Place, sample_id: str) -> dict[str, Any]:
 async def _with_text(bus: Bus, value: dict[str, Any]) -> dict[str, Any]:
     """With its response in words, where this host has the run's tokenizer."""
     tokens = value.get("rollout", value).get("response", {}).get("tokens")
-    directory = Path(str((await read_identity(bus)).worker.get("model_path", "")))
+    known = await read_identity(bus)
+    directory = Path(str(known.worker.get("model_path", "")) if known is not None else "")
     if not tokens or not (directory / "tokenizer.json").exists():
         return value
     return value | {"text": await asyncio.to_thread(lambda: Tokenizer(str(directory)).decode(tokens))}
@@ -159,7 +160,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
         by_entry.setdefault((str(record.get("entry")), f"{record['kind']}{record.get('group', '')}"), record)
-    ordered = sorted(by_entry.values(), key=lambda r: order_of(str(r.get("entry", "@0")).partition("@")[2] or "0"))
+    ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
     found: list[Moment] = []
     for i, record in enumerate(ordered):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from actors.runtime.child import Child
+from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
+from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -120,7 +120,7 @@ class Supervisor:
             kept.process.adopt(*forked)
         else:
             whole = {**os.environ, **environment}
-            await kept.process.start((sys.executable, "-m", *words), self.log_file(kept), whole, append=True)
+            await kept.process.start((*PYTHON, *words), self.log_file(kept), whole, append=True)
         self._pid_file(kept).write_text(f"{kept.process.pid}\n")
 
     async def retire_others(self) -> None:
@@ -194,7 +194,7 @@ class Supervisor:
             lines = []
         for line in reversed(lines[-40:]):
             if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
-                return _LOG_HEAD.sub("", line.strip())[:600]
+                return printable(_LOG_HEAD.sub("", line.strip())[:600])
         return "no log line"
 
     async def drain(self, *, timeout_s: float) -> list[str]:

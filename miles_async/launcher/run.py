@@ -28,10 +28,11 @@ from actors.runtime.fork_server import ForkServer
 from actors.runtime.loop import run_loop
 from actors.runtime.run import EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
+from bus.client import connect
 from bus.errors import BusFull, BusUnreachable
 from bus.messages.control import ActorState, Event, Vitals
 from bus.messages.policy import Finished
-from bus.server.checks import check_server, connect
+from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console

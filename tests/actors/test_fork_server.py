@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.runtime.child import Child, ended, is_alive
+from actors.runtime.child import PYTHON, Child, ended, is_alive
 from actors.runtime.fork_server import ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -55,9 +55,10 @@ async def test_a_child_is_found_as_if_it_had_been_started_by_hand(program: Path)
     try:
         child = await started(server, program, "wait")
         process = psutil.Process(child.pid)
-        while "a_program" not in process.cmdline():
-            await asyncio.sleep(0.01)
-        assert [word for word in process.cmdline() if word] == [sys.executable, "-m", "a_program", "wait"]
+        async with asyncio.timeout(20):
+            while "a_program" not in process.cmdline():  # noqa: ASYNC110 - what another process does
+                await asyncio.sleep(0.01)
+        assert [word for word in process.cmdline() if word] == [*PYTHON, "a_program", "wait"]
         assert os.getsid(child.pid) == child.pid
         pid, waiting = child.pid, asyncio.create_task(child.wait())
         await asyncio.sleep(0)

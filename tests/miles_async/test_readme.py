@@ -22,7 +22,8 @@ LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitli
 COMMANDS = [shlex.split(line, comments=True) for line in LINES if line.startswith(("miles-async ", "./"))]
 TRAIN = [words[1:] for words in COMMANDS if words[1:2] == ["train"] and "--help" not in words]
 HELP = [words[1:] for words in COMMANDS if "--help" in words]
-ON_A_RUN = [words[1:] for words in COMMANDS if words[1:2] in ([n] for n in ("status", "tune", "ledger", "trace", "doctor", "report"))]
+ASKING = ("status", "tune", "ledger", "trace", "doctor", "report")
+ON_A_RUN = [words[1:] for words in COMMANDS if len(words) > 1 and words[1] in ASKING]
 TAIL = [words[1:] for words in COMMANDS if words[1:3] == ["bus", "tail"]]
 ELSEWHERE = {
     "worker": "tests/crash/test_workers.py starts workers",
@@ -76,7 +77,8 @@ def test_settings_of_a_train_command_are_accepted(words: list[str], desk: Path) 
 
 @pytest.mark.timeout(150)
 def test_training_ones_own_model_runs(desk: Path) -> None:
-    small = "--num-rollout 1 --rollout-batch-size 2 --rollout-max-response-len 16 --dynamic-sampling-filter-path none --console plain"
+    small = "--num-rollout 1 --rollout-batch-size 2 --rollout-max-response-len 16 --console plain"
+    small += " --dynamic-sampling-filter-path none"
     done = command(desk, *TRAIN[0], *small.split())
     assert done.returncode == 0, done.stderr
     assert "finished at step 1" in done.stdout
