@@ -31,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `worker`."""
     add_run_options(parser)
     parser.add_argument("--name", default=None, help="Name of this worker. Default: worker-<host>-<pid>.")
-    parser.add_argument("--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here.")
+    parser.add_argument(
+        "--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here."
+    )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's.")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's."
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -87,7 +87,9 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
     s = settings.sglang
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
-    return TurnSpec(workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s)
+    return TurnSpec(
+        workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
+    )
 
 
 def _url(address: str) -> str:

@@ -42,7 +42,7 @@ from bus.topology import (
 )
 from tests.bus.suite.knobs import plain_knobs
 
-ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher")
+ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher", "recorder")
 TOKENS = 4
 
 
