@@ -6,8 +6,7 @@
     .venv/bin/python scripts/mutants.py --list
 
 Each entry names a file, a text in it (`old`, there exactly once), what stands there instead (`new`), and the tests that must notice
-(arguments of pytest). The repository is copied to a temporary folder; there one entry at a time is applied and its tests are run.
-Before the first entry of some tests, they are run on the code as it is: tests that fail anyway notice nothing.
+(arguments of pytest). They are run in a copy of the repository, first on the code as it is: tests that fail anyway notice nothing.
 
     caught     a test failed, or the tests did not end in time
     SURVIVED   all tests passed; with `survives`, the entry's reason why that must be so, it is no failure
@@ -30,7 +29,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -145,35 +144,26 @@ def write(path: Path, text: str) -> None:
         compiled.unlink()
 
 
-@contextmanager
-def copies(n: int) -> Iterator[SimpleQueue[Copy]]:
-    """So many copies that are free to be used."""
-    with TemporaryDirectory(prefix="mutants-") as directory:
-        free: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(n):
-            free.put(Copy(Path(directory) / str(number)))
-        yield free
-
-
 def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Result]:
-    """Results in the order of the list; entries with the same tests go to the same copy as far as it can be."""
-    with copies(jobs) as free, ThreadPoolExecutor(jobs) as pool:
+    """Results in the order of the list."""
+    free: SimpleQueue[Copy] = SimpleQueue()
 
-        def judge(mutant: Mutant) -> Result:
-            copy = free.get()
-            try:
-                return copy.judge(mutant)
-            finally:
-                free.put(copy)
+    def judge(mutant: Mutant) -> Result:
+        copy = free.get()
+        try:
+            return copy.judge(mutant)
+        finally:
+            free.put(copy)
 
+    with TemporaryDirectory(prefix="mutants-") as directory, ThreadPoolExecutor(jobs) as pool:
+        for number in range(jobs):
+            free.put(Copy(Path(directory) / str(number)))
         yield from pool.map(judge, mutants)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", metavar="ID", help="these entries; a part of an id means all that begin with it"
-    )
+    parser.add_argument("--only", nargs="+", metavar="ID", help="entries whose ids begin so")
     parser.add_argument("--jobs", type=int, default=1, help="copies at work at once (default 1)")
     parser.add_argument("--list", action="store_true", help="name the entries and run nothing")
     given = parser.parse_args()
@@ -182,10 +172,8 @@ def main() -> int:
         parser.error("no entry of that name; see --list")
     width = max(len(m.id) for m in mutants)
     if given.list:
-        print(
-            *(f"{m.id:{width}}  {m.file}  {m.survives and 'survives: ' + m.survives}".rstrip() for m in mutants),
-            sep="\n",
-        )
+        for m in mutants:
+            print(f"{m.id:{width}}  {m.file}" + (f"  survives: {m.survives}" if m.survives else ""))
         return 0
     results: list[Result] = []
     for result in judge_all(mutants, max(1, given.jobs)):
@@ -193,10 +181,8 @@ def main() -> int:
         print(f"{result.mutant.id:{width}}  {result.verdict:8}  {result.seconds:5.1f} s  {result.note}", flush=True)
     bad = [r.mutant.id for r in results if not r.good]
     caught = sum(r.verdict == "caught" for r in results)
-    print(
-        f"{caught} of {len(results)} caught, {len(results) - caught - len(bad)} survive for a reason, {len(bad)} to mend",
-        *bad,
-    )
+    survive = len(results) - caught - len(bad)
+    print(f"{caught} of {len(results)} caught, {survive} survive for a reason, {len(bad)} to mend", *bad)
     return 1 if bad else 0
 
 
