@@ -10,10 +10,10 @@ from actors.runtime.run import RunEnds
 from actors.trainer.batches import PATIENCE_S, Batches
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
-from bus.testing.clock import ManualClock
 from bus.topology import EVENTS, GROUPS, POLICY
 from tests.actors.house import messages, open_bus
 from tests.actors.test_trainer_parts import SPLIT, N, Trainer, arrive, kept, trainer_of
+from tests.bus.suite.clock import ManualClock
 
 
 def elsewhere(*groups: int, step: int = 0) -> dict[str, OpenGroup]:

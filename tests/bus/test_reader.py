@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from bus import Bus, BusConfig, Commit, Stream, Tail
-from bus.testing.conformance import age, publish, reader_of
 from bus.topology import ACTIVE, EVENTS
+from tests.bus.suite.conformance import age, publish, reader_of
 
 
 @pytest_asyncio.fixture
