@@ -118,3 +118,13 @@ async def test_the_checkpoint_before_a_step_acknowledges_nothing_of_it(redis_url
             assert await bus.length(GROUPS) == 1
             await trainer.intake.acknowledge(1, None)
             assert await bus.length(GROUPS) == 0
+
+
+async def test_the_filters_word_about_the_version_before_does_not_do(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        trainer.step = 1
+        await arrive(bus, kept(1, 0, 1, 2, step=1), turned=0)
+        with pytest.raises(TimeoutError):
+            await trainer.next()
+        await arrive(bus, turned=1)
+        assert await trainer.train() == ("g1/0", "g1/1", "g1/2")
