@@ -79,18 +79,6 @@ def test_a_file_is_on_the_disk_before_its_name_is_and_then_the_name(
     assert disk.calls == [("sync", file.stat().st_ino), ("rename", "file"), ("sync", file.parent.stat().st_ino)]
 
 
-def test_whoever_reads_the_tracker_sees_the_old_one_or_the_new_one(tmp_path: Path) -> None:
-    """A second name for the old file shows whether it was written into: then a cut in between leaves a damaged one."""
-    save(tmp_path, 1)
-    for name in (TRACKER, bus_state_file(Path(), 1)):
-        os.link(tmp_path / name, tmp_path / f"old-{Path(name).name}")
-    before = bus_state_file(tmp_path, 1).read_bytes()
-    finish(tmp_path, state(2), keep_last=0)
-    finish(tmp_path, state(1, metrics={"x": 1.0}), keep_last=0)
-    assert (tmp_path / f"old-{TRACKER}").read_text() == "1\n"
-    assert (tmp_path / f"old-{bus_state_file(Path(), 1).name}").read_bytes() == before
-
-
 def test_the_tracker_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     finish(tmp_path, state(3), keep_last=0)
