@@ -19,7 +19,8 @@ import msgspec
 from actors.publisher.plan import choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from bus import Out, Tail
+from actors.runtime.logs import fold_log
+from bus import Entry, Out, Tail
 from bus.messages.control import BOOTING, Event, Vitals
 from bus.messages.policy import (
     Activate,
@@ -85,8 +86,7 @@ class Publisher:
                     await self._rebuild(tail)
                 with context.waiting("announcements and reports"):
                     entries = await tail.read(0.5)
-                for entry in entries:
-                    self._fold(await context.bus.message(entry))
+                await fold_log(context, entries, self._fold)
                 await self._act()
         finally:
             await tail.close()
@@ -98,10 +98,10 @@ class Publisher:
         self._forget()
         newest_event = await bus.last(EVENTS)
         tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
-        for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
-            self._hear(msgspec.msgpack.decode(raw, type=Vitals), name)
+        for name, vitals in (await bus.vitals()).items():
+            self._hear(vitals, name)
 
-    def _fold(self, message: object) -> None:
+    def _fold(self, entry: Entry, message: object) -> None:
         match message:
             case PolicyAnnounced():
                 self._announced[message.version.id] = message
@@ -136,7 +136,7 @@ class Publisher:
             return None
         try:
             return read_plan(Path(manifest.path))
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):  # of which the decoder's errors are
             return WeightPlan(transport=manifest.transport, buckets=(), workers=("nobody",))
 
     def _take_files(self, message: WeightsOnDisk) -> None:

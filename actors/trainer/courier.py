@@ -33,6 +33,7 @@ from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend, WeightCopy
 from actors.trainer.fleet import ASIDE_S, STRIKES, Fleet, Seat
 from actors.trainer.transports.delta import DeltaWriter
@@ -40,8 +41,8 @@ from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from actors.trainer.transports.spec import CourierSpec
-from bus import Out, Tail
-from bus.messages.control import Event
+from bus import Entry, Out, Tail
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import PolicyAnnounced, Sending, WeightManifest, WeightsOnDisk
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
@@ -92,12 +93,14 @@ class Courier:
         await tail.open()
         try:
             async with asyncio.TaskGroup() as tasks:
+
+                def hear(_: Entry, message: Event | Vitals) -> None:
+                    self._fleet.fold(message)
+                    if isinstance(message, Event) and message.data.get("version") == self._version.id:
+                        self._hear(message, tasks)
+
                 while not self._stop.is_set():
-                    for entry in await tail.read(0.5):
-                        message = await self._context.bus.message(entry)
-                        self._fleet.fold(message)
-                        if isinstance(message, Event) and message.data.get("version") == self._version.id:
-                            self._hear(message, tasks)
+                    await fold_log(self._context, await tail.read(0.5), hear)
                     self._news.set()
         finally:
             await tail.close()

@@ -15,15 +15,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import TurnSpec
-from bus import Commit, Out, Tail
-from bus.messages.control import Event, Vitals
+from bus import Commit, Entry, Out, Tail
+from bus.messages.control import Event
 from bus.messages.policy import Turn
 from bus.topology import EVENTS, POLICY
 
@@ -79,19 +78,21 @@ class Turns:
         with self._context.waiting(what):
             async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
                 while missing := missing - await self._gone(missing):
-                    for entry in await tail.read(0.5):
-                        message = await self._context.bus.message(entry)
-                        if isinstance(message, Event) and message.data.get("turn") == self._number:
+
+                    def hear(_: Entry, message: Event) -> None:
+                        if message.data.get("turn") == self._number:
                             missing.discard(message.actor)
+
+                    await fold_log(self._context, await tail.read(0.5), hear, types=("event.note",))
 
     async def _gone(self, workers: set[str]) -> set[str]:
         """Those that end with their engines and will say nothing more."""
         if not workers:
             return set()
-        known = await self._context.bus.hash_of(self._context.bus.keys.vitals)
+        known = await self._context.bus.vitals()
         found: set[str] = set()
         for name in workers & known.keys():
-            vitals = msgspec.msgpack.decode(known[name], type=Vitals)
+            vitals = known[name]
             silent = self._context.draining.is_set() and self._context.clock.wall() - vitals.wall > SILENT_S
             if silent or vitals.state in ("draining", "stopped"):
                 found.add(name)
