@@ -221,7 +221,7 @@ class Filter:
         try:
             reason = judge(members, dynamic, known)
             if reason is not None and not (isinstance(reason, str) and reason):
-                raise TypeError(f"it gave {reason!r}, which is neither a reason to drop nor None")  # noqa: TRY301
+                raise TypeError(f"it gave {reason!r}, which is neither a reason to drop nor None")
         except Exception as error:  # noqa: BLE001 - what a judge raises costs what it judged
             said = f"{getattr(dynamic, '__name__', dynamic)}: {type(error).__name__}: {error}"
             await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind="judge raised")

@@ -30,10 +30,11 @@ from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.child import Child
 from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of, vocabulary_of
+from actors.runtime.content import lost_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
+from actors.runtime.prompts import vocabulary_of
 from actors.runtime.refusals import Row
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Poison

@@ -94,7 +94,7 @@ class PartialBuffer:
             orders = [plan.order for plan in plans]
             known = {w.order for w in waiting}
             if len(set(orders)) < len(orders) or not set(orders) <= known or any(p.action not in ACTIONS for p in plans):
-                raise ValueError(f"it gave plans that do not fit: {plans[:3]!r}")  # noqa: TRY301
+                raise ValueError(f"it gave plans that do not fit: {plans[:3]!r}")
         except Exception as error:  # noqa: BLE001 - what a policy raises costs its order, no sample
             said = f"{self._spec.buffer_filter}: {type(error).__name__}: {error}"
             await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")

@@ -32,7 +32,6 @@ from bus.messages.base import Packed, unpack_ints
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
-
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 
 

@@ -6,14 +6,20 @@ fault is one line; the message is then dead-lettered and what waits for it is to
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bus.messages.groups import GroupKept, GroupVerdict, index_of
-from bus.messages.policy import Activate, GroupsGivenUp, PolicyActive, PolicyAnnounced, Restored, StepDone, WeightsOnDisk
+from bus.messages.policy import (
+    Activate,
+    GroupsGivenUp,
+    PolicyActive,
+    PolicyAnnounced,
+    Restored,
+    StepDone,
+    WeightsOnDisk,
+)
 from bus.messages.samples import (
     Parked,
     PrefixDropped,
@@ -128,16 +134,6 @@ def header_number(entry: Entry, field: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
 
 
-def vocabulary_of(model_dir: str) -> int:
-    """Number of token ids of the model in a directory, by its config.json; 0 where that does not say."""
-    try:
-        config = json.loads((Path(model_dir) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
-    except (OSError, ValueError, AttributeError):
-        return 0
-    return size if isinstance(size, int) and size > 0 else 0
-
-
 def _task(task: SampleTask, vocabulary: int) -> str:
     if not (0 <= task.index < task.n_samples <= MOST_SAMPLES):
         return f"index {task.index} of {task.n_samples} samples"
@@ -202,5 +198,4 @@ __all__ = (
     "response_fault",
     "reward_fault",
     "tokens_fault",
-    "vocabulary_of",
 )

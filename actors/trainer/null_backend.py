@@ -37,6 +37,9 @@ class NullBackend:
         lengths = [len(sample.response_tokens) for sample in batch.samples]
         return StepResult(metrics={}, packing=(), trained_tokens=lengths)
 
+    def refuses(self, batch: StepBatch) -> str:
+        return ""
+
     def copy_weights(self, *, live: bool = False) -> WeightCopy:
         return SameWeights(self._directory)
 

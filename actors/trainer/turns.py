@@ -74,15 +74,15 @@ class Turns:
 
     async def _until_released(self, tail: Tail) -> None:
         missing = set(self._spec.workers)
+
+        def hear(_: Entry, message: Event) -> None:
+            if message.data.get("turn") == self._number:
+                missing.discard(message.actor)
+
         what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
         with self._context.waiting(what):
             async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
                 while missing := missing - await self._gone(missing):
-
-                    def hear(_: Entry, message: Event) -> None:
-                        if message.data.get("turn") == self._number:
-                            missing.discard(message.actor)
-
                     await fold_log(self._context, await tail.read(0.5), hear, types=("event.note",))
 
     async def _gone(self, workers: set[str]) -> set[str]:

@@ -14,14 +14,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from actors.reward.actor import RewardSpec, on_dead, run
-from actors.runtime.context import ActorSpec
+from actors.runtime.context import ActorSpec, Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
-from bus.messages.control import Event
 from bus.messages.samples import Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import VersionSpan
-from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, EVENTS, ROLLOUTS, SCORED
+from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle, make_model
@@ -106,8 +105,8 @@ async def scored_and_lost(bus: Bus, count: int) -> dict[str, Scored | RolloutLos
     return by_id
 
 
-async def retries(bus: Bus) -> int:
-    return sum(isinstance(m, Event) and m.kind == "retry" for m in await messages(bus, EVENTS))
+def retries(context: Context) -> int:
+    return int(context.counters.get("retries", 0))
 
 
 async def test_rollouts_are_scored_and_lost_ones_pass_through(
@@ -133,7 +132,7 @@ async def test_evaluation_has_its_own_streams_and_key(redis_url: str, run_name: 
     async with open_bus(redis_url, run_name) as bus:
         async with running(bus, "reward", run, spec):
             await put(bus, ROLLOUTS, done(1, 0, "Answer: 8"))
-            await put(bus, EVAL_ROLLOUTS, done(0, 0, "Answer: 8", sample_id="e0/0", eval_name="held_out"), lost)
+            await put(bus, EVAL_ROLLOUTS, done(0, 0, "Answer: 8", sample_id="e0/0", group_id="e0", eval_name="held_out"), lost)
             out = await scored_and_lost(bus, 1)
             await until(lambda: _has(bus, 2))
         evals = await messages(bus, EVAL_SCORED)
@@ -153,7 +152,7 @@ async def test_a_teacher_is_asked_about_training_samples(
             async with running(bus, "reward", run, spec):
                 taught = done(1, 0, "78")
                 await put(bus, ROLLOUTS, taught)
-                await put(bus, EVAL_ROLLOUTS, done(0, 0, "7", sample_id="e0/0", eval_name="held_out"))
+                await put(bus, EVAL_ROLLOUTS, done(0, 0, "7", sample_id="e0/0", group_id="e0", eval_name="held_out"))
                 out = await scored_and_lost(bus, 1)
                 await until(lambda: _has(bus, 1))
             [seen] = await messages(bus, EVAL_SCORED)
@@ -193,7 +192,7 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=2)
     log, once = tmp_path / "log", tmp_path / "once"
     async with open_bus(redis_url, run_name) as bus:
-        async with running(bus, "reward", run, spec):
+        async with running(bus, "reward", run, spec) as context:
             await put(
                 bus,
                 ROLLOUTS,
@@ -211,7 +210,7 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
         assert (letter.stream, letter.sample_id, letter.deliveries) == ("rollouts", "g1/0", 3)
         assert "attempt 3 was the last" in letter.error and "reward_hook.py" in letter.traceback
         assert out["g1/1"].reward == 0.5 and out["g2/0"].reward == 1.0
-        assert await retries(bus) == 3
+        assert retries(context) == 3
 
 
 async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
@@ -236,11 +235,11 @@ async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
 ) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0)
     async with open_bus(redis_url, run_name) as bus:
-        async with running(bus, "reward", run, spec):
+        async with running(bus, "reward", run, spec) as first:
             await put(bus, ROLLOUTS, done(1, 0, "none"))
             none = (await scored_and_lost(bus, 1))["g1/0"]
         assert "scorer custom gave None" in none.error
-        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir)):
+        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir)) as second:
             await put(
                 bus,
                 ROLLOUTS,
@@ -251,7 +250,7 @@ async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
             out = await scored_and_lost(bus, 4)
         assert "no default" in out["g2/0"].error and "no rm_type 'maths'" in out["g2/1"].error
         assert "no number of tokens" in out["g3/0"].error
-        assert await retries(bus) == 0
+        assert retries(first) == retries(second) == 0
 
 
 async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
@@ -277,10 +276,10 @@ async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
         assert out["g2/0"].reason == "poison" and out["g2/1"].reward == 1.0
 
 
-def test_a_lost_rollout_that_dies_here_is_still_passed_on() -> None:
+async def test_a_lost_rollout_that_dies_here_is_still_passed_on() -> None:
     lost = RolloutLost(sample_id="g1/0", group_id="g1", n_samples=2, reason="evicted")
     entry = Entry(id="1-0", stream=EVAL_ROLLOUTS, readers="reward", fields={}, body=b"", size=0)
-    assert on_dead(entry, lost, "delivered too often").append == (Out(EVAL_SCORED, lost),)
+    assert (await on_dead(entry, lost, "delivered too often")).append == (Out(EVAL_SCORED, lost),)
 
 
 async def test_what_is_not_scored_within_the_drain_stays_for_a_successor(

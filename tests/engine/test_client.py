@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.generation.engine import AnswerBroken, AnswerRefused, Chunk, EngineUnavailable, GenerateRequest, RequestRefused
+from actors.generation.engine import (
+    AnswerBroken,
+    AnswerRefused,
+    Chunk,
+    EngineUnavailable,
+    GenerateRequest,
+    RequestRefused,
+)
 from actors.generation.sglang_client import SGLangClient
 
 PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [-3.5, 13, None], [-2.5, 14, None]]

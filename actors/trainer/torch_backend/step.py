@@ -110,6 +110,26 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     return result
 
 
+def examine(core: Core, batch: StepBatch, *, forward: bool) -> None:
+    """What `train_batch` does before it changes anything, sample by sample: raises what it would raise. `forward`: the models
+    run too; else their numbers are taken as 0."""
+    cfg = core.objective_for(batch.knobs)
+    packed = PackedBatch(batch.samples)
+    work: list[Work] = [[((i,), packed.micro_batch((i,), core.device)) for i in range(len(batch.samples))]]
+    if forward:
+        _own_passes(core, cfg, batch, packed, work)
+    else:
+        for sample in (s.train for s in batch.samples):
+            for name in ("old_logp", "ref_logp", "values"):
+                setattr(sample, name, torch.zeros(sample.response_length))
+    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    norm = prepared.norm()
+    for ids, micro in work[0] if forward else ():
+        with torch.no_grad():
+            logp, entropy = core.policy(micro, cfg.entropy_coef != 0)
+            policy_loss(cfg, prepared.micro_batch(ids, logp, entropy=entropy), norm)
+
+
 def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> None:
     """Fill old_logp, ref_logp, teacher_logp and values of every sample where the objective needs them. Uses the
     micro-batches of the gradient pass, so that equal weights give equal numbers to the last bit (KL to the reference is
@@ -209,6 +229,7 @@ def _one_step(
                 optimizer.step(lr)
                 weights.publish()
             tally.updates += 1
+            core.updates += 1
     if not finite:
         tally.skipped.append(step)
         tally.flags.setdefault("nonfinite_gradient", []).extend(prepared.sample_ids[i] for i in step.samples)
@@ -298,4 +319,4 @@ def _result(
     )
 
 
-__all__ = ("train_batch",)
+__all__ = ("examine", "train_batch")
