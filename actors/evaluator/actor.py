@@ -7,13 +7,11 @@ Owns   what it issued last (state field `eval`); collected scores are its pendin
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 
 from actors.evaluator.schedule import Issued, due, result
-from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
@@ -71,7 +69,7 @@ class Evaluator:
         self._began: dict[str, float] = {}
         self._members: dict[str, dict[int, tuple[Entry, Scored | RolloutLost]]] = {}  # by group and number
         self._consumer = Consumer(
-            context, [EVAL_SCORED], "evaluator", on_dead=self._on_dead, batch=256, rebuild=self._members.clear, holds=True
+            context, [EVAL_SCORED], "evaluator", on_dead=as_lost(context, _dead), batch=256, rebuild=self._members.clear, holds=True
         )
 
     async def run(self) -> None:
@@ -219,20 +217,14 @@ class Evaluator:
         if group_id != f"e{step}" or step <= self._done_step or not 0 <= number < self._total:
             raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 
-    async def _on_dead(self, entry: Entry, message: Any, error: str) -> Commit:
-        """A score that cannot be used counts as lost."""
-        lost = lost_of(entry, message, error)
-        if lost is None or isinstance(message, RolloutLost):
-            return Commit()
-        try:
-            await self._expected(lost.group_id, index_of(lost.sample_id))
-        except Poison:
-            return Commit()
-        return Commit(append=(Out(EVAL_SCORED, lost),))
-
     def _prompt(self, number: int) -> tuple[str, Prompt]:
         """Data set and prompt of a sample, by its number in the evaluation."""
         return self._prompts[number // self._spec.n_samples_per_prompt]
+
+
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead score: it comes again as lost."""
+    return Commit(append=(Out(EVAL_SCORED, lost),))
 
 
 async def run(context: Context, spec: EvaluatorSpec) -> None:

@@ -19,8 +19,7 @@ import msgspec
 
 from actors.filter.groups import GroupTable, Half, leaves_now, tips, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
-from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
@@ -60,7 +59,7 @@ class Filter:
         self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(
-            context, [SCORED], "filter", on_dead=self._on_dead, batch=256, rebuild=self._table.clear, holds=True
+            context, [SCORED], "filter", on_dead=as_lost(context, _dead), batch=256, rebuild=self._table.clear, holds=True
         )
 
     async def run(self) -> None:
@@ -134,17 +133,6 @@ class Filter:
         if not raw:
             raise Poison(f"sample {sample_id} is of no open group: {group_id!r} is closed, or was never issued")
         return msgspec.msgpack.decode(raw, type=OpenGroup)
-
-    async def _on_dead(self, entry: Entry, message: Any, error: str) -> Commit:
-        """An entry that cannot be used: the sample it stands for counts as lost, through the filter's own input."""
-        lost = lost_of(entry, message, error)
-        if lost is None or isinstance(message, RolloutLost):
-            return Commit()
-        try:
-            await self._opened(lost.group_id, lost.sample_id)
-        except Poison:
-            return Commit()
-        return Commit(append=(Out(SCORED, lost),))
 
     def _now(self) -> dict[str, Any]:
         """What decides whether a group leaves: the rule, and where the trainer is."""
@@ -229,6 +217,11 @@ class Filter:
             return JUDGE_RAISED
         self._raised.worked()
         return reason
+
+
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead entry: its sample comes again as lost, through the filter's own input."""
+    return Commit(append=(Out(SCORED, lost),))
 
 
 async def run(context: Context, spec: FilterSpec) -> None:

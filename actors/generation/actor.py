@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from actors.generation.engine import (
     AnswerBroken,
@@ -29,8 +29,7 @@ from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.child import Child
-from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
@@ -62,7 +61,7 @@ class Worker:
         self._sharing = Sharing(context, self._link, spec.gives_back)
         self._pace = Pace(context, self._link, spec.max_running, spec.tail_wait_s)
         self._vocabulary = vocabulary_of(spec.model_path)
-        self._consumer = Consumer(context, LEASED, "generation", on_dead=_on_dead, vocabulary=self._vocabulary)
+        self._consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, _dead), vocabulary=self._vocabulary)
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
@@ -374,11 +373,8 @@ class Worker:
             context.count("samples")
 
 
-async def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
     """A sample that no engine can run, or an entry that cannot be used: its group must still close."""
-    lost = lost_of(entry, message, error)
-    if lost is None:
-        return Commit()
     stream = EVAL_ROLLOUTS if lost.eval_name or entry.stream is EVAL_PROMPTS else ROLLOUTS
     return Commit(append=(Out(stream, lost),), delete_prefixes=(lost.sample_id,))
 

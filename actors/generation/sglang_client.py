@@ -161,10 +161,10 @@ class SGLangClient:
             event = decode_event(payload)
         except msgspec.DecodeError as error:
             if payload.strip() == DONE:
-                raise EngineUnavailable(f"{self.base_url} ended request {rid} after {seen} tokens without a finish reason.") from None
-            raise AnswerBroken(
-                f"{self.base_url} sent an event of request {rid} that is not understood: {error}."
-            ) from None
+                raise EngineUnavailable(
+                    f"{self.base_url} ended request {rid} after {seen} tokens without a finish reason."
+                ) from None
+            raise AnswerBroken(f"{self.base_url} sent an event of request {rid} that is not understood: {error}.") from None
         if event.error is not None:
             raise RequestRefused(f"{self.base_url} refused request {rid}: {event.error.message}")
         meta = event.meta_info

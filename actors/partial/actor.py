@@ -8,13 +8,11 @@ become long and slots are kept for such, to `tail`: to be resumed there.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 
 from actors.partial.decide import ACTIONS, POLICIES, BufferPolicy, Plan, Waiting, fifo, mask_prefix
-from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
 from actors.runtime.logs import fold_log
@@ -22,7 +20,7 @@ from actors.runtime.refusals import Row
 from bus import Commit, Entry, Out, Tail
 from bus.messages.base import EMPTY
 from bus.messages.policy import Restored, StepDone
-from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, SampleTask
+from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutLost, SampleTask
 from bus.topology import PARKED, POLICY, PREFIXES, TAIL
 
 MOST_RAISED = 16  # times in a row
@@ -42,7 +40,7 @@ class PartialBuffer:
         self._context = context
         self._spec = spec
         self._policy: BufferPolicy = POLICIES.get(spec.buffer_filter) or load_hook(spec.buffer_filter)
-        self._consumer = Consumer(context, [PARKED], "partial", on_dead=_on_dead)
+        self._consumer = Consumer(context, [PARKED], "partial", on_dead=as_lost(context, _dead))
         remedy = "Mend it, or choose another --buffer-filter-path."
         self._raised = Row(context.clock.monotonic, "the buffer's policy", remedy, most=MOST_RAISED)
         self._step = 0
@@ -126,11 +124,8 @@ class PartialBuffer:
         return response.n_tokens > 0 and (parked.reason == "tail" or long)
 
 
-async def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
-    """A parked entry that cannot be used: generation reports the sample as lost."""
-    lost = lost_of(entry, message, error)
-    if lost is None:
-        return Commit()
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead entry: generation reports the sample as lost."""
     task = SampleTask(
         sample_id=lost.sample_id,
         group_id=lost.group_id,

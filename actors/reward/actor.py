@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -20,8 +19,7 @@ from tokenizers import Tokenizer
 from actors.reward.sample import Reward, Sample, settle
 from actors.reward.scorer import Scorers
 from actors.reward.teacher import Teacher
-from actors.runtime.consume import Consumer
-from actors.runtime.content import lost_of
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
@@ -67,7 +65,7 @@ class RewardRoom:
         # A few more than can be at work keep the processes fed; more would only be leases that a peer could use.
         concurrency = spec.concurrency if scorers.capacity is None else scorers.capacity + min(scorers.capacity, 8)
         self._consumer = Consumer(
-            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", on_dead=on_dead, concurrency=max(2, concurrency)
+            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", on_dead=as_lost(context, dead), concurrency=max(2, concurrency)
         )
         remedy = "Mend the scorer, its settings or the labels of the data set."
         self._failing = Row(
@@ -160,10 +158,9 @@ class RewardRoom:
         return str(self._tokenizer.decode(unpack_ints(tokens), skip_special_tokens=self._spec.skip_special_tokens))
 
 
-async def on_dead(entry: Entry, message: Any, error: str) -> Commit:
-    """What follows a dead rollout: it counts as lost, so that its group closes."""
-    lost = lost_of(entry, message, error)
-    return Commit(append=(_onward(entry, lost),) if lost is not None else ())
+def dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead rollout."""
+    return Commit(append=(_onward(entry, lost),))
 
 
 def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
@@ -195,4 +192,4 @@ async def run(context: Context, spec: RewardSpec) -> None:
         await RewardRoom(context, spec, scorers, teacher).run()
 
 
-__all__ = ("RewardRoom", "RewardSpec", "on_dead", "run")
+__all__ = ("RewardRoom", "RewardSpec", "dead", "run")

@@ -19,14 +19,17 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.content import fault_of
+from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream
 from bus.errors import BadMessage, BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
+from bus.messages.groups import OpenGroup, index_of
+from bus.messages.samples import RolloutLost
 from bus.topology import DEAD
 
 Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
@@ -265,6 +268,27 @@ class _Faulty(BadMessage):
         self.message = message
 
 
+def as_lost(context: Context, onward: Callable[[Entry, RolloutLost], Commit]) -> OnDead:
+    """What follows a dead entry where samples travel: its sample goes on as lost, as `onward` says, so that its group closes. Of
+    one that nobody waits for, nothing."""
+
+    async def on_dead(entry: Entry, message: Any, error: str) -> Commit:
+        lost = lost_of(entry, message, error)
+        return onward(entry, lost) if lost is not None and await _waited_for(context, lost) else Commit()
+
+    return on_dead
+
+
+async def _waited_for(context: Context, lost: RolloutLost) -> bool:
+    """Whether the run lists the sample as open, or it is of the evaluation under way."""
+    index = index_of(lost.sample_id)
+    raw = await context.bus.link.run("HGET", context.bus.keys.open_groups, lost.group_id)
+    if raw:
+        return index in msgspec.msgpack.decode(raw, type=OpenGroup).indexes
+    step, *_, offset = (await context.bus.state("eval") or "::0").split(":")
+    return lost.group_id == f"{EVAL_GROUPS}{step}" and index < int(offset)
+
+
 def letter_of(context: Context, entry: Entry, error: Exception) -> DeadLetter:
     """An entry as a dead letter, with what failed."""
     kind = BadMessage if isinstance(error, BadMessage) else type(error)
@@ -309,4 +333,4 @@ async def keep_leases(
             reader.offer(claimed)
 
 
-__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "keep_leases", "letter_of")
+__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "as_lost", "keep_leases", "letter_of")

@@ -104,7 +104,7 @@ def reward_fault(scored: Scored) -> str:
 def lost_of(entry: Entry, message: Any, error: str) -> RolloutLost | None:
     """The sample of a dead entry as one that will never finish, so that its group closes: from the message, or if there is
     none from the readable fields. None where these name no sample."""
-    if isinstance(message, RolloutLost):
+    if isinstance(message, RolloutLost) and not fault_of(message):
         return message
     rollout = message.rollout if isinstance(message, Scored) else message
     task = rollout if isinstance(rollout, SampleTask) else getattr(rollout, "task", None)

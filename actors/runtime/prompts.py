@@ -87,8 +87,8 @@ def _label(row: dict[str, Any], key: str) -> str:
         return ""
     if isinstance(label, list | dict):
         raise Refused(
-            f"the label under {key!r} is {_kind(label)}, not text. Name a part of it (--label-key reward_model.ground_truth), or keep "
-            "it in the metadata and score with --custom-rm-path."
+            f"the label under {key!r} is {_kind(label)}, not text. Name a part of it (--label-key reward_model.ground_truth), or "
+            "keep it in the metadata and score with --custom-rm-path."
         )
     return "" if label is None else str(label)
 
@@ -115,7 +115,7 @@ def _kind(value: object) -> str:
 
 
 def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and "role" in m for m in prompt)
 
 
 class Tokenizer:

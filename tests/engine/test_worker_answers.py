@@ -38,7 +38,7 @@ async def test_an_answer_that_is_none_is_refused_and_counted_and_the_engine_goes
     gets = {"get_health": said, "get_model_info": said, "get_server_info": said}
     async with served(generate=generate, **dict.fromkeys(posts, done), **gets) as url:
         spec = GenerationSpec(engine="external", engine_url=url)
-        async with at_work(redis_url, run_name, spec) as (bus, worker):
+        async with at_work(redis_url, run_name, spec, groups=("bad", "good")) as (bus, worker):
             await put(bus, ACTIVE, order(1, tmp_path))
             await put(bus, PROMPTS, sample("bad", TOKENS), sample("good", TOKENS))
 
