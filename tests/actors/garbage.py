@@ -96,7 +96,7 @@ def bent() -> dict[str, list[Message]]:
         GroupKept(group_id="g9", prompt_id="p9", samples=pair),  # of no open group
         GroupKept(group_id="g9", prompt_id="p9", samples=()),
         GroupKept(group_id="g9", prompt_id="p9", samples=(pair[0], pair[0])),
-        GroupKept(group_id="g1", prompt_id="p1", samples=pair),
+        GroupKept(group_id="g4", prompt_id="p4", samples=pair),
         GroupKept(group_id="g9", prompt_id="p9", samples=(scored(9, 0, float("nan")), pair[1])),
         GroupKept(group_id="g9", prompt_id="p9", samples=(scored(9, 0, 1e300), pair[1])),
         GroupKept(group_id="g9", prompt_id="p9", samples=pair, known=(float("inf"),)),
