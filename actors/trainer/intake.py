@@ -276,7 +276,9 @@ class Intake:
 
 def _is(group: GroupKept, opened: OpenGroup) -> bool:
     """Whether a group or part is what the run lists under its key."""
-    return group.group_id == opened.group_id and {s.rollout.task.index for s in group.samples} == set(opened.indexes)
+    tasks = [s.rollout.task for s in group.samples]
+    named = {task.group_id for task in tasks} | {group.group_id}
+    return named == {opened.group_id} and {task.index for task in tasks} == set(opened.indexes)
 
 
 __all__ = ("Intake",)
