@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -36,7 +36,7 @@ Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
 OnDead = Callable[[Entry, Any, str], Awaitable[Commit]]  # what must follow a dead entry, so that its group still closes
 STOPS = (BusUnreachable, BusFull, InvariantBroken, RunEnds)  # not about an entry: the room ends, its entries stay pending
 TRUSTED = 2  # deliveries, after which an entry is on trial
-AT_A_TRIAL = {3: 8, 4: 2}  # entries at once by deliveries, later on one
+AT_A_TRIAL = {3: 8, 4: 2}  # entries at once by deliveries; later one, and nothing beside it
 
 
 class Consumer:
@@ -74,6 +74,7 @@ class Consumer:
         self._retried: dict[tuple[str, str], int] = {}  # attempts here that the server does not know
         self._suspects: list[Entry] = []  # wait for their trial
         self._on_trial: set[tuple[str, str]] = set()
+        self._ended = asyncio.Event()  # one of those that were given out
 
     async def run(self, handler: Handler) -> None:
         """Until draining: waits for entries (woken by the blocking read), handles them, commits."""
@@ -140,9 +141,14 @@ class Consumer:
     async def take(
         self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None
     ) -> list[Entry]:
-        """Up to `count` entries to begin with now; see Reader.read."""
+        """Up to `count` entries to begin with now; see Reader.read. Nothing else begins beside one that is tried alone."""
+        if self._alone():
+            self._ended = asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), block_s)
+            return []
         ready = await self._trial(count)
-        if len(ready) >= count:
+        if len(ready) >= count or self._alone():
             return ready
         entries = await self.reader.read(count - len(ready), 0.0 if ready else block_s, wanted)
         if self._holds:
@@ -153,13 +159,22 @@ class Consumer:
         await self.reader.recount((e, self._delivered(e) - 1) for e in suspects)
         self._suspects += suspects
         known = {_key(e) for e in suspects}
-        ready += [e for e in entries if _key(e) not in known]
-        return ready + await self._trial(count - len(ready))
+        fresh = [e for e in entries if _key(e) not in known]
+        ready += await self._trial(count)
+        if self._alone():
+            self.reader.offer(fresh)
+            return ready
+        return ready + fresh
+
+    def _alone(self) -> bool:
+        """Whether one is on trial beside which nothing may begin."""
+        held = self.reader.held
+        self._on_trial &= held.keys()
+        return any(self._delivered(held[key]) not in AT_A_TRIAL for key in self._on_trial)
 
     async def _trial(self, most: int) -> list[Entry]:
         """Suspects whose trial begins: of one number of deliveries, the highest first, when nobody else is on trial."""
         held = self.reader.held
-        self._on_trial &= held.keys()
         self._suspects = [e for e in self._suspects if _key(e) in held]
         if not self._suspects:
             return []
@@ -223,6 +238,7 @@ class Consumer:
     def forget(self, entries: Sequence[Entry]) -> None:
         """These are finished, or a peer's."""
         self.reader.forget(entries)
+        self._ended.set()
         for entry in entries:
             self._retried.pop(_key(entry), None)
 

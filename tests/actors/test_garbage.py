@@ -3,16 +3,13 @@ work, the ledger closes, nothing is left pending, and every piece of garbage is 
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.evaluator.actor import run as evaluator
@@ -59,7 +56,7 @@ from bus.topology import (
     TAIL,
     VERDICTS,
 )
-from tests.actors.garbage import VOCABULARY, fields_of, garbage, list_open
+from tests.actors.garbage import fields_of, garbage, list_open
 from tests.actors.house import messages, open_bus, put, rollout, running, scored, task, until
 from tests.actors.test_publisher import says
 from tests.engine.scripted import ScriptedEngine, workers
@@ -90,6 +87,11 @@ class Mixed:
             entry_id = await self._bus.link.run("XADD", self._bus.keys.stream(where.name), "*", *fields)
             if bad:
                 self.garbage.add((where.name, entry_id.decode()))
+
+    async def bad(self, stream: Stream, message: Message) -> None:
+        """One more piece."""
+        entry_id = await self._bus.link.run("XADD", self._bus.keys.stream(stream.name), "*", *fields_of(message))
+        self.garbage.add((stream.name, entry_id.decode()))
 
     async def accounted(self, context: Context) -> None:
         """Each piece has a dead letter; on logs whose letters another room writes, such were counted."""
@@ -125,18 +127,6 @@ async def closes(bus: Bus) -> None:
 
 async def length_is(bus: Bus, stream: Stream, n: int) -> bool:
     return await bus.length(stream) == n
-
-
-@pytest.fixture
-def tokenizer_dir(tmp_path: Path) -> str:
-    vocabulary = {"<unk>": 0} | {c: i + 1 for i, c in enumerate("0123456789+=")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    rows = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) for i in range(4)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
-    return str(tmp_path)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -216,6 +206,7 @@ async def test_evaluator(redis_url: str, run_name: str, tokenizer_dir: str, seed
             await mixed.put(ACTIVE, [PolicyActive(version=PolicyVersion(1, 0), serving={"w": 1})], POLICY)
             await until(lambda: length_is(bus, EVAL_PROMPTS, len(MEMBERS)))
             tasks = await messages(bus, EVAL_PROMPTS)
+            await mixed.bad(EVAL_SCORED, RolloutLost(sample_id="e0/8", group_id="e0", n_samples=9, reason="poison"))
             answers = [msgspec.structs.replace(scored(1, 0, 1.0), rollout=_done(t)) for t in tasks]
             await mixed.put(EVAL_SCORED, answers, damaged=DAMAGED)
 
