@@ -25,6 +25,7 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream
+from bus.dead import letter_of
 from bus.errors import BadMessage, BusFull, BusUnreachable, InvariantBroken, Poison
 from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
@@ -264,16 +265,14 @@ class Consumer:
         if isinstance(error, _Faulty):
             message = error.message
         follow = await self._on_dead(entry, message, str(error)[:500])
-        letter = letter_of(context, entry, error)
-        await self.commit(
-            msgspec.structs.replace(
-                follow, ack=(entry, *follow.ack), append=(Out(DEAD, letter), *follow.append), bounded=False
-            )
-        )
+        dead = letter(context, entry, error)
+        commit = msgspec.structs.replace(follow, ack=(entry, *follow.ack), append=(Out(DEAD, dead), *follow.append))
+        if not await self.commit(commit):
+            return  # a peer finished it: there is no letter
         context.count("dead_letters")
         reason = "malformed" if isinstance(error, BadMessage) else "failed"
-        name = letter.sample_id or letter.group_id or entry.id
-        await context.refusals.add(f"{entry.stream.name}/{reason}", f"{name}: {letter.error}", kind="dead letter")
+        name = dead.sample_id or dead.group_id or entry.id
+        await context.refusals.add(f"{entry.stream.name}/{reason}", f"{name}: {dead.error}", kind="dead letter")
 
 
 class _Faulty(BadMessage):
@@ -298,28 +297,22 @@ def as_lost(context: Context, onward: Callable[[Entry, RolloutLost], Commit]) ->
 async def _waited_for(context: Context, lost: RolloutLost) -> bool:
     """Whether the run lists the sample as open, or it is of the evaluation under way."""
     index = index_of(lost.sample_id)
-    raw = await context.bus.link.run("HGET", context.bus.keys.open_groups, lost.group_id)
+    raw = await context.bus.open_group(lost.group_id)
     if raw:
         return index in msgspec.msgpack.decode(raw, type=OpenGroup).indexes
     step, *_, offset = (await context.bus.state("eval") or "::0").split(":")
     return lost.group_id == f"{EVAL_GROUPS}{step}" and index < int(offset)
 
 
-def letter_of(context: Context, entry: Entry, error: Exception) -> DeadLetter:
+def letter(context: Context, entry: Entry, error: Exception) -> DeadLetter:
     """An entry as a dead letter, with what failed."""
     kind = BadMessage if isinstance(error, BadMessage) else type(error)
-    return DeadLetter(
-        stream=entry.stream.name,
-        entry_id=entry.id,
+    return letter_of(
+        entry,
         actor=context.name,
         error=f"{kind.__name__}: {error}",
-        traceback="".join(traceback.format_exception(error))[-4000:],
-        deliveries=entry.deliveries,
-        fields=dict(entry.fields),
-        body=entry.body[:65536],
+        traceback="".join(traceback.format_exception(error)),
         wall=context.clock.wall(),
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
     )
 
 
@@ -349,4 +342,4 @@ async def keep_leases(
             reader.offer(claimed)
 
 
-__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "as_lost", "keep_leases", "letter_of")
+__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "as_lost", "keep_leases", "letter")

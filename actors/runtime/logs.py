@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-from actors.runtime.consume import STOPS, letter_of
+from actors.runtime.consume import STOPS, letter
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from bus import Commit, Entry, Out
@@ -51,8 +51,8 @@ async def _skip(context: Context, entry: Entry, error: Exception) -> None:
     field = f"unread/{name}"
     written = await context.bus.state(field)
     if not written or id_key(written) < id_key(entry.id):
-        letter = letter_of(context, entry, error)
-        await context.bus.commit(Commit(append=(Out(DEAD, letter),), state={field: entry.id}))
+        dead = letter(context, entry, error)
+        await context.bus.commit(Commit(append=(Out(DEAD, dead),), state={field: entry.id}))
 
 
 __all__ = ("fold_log",)

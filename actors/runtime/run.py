@@ -25,7 +25,7 @@ from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import RunEnds
 from bus import Bus
-from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
+from bus.errors import BusRefused, BusUnreachable, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
@@ -55,8 +55,15 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
 
 
 def log_to_stderr() -> None:
-    """One line per event with time and actor."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    """One line per event with time and actor; nothing in it that a terminal would obey."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Printable("%(asctime)s %(name)s %(levelname)s %(message)s"))
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:

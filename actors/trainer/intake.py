@@ -120,7 +120,7 @@ class Intake:
 
     async def _listed(self, key: str) -> OpenGroup | None:
         """What the run lists as open under a key."""
-        raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, key)
+        raw = await self._context.bus.open_group(key)
         return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
     async def _on_dead(self, entry: Entry, message: Any, error: str) -> Commit:

@@ -100,6 +100,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rs_upper_bound: float | None = None
     rs_lower_bound: float | None = None
     rs_veto_threshold: float | None = None
+    """One trained token with a ratio below it rejects its whole sample; None and 0: none does."""
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     max_staleness: int | None = None
@@ -143,7 +144,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether anything bounds the influence of data from an older policy."""
         return (
             (self.correction != "none" and not self.report_only)
-            or self.use_opsm
+            or (self.use_opsm and self.proximal != "current")
             or self.proximal in ("rollout", "interpolate")
             or self.keep_old_actor
             or self.loss_name == "dppo"

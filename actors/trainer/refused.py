@@ -44,7 +44,7 @@ class RefusedBatches:
         half done: the trainer starts again from its checkpoint, without them."""
         found: dict[str, str] = {}
         for key, group in zip(batch.keys, batch.groups, strict=False):  # a recorded batch has no keys
-            alone = replace(work, samples=to_samples((group,), step=work.step))
+            alone = replace(work, samples=to_samples((group,)))
             if why := await self._in_thread(self._backend.refuses, alone):
                 found[key] = why
         if not found or (len(found) == len(batch.keys) > 1):

@@ -18,9 +18,10 @@ from typing import Literal
 from actors.reward.scorer import RM_TYPES
 from actors.runtime.loop import run_loop
 from bus import Bus, Out, SystemClock
+from bus.client import connect
 from bus.messages.control import Event
 from bus.messages.policy import Finished
-from bus.server.checks import check_server, connect
+from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console
