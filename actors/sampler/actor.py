@@ -13,7 +13,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
-from actors.runtime.run import Refused
+from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, free_samples, open_limit
@@ -174,9 +174,9 @@ class Sampler:
         batch, over = int(knobs.rollout_batch_size), int(knobs.over_sampling_batch_size)
         waves = progress.drops_in_a_row / (group * max(batch, over))
         if knobs.max_waves and waves >= knobs.max_waves:
-            raise Refused(
-                f"filter starving: {progress.drops_in_a_row} samples in a row were dropped ({waves:.0f} waves of "
-                f"{max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or harder, change "
+            raise RunEnds(
+                f"filter starving: {progress.drops_in_a_row} samples in a row were dropped, the last as {progress.last_drop} "
+                f"({waves:.0f} waves of {max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or harder, change "
                 "--dynamic-sampling-filter-path, or raise --max-waves."
             )
         if progress.active_step < 0:
