@@ -38,6 +38,9 @@ from bus.messages.weights import Bucket, TensorMeta
 FLAT = "flattened_bucket"
 DONE = b"[DONE]"
 IDLE_S = 5.0  # an engine's time to end what was aborted
+BOUNDARY_CHUNKS = 2
+"""Chunks that may hold tokens of the version before the one they state: one was on its way as the weights changed, the next brings
+what had been made and not sent."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -75,6 +78,7 @@ class SGLangClient:
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
         self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
+        self._older: dict[str, tuple[str, int]] = {}  # request -> see count_as_older; chunks for which that holds still
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._calls.post)
         self.counts_when_receiving = False
@@ -110,6 +114,8 @@ class SGLangClient:
                     chunk = self._chunk(payload, request, seen)
                     fresh = len(chunk.token_ids)
                     whole = chunk.finish is not None
+                    if name in self._older and fresh:
+                        self._mark_boundary(name, chunk, seen + fresh)
                     if name in self._marks:
                         for part in split(chunk, seen, self._marks[name]):
                             yield part
@@ -137,6 +143,7 @@ class SGLangClient:
                     line.close()
             names.discard(name)
             self._marks.pop(name, None)
+            self._older.pop(name, None)
             if not names:
                 self._flying.pop(rid, None)
             if not self._flying:
@@ -241,6 +248,22 @@ class SGLangClient:
         for name in itertools.chain.from_iterable(self._flying.values()):
             if name in counts:
                 self._marks.setdefault(name, []).append((counts[name], version))
+
+    def count_as_older(self, version: str) -> bool:
+        for name in itertools.chain.from_iterable(self._flying.values()):
+            self._older[name] = (self._older.get(name, (version, 0))[0], BOUNDARY_CHUNKS)
+        return True
+
+    def _mark_boundary(self, name: str, chunk: Chunk, end: int) -> None:
+        """All of the request's tokens up to this chunk's `end` are the older version's, if the chunk states a newer one."""
+        version, chunks = self._older[name]
+        if chunk.weight_version == version:
+            return
+        self._marks[name] = [(end, version)]
+        if chunks > 1:
+            self._older[name] = (version, chunks - 1)
+        else:
+            del self._older[name]
 
     async def flush(self) -> bool:
         status, text = await self._calls.call("POST", "/flush_cache", {})

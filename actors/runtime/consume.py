@@ -118,8 +118,9 @@ class Consumer:
                 await slots.acquire()
                 slots.release()
                 self._note_server_restart()
-                with context.waiting(f"an entry of {self._names}"):
-                    entries = await self.take(min(self._batch, free), 0.5)
+                with context.waiting(f"an entry of {self._names}") as heard:
+                    if entries := await self.take(min(self._batch, free), 0.5):
+                        heard()
                 for entry in entries:
                     context.in_flight += 1
                     if self._concurrency == 1:

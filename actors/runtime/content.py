@@ -18,7 +18,7 @@ from bus.messages.policy import (
     PolicyAnnounced,
     Restored,
     StepDone,
-    WeightsOnDisk,
+    WeightsReady,
 )
 from bus.messages.samples import (
     Parked,
@@ -58,7 +58,7 @@ def fault_of(message: Any, vocabulary: int = 0) -> str:
             return _indexes(message.members)
         case StepDone() | Restored() | GroupsGivenUp():
             return _indexes(map(index_of, message.samples))
-        case PolicyAnnounced() | WeightsOnDisk() | Activate():
+        case PolicyAnnounced() | WeightsReady() | Activate():
             return "its path holds a NUL byte" if "\0" in message.manifest.path else ""
         case PolicyActive():
             return "slots below 0" if any(n < 0 for n in message.slots.values()) else ""

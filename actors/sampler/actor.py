@@ -176,8 +176,8 @@ class Sampler:
         if knobs.max_waves and waves >= knobs.max_waves:
             raise RunEnds(
                 f"filter starving: {progress.drops_in_a_row} samples in a row were dropped, the last as {progress.last_drop} "
-                f"({waves:.0f} waves of {max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or harder, change "
-                "--dynamic-sampling-filter-path, or raise --max-waves."
+                f"({waves:.0f} waves of {max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or "
+                "harder, change --dynamic-sampling-filter-path, or raise --max-waves."
             )
         if progress.active_step < 0:
             return 0  # nobody serves a version yet: samples issued now would wait, not run

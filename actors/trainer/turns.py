@@ -22,7 +22,7 @@ from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import TurnSpec
 from bus import Commit, Entry, Out, Tail
-from bus.messages.control import Event
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import Turn
 from bus.topology import EVENTS, POLICY
 
@@ -74,26 +74,30 @@ class Turns:
 
     async def _until_released(self, tail: Tail) -> None:
         missing = set(self._spec.workers)
+        clock = self._context.clock
+        heard = dict.fromkeys(missing, clock.monotonic())  # by our own clock
 
-        def hear(_: Entry, message: Event) -> None:
-            if message.data.get("turn") == self._number:
+        def hear(_: Entry, message: Event | Vitals) -> None:
+            if message.actor in heard:
+                heard[message.actor] = clock.monotonic()
+            if isinstance(message, Event) and message.data.get("turn") == self._number:
                 missing.discard(message.actor)
 
         what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
         with self._context.waiting(what):
             async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
-                while missing := missing - await self._gone(missing):
-                    await fold_log(self._context, await tail.read(0.5), hear, types=("event.note",))
+                while missing := missing - await self._gone(missing, heard):
+                    await fold_log(self._context, await tail.read(0.5), hear)
 
-    async def _gone(self, workers: set[str]) -> set[str]:
-        """Those that end with their engines and will say nothing more."""
+    async def _gone(self, workers: set[str], heard: dict[str, float]) -> set[str]:
+        """Those that end with their engines and will say nothing more. `heard`: when a word of each came last."""
         if not workers:
             return set()
         known = await self._context.bus.vitals()
         found: set[str] = set()
         for name in workers & known.keys():
             vitals = known[name]
-            silent = self._context.draining.is_set() and self._context.clock.wall() - vitals.wall > SILENT_S
+            silent = self._context.draining.is_set() and self._context.clock.monotonic() - heard[name] > SILENT_S
             if silent or vitals.state in ("draining", "stopped"):
                 found.add(name)
         return found
