@@ -56,8 +56,8 @@ async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_delivery_needs_no_more_rights_than_the_page_names(url: str, run_name: str, part: int) -> None:
     checks: list[Check] = list(CHECKS)[part::PARTS]
-    for number, check in enumerate(checks):
-        await check(bus_maker(url, f"{run_name[:40]}-{number}", ""))
+    for number, one in enumerate(checks):
+        await one(bus_maker(url, f"{run_name[:40]}-{number}", ""))
     assert len(checks) >= 3
 
 
