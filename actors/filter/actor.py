@@ -209,7 +209,8 @@ class Filter:
     async def _judge(self, group_id: str, members: list[Member], known: tuple[float, ...]) -> str | None:
         """The drop reason, or None. A judge that raises drops what it judged, with a reason of its own; one that raises again
         and again ends the run with its text."""
-        dynamic = self._custom or JUDGES[str(self._context.knobs.dynamic_sampling_filter)]
+        path = str(self._context.knobs.dynamic_sampling_filter_path)
+        dynamic = JUDGES.get(path) or self._custom or JUDGES["none"]
         try:
             reason = judge(members, dynamic, known)
         except Exception as error:

@@ -241,7 +241,7 @@ class Worker:
 
     async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
-        slice_left = int(self._context.knobs.max_tokens_per_slice) or running.remaining
+        slice_left = self._context.knobs.max_tokens_per_slice or running.remaining
         end = running.n_tokens + min(running.remaining, slice_left)
         why: ParkReason = "slice"
         leaves_at = self._pace.leaves_at(entry, running.task)

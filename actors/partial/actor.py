@@ -111,8 +111,7 @@ class PartialBuffer:
 
     def _is_tail(self, parked: Parked, response: Response) -> bool:
         """Whether it was parked for the tail's slots, or ran there and was parked for another reason."""
-        knobs = self._context.knobs.values
-        after = int(knobs.get("tail_after_tokens", 0))
+        after = int(self._context.knobs.tail_after_tokens or 0)
         long = 0 < after <= response.n_tokens and not parked.task.eval_name
         return response.n_tokens > 0 and (parked.reason == "tail" or long)
 

@@ -38,6 +38,7 @@ from actors.trainer.record import RecordedBatch, path_of, read_record, write_rec
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
@@ -46,7 +47,6 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
 T = TypeVar("T")
-STEP_KNOBS = ("lr", "clip_grad", "eps_clip", "eps_clip_high", "kl_loss_coef", "entropy_coef", "tis_clip")
 
 
 class Trainer:
@@ -70,6 +70,7 @@ class Trainer:
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._tuned = TunedSteps(context, self._backend, self._in_thread)
         self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
@@ -218,22 +219,21 @@ class Trainer:
     async def _step(self, batch: Batch) -> StepResult:
         knobs = self._context.knobs
         step = self._version.step
-        values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
-        values["max_weight_staleness"] = batch.bound
+        values = knobs.live | {"max_weight_staleness": batch.bound}
         work = StepBatch(
             samples=to_samples(batch.groups, step=step),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
-        self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
         try:
-            result: StepResult = await self._in_thread(self._backend.train_step, work)
+            result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
             text = f"step {step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
             await self._context.event("batch refused", text, level="error")
             raise RunEnds(text) from error
+        self._step_knobs, self._step_epoch = self._tuned.used
         for reason, flagged in result.flags.items():
             shown = ", ".join(flagged[:5])
             await self._context.event(

@@ -1,4 +1,4 @@
-"""Settings of the objective; the rules between them are in `rules.py`.
+"""Settings of the objective, sound when they come here (miles_async/settings/rules.py).
 
 Field names follow the Miles flags where a flag exists (`--eps-clip` is `eps_clip`).
 """
@@ -80,8 +80,6 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """proximal=recompute with the weights that made each token in place of those before the step."""
     correction: str = "none"
     """Key of `corrections.CORRECTIONS`: none, tis, icepop, mis, decoupled."""
-    allow_no_correction: bool = False
-    """Explicit permission to train stale data without a correction."""
     report_only: bool = False
     """Compute the correction's metrics, apply nothing (`--get-mismatch-metrics`)."""
     tis_clip: float = 2.0
@@ -137,17 +135,6 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.normalize_advantages is None:
             return self.advantage_estimator in NEEDS_WHITENING
         return self.normalize_advantages
-
-    @property
-    def corrects(self) -> bool:
-        """Whether anything bounds the influence of data from an older policy."""
-        return (
-            (self.correction != "none" and not self.report_only)
-            or self.use_opsm
-            or self.proximal in ("rollout", "interpolate")
-            or self.keep_old_actor
-            or self.loss_name == "dppo"
-        )
 
     @property
     def needs_old_logp(self) -> bool:

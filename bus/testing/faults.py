@@ -19,7 +19,7 @@ from bus.streams.entry import Commit, Entry, Guard, Out
 from bus.streams.reader import Reader
 from bus.streams.redis import Bus
 from bus.testing.conformance import DEADLINE_S, MakeBus, eventually, ids_on, publish, reader_of
-from bus.testing.knobs import plain_knobs
+from bus.testing.knobs import plain_kinds, plain_knobs
 from bus.testing.messages import a_rollout, a_task, an_open_group
 from bus.testing.proxy import LossyProxy
 from bus.topology import EVENTS, PROMPTS, ROLLOUTS
@@ -266,7 +266,7 @@ async def check_reply_of_news_lost(make_bus: MakeBus, proxy: LossyProxy, make_lo
 async def check_reply_of_a_knob_patch_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     async with make_bus() as outside, make_lossy() as bus:
         proxy.lose_reply_to("EVALSHA")
-        assert await publish_initial(bus, plain_knobs()) == []
+        assert await publish_initial(bus, plain_knobs(), plain_kinds()) == []
         proxy.lose_reply_to("EVALSHA")
         assert (await propose(bus, {"lr": 0.5}, author="test")).epoch == 1
         assert [p.epoch for p in await read_history(outside)] == [0, 1] and proxy.lost == 2

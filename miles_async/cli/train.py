@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{USAGE}\n{flags_help()}")
         return 0
     loaded = load(args.config, args.values)
-    if loaded.settings.grpo.hook_paths:
+    if loaded.settings.flat.hook_paths:
         from miles_async.launcher.hooks import check_hooks
 
         check_hooks(loaded.settings)

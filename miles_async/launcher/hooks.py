@@ -25,7 +25,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 def check_hooks(settings: RunSettings) -> None:
     """SettingsError names the first hook that cannot be loaded or does not keep its signature on a synthetic batch."""
-    names = ", ".join(settings.grpo.hook_paths)
+    names = ", ".join(settings.flat.hook_paths)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "actors.trainer.dry_run"],

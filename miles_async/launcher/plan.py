@@ -21,9 +21,7 @@ from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.settings.groups.grpo import LossAggMode
 from miles_async.settings.run import RunSettings
-from miles_async.settings.slots import no_tail_lane
 
-NEVER = 1 << 40  # tokens: more than any sample has
 REDUCTIONS: dict[LossAggMode, Reduction] = {
     "seq-mean-token-mean": "per_sample",
     "token-mean": "per_token",
@@ -66,7 +64,7 @@ def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
 def objective_config(settings: RunSettings) -> ObjectiveConfig:
     """The objective's settings from the GRPO group."""
     g = settings.grpo
-    correction = {"rollout_logprobs": "none"}.get(g.off_policy_correction, g.off_policy_correction)
+    chosen = settings.flat.off_policy_correction
     proximal = "rollout" if g.use_rollout_logprobs else "interpolate" if g.interpolate_proximal else "recompute"
     return ObjectiveConfig(
         advantage_estimator=g.advantage_estimator,
@@ -89,8 +87,7 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
         entropy_coef=g.entropy_coef,
         proximal=proximal,  # type: ignore[arg-type]
         keep_old_actor=g.keep_old_actor,
-        correction=correction,
-        allow_no_correction=g.no_correction,
+        correction="none" if chosen == "rollout_logprobs" else chosen,
         tis_clip=g.tis_clip,
         tis_clip_low=g.tis_clip_low,
         tis_level=g.tis_level,
@@ -247,13 +244,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         skip_special_tokens=r.rollout_skip_special_tokens,
         max_retries=r.reward_max_retries,
         tokenizer_dir=place.model_dir,
-        teacher_urls=settings.grpo.opd_teacher_urls if settings.grpo.distills else (),
+        teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
     )
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
     rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:
         return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
-    if settings.eval.datasets:
+    if settings.flat.datasets:
         rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
     return rooms
 
@@ -266,7 +263,7 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
                 name=name,
                 data=data_spec(settings, place, path=path, input_key=e.eval_input_key, label_key=e.eval_label_key),
             )
-            for name, path in dict(e.datasets).items()
+            for name, path in dict(settings.flat.datasets).items()
         ),
         num_rollout=place.num_rollout,
         n_samples_per_prompt=e.n_samples_per_eval_prompt,
@@ -293,67 +290,8 @@ def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, r
     )
 
 
-def initial_knobs(settings: RunSettings) -> dict[str, Any]:
-    """Live values at epoch 0."""
-    r, g, o = settings.rollout, settings.grpo, settings.optimizer
-    return {
-        "rollout_batch_size": r.rollout_batch_size,
-        "over_sampling_batch_size": r.over_sampling_batch_size,
-        "max_weight_staleness": r.max_weight_staleness,
-        "staleness_policy": r.staleness_policy,
-        "rollout_temperature": r.rollout_temperature,
-        "rollout_top_p": r.rollout_top_p,
-        "rollout_max_response_len": r.rollout_max_response_len,
-        "partial_save_tokens": r.partial_save_tokens if r.partial_rollout else NEVER,
-        "max_tokens_per_slice": r.max_tokens_per_slice or 0,
-        "reward_timeout_s": r.reward_timeout_s,
-        "max_waves": r.max_waves or 0,
-        "dynamic_sampling_filter": FILTERS.get(r.dynamic_sampling_filter_path, r.dynamic_sampling_filter_path)
-        if r.dynamic_sampling_filter_path is None or "." not in r.dynamic_sampling_filter_path
-        else "none",
-        "lr": o.lr,
-        "clip_grad": o.clip_grad,
-        "eps_clip": g.eps_clip,
-        "eps_clip_high": g.eps_clip if g.eps_clip_high is None else g.eps_clip_high,
-        "kl_loss_coef": g.kl_loss_coef,
-        "entropy_coef": g.entropy_coef,
-        "tis_clip": g.tis_clip,
-        "pause_generation_mode": settings.sglang.pause_generation_mode,
-        "save_interval": settings.ckpt.save_interval or 0,
-        "eval_interval": settings.eval.eval_interval or 0,
-        "eval_share": settings.eval.eval_share,
-        "global_batch_size": g.global_batch_size,
-        "n_samples_per_prompt": r.n_samples_per_prompt,
-        "num_steps_per_rollout": g.num_steps_per_rollout,
-        "update_weights_interval": r.update_weights_interval,
-        "staleness_lookahead": r.staleness_lookahead or 0,
-        "needs_whole_groups": settings.needs_whole_groups,
-        "correction": g.off_policy_correction,
-        "no_correction": g.no_correction,
-        "use_kl_loss": g.use_kl_loss,
-        "has_eval_data": bool(settings.eval.datasets),
-        "rollout_max_context_len": r.rollout_max_context_len or 0,
-        **_slots(settings),
-    }
-
-
-def _slots(settings: RunSettings) -> dict[str, Any]:
-    """Samples that engines take at once."""
-    g = settings.sglang
-    return {
-        "sglang_server_concurrency": g.sglang_server_concurrency,
-        "sglang_concurrency_min": g.sglang_concurrency_min,
-        "sglang_concurrency_max": g.sglang_concurrency_max or 0,
-        "max_masked_fraction": g.max_masked_fraction or 0.0,
-        "tail_slots": g.tail_slots or 0,
-        "tail_after_tokens": g.tail_after_tokens or 0,
-        "num_generation_workers": g.num_generation_workers,
-        "no_tail_lane": no_tail_lane(settings),
-    }
-
-
 def _custom(path: str | None, builtin: dict[str | None, str]) -> str:
     return path if path is not None and "." in path and path not in builtin else ""
 
 
-__all__ = ("Place", "actor_spec", "bus_config", "initial_knobs", "room_specs")
+__all__ = ("Place", "actor_spec", "bus_config", "room_specs")

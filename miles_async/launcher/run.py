@@ -15,7 +15,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from actors.reward.scorer import RM_TYPES
 from actors.runtime.loop import run_loop
 from bus import Bus, Out, SystemClock
 from bus.messages.control import Event
@@ -38,7 +37,7 @@ from miles_async.settings.runs import write_run_file
 
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given."""
-    found = preflight(settings, shipped={"rm_type": RM_TYPES}, probes=[check_quantization])
+    found = preflight(settings, probes=[check_quantization])
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)

@@ -14,7 +14,7 @@ from functools import cache
 from miles_async.settings.catalog import PREFIXES, names
 from miles_async.settings.doc import PassedOn
 from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.run import RunSettings
+from miles_async.settings.flat import Flat
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
 # Flag -> the setting of ours that decides it.
@@ -81,55 +81,54 @@ _ROUTER = _PARSER.format(
 )
 
 
-def engines_match_the_gpus(s: RunSettings) -> None:
+def engines_match_the_gpus(s: Flat) -> None:
     """rollout_num_gpus = engines * GPUs per engine, and as many ids, each once."""
-    g = s.sglang
-    if g.engine != "sglang":
+    if s.engine != "sglang":
         for field, value, unset in (
-            ("rollout_num_gpus", g.rollout_num_gpus, 0),
-            ("server_args", g.server_args, {}),
-            ("sglang_server_command", g.sglang_server_command, ()),
+            ("rollout_num_gpus", s.rollout_num_gpus, 0),
+            ("server_args", s.server_args, {}),
+            ("sglang_server_command", s.sglang_server_command, ()),
         ):
             if value != unset:
                 raise _not_for(s, field, value)
         return
-    wanted = g.num_generation_workers * g.rollout_num_gpus_per_engine
-    if g.rollout_num_gpus != wanted:
+    wanted = s.num_generation_workers * s.rollout_num_gpus_per_engine
+    if s.rollout_num_gpus != wanted:
         raise SettingsError(
-            f"{g.num_generation_workers} engines of rollout_num_gpus_per_engine = {g.rollout_num_gpus_per_engine} take {wanted}",
+            f"{s.num_generation_workers} engines of rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} take {wanted}",
             field="rollout_num_gpus",
-            value=g.rollout_num_gpus,
+            value=s.rollout_num_gpus,
             remedy="Set a multiple of the GPUs per engine and leave out num_generation_workers.",
         )
-    if len(g.rollout_gpu_ids) != wanted:
+    if len(s.rollout_gpu_ids) != wanted:
         raise SettingsError(
-            f"{len(g.rollout_gpu_ids)} ids for {wanted} GPUs",
+            f"{len(s.rollout_gpu_ids)} ids for {wanted} GPUs",
             field="rollout_gpu_ids",
-            value=g.rollout_gpu_ids,
+            value=s.rollout_gpu_ids,
             remedy="Name each GPU once, or leave it out.",
         )
-    if len(set(g.rollout_gpu_ids)) < wanted and g.rollout_num_gpus_per_engine > 1:
+    if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1:
         raise SettingsError(
             "one engine needs different GPUs",
             field="rollout_gpu_ids",
-            value=g.rollout_gpu_ids,
+            value=s.rollout_gpu_ids,
             remedy="Name each GPU once.",
         )
 
 
-def _not_for(s: RunSettings, field: str, value: object) -> SettingsError:
+def _not_for(s: Flat, field: str, value: object) -> SettingsError:
     remedy = "Set --engine sglang."
     if field == "server_args" and isinstance(value, dict):
         for name in value:  # most likely a misspelt setting of ours
             remedy = nearest(f"sglang_{name}".replace("-", "_"), names()) or remedy
-    return SettingsError(f"engine is {s.sglang.engine!r}", field=field, value=value, remedy=remedy)
+    return SettingsError(f"engine is {s.engine!r}", field=field, value=value, remedy=remedy)
 
 
-def passed_flags_are_not_ours(s: RunSettings) -> None:
+def passed_flags_are_not_ours(s: Flat) -> None:
     """What follows from other settings cannot be passed on; names look like flags."""
     for table, values, owned in (
-        ("server_args", s.sglang.server_args, SERVER_OWNED),
-        ("router_args", s.sglang.router_args, ROUTER_OWNED),
+        ("server_args", s.server_args, SERVER_OWNED),
+        ("router_args", s.router_args, ROUTER_OWNED),
     ):
         for name, value in values.items():
             flag = f"{PREFIXES[table]}{name}"
@@ -141,25 +140,24 @@ def passed_flags_are_not_ours(s: RunSettings) -> None:
                 )
 
 
-def router_settings_agree(s: RunSettings) -> None:
-    g = s.sglang
-    if not g.use_router and g.sglang_router_ip is not None:
+def router_settings_agree(s: Flat) -> None:
+    if not s.use_router and s.sglang_router_ip is not None:
         raise SettingsError(
-            f"sglang_router_ip = {g.sglang_router_ip!r} is given",
+            f"sglang_router_ip = {s.sglang_router_ip!r} is given",
             field="use_router",
             value=False,
             remedy="Leave one of the two out.",
         )
-    if g.router_args and (not g.use_router or g.sglang_router_ip is not None):
-        why = "use_router is off" if not g.use_router else "the router at sglang_router_ip has its own flags"
+    if s.router_args and (not s.use_router or s.sglang_router_ip is not None):
+        why = "use_router is off" if not s.use_router else "the router at sglang_router_ip has its own flags"
         raise SettingsError(
-            why, field="router_args", value=g.router_args, remedy="Leave them out, or let us start the router."
+            why, field="router_args", value=s.router_args, remedy="Leave them out, or let us start the router."
         )
 
 
-def delta_is_for_files(s: RunSettings) -> None:
-    way = s.sglang.update_weight_transport
-    if s.sglang.update_weight_delta and way != "disk":
+def delta_is_for_files(s: Flat) -> None:
+    way = s.update_weight_transport
+    if s.update_weight_delta and way != "disk":
         raise SettingsError(
             f"update_weight_transport is {way!r}, which sends all tensors",
             field="update_weight_delta",
@@ -168,8 +166,8 @@ def delta_is_for_files(s: RunSettings) -> None:
         )
 
 
-def waves_are_for_files(s: RunSettings) -> None:
-    way, fraction = s.sglang.update_weight_transport, s.sglang.update_weight_wave_fraction
+def waves_are_for_files(s: Flat) -> None:
+    way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
         raise SettingsError(
             f"update_weight_transport is {way!r}, which reaches all engines at once",
@@ -179,16 +177,16 @@ def waves_are_for_files(s: RunSettings) -> None:
         )
 
 
-def engines_are_different(s: RunSettings) -> None:
+def engines_are_different(s: Flat) -> None:
     """Two workers on one engine would activate versions under each other's requests."""
     known: dict[str, str] = {}
-    for address in s.sglang.rollout_external_engine_addrs:
+    for address in s.rollout_external_engine_addrs:
         bare = address.rpartition("://")[2].rstrip("/").replace("localhost:", "127.0.0.1:")
         if bare in known:
             raise SettingsError(
                 f"{known[bare]} and {address} are one engine",
                 field="rollout_external_engine_addrs",
-                value=s.sglang.rollout_external_engine_addrs,
+                value=s.rollout_external_engine_addrs,
                 remedy="Give each engine a port of its own, and each address once.",
             )
         known[bare] = address
@@ -204,45 +202,43 @@ RULES = (
 )
 
 
-def notes(s: RunSettings) -> Iterator[str]:
+def notes(s: Flat) -> Iterator[str]:
     """What could not be verified here, and what is allowed but surprising."""
-    g = s.sglang
-    if g.server_args and g.sglang_server_command:
+    if s.server_args and s.sglang_server_command:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
-    among_others = g.use_router or g.sglang_router_ip is not None
-    elsewhere = bool(g.sglang_server_command or g.rollout_external_engine_addrs)
-    if g.engine != "embedded" and g.pause_generation_mode == "in_place" and (among_others or elsewhere):
+    among_others = s.use_router or s.sglang_router_ip is not None
+    elsewhere = bool(s.sglang_server_command or s.rollout_external_engine_addrs)
+    if s.engine != "embedded" and s.pause_generation_mode == "in_place" and (among_others or elsewhere):
         why = "behind a router" if among_others else "in an SGLang that this run does not start with its own Python"
         yield (
             f"pause_generation_mode in_place acts like retract {why}: tokens cannot be counted there at the moment of a weight "
             "update, and a chunk of several could mix two versions"
         )
-    if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
-        yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"
-    if g.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in g.server_args:
+    if s.engine == "sglang" and len(set(s.rollout_gpu_ids)) < len(s.rollout_gpu_ids):
+        yield f"several engines share a GPU (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): give each a part of its memory"
+    if s.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in s.server_args:
         yield (
             "--sglang-enable-prefill-delayer with several GPUs per engine can stop it for good: ranks of SGLang 0.5.12 decide by "
             "their own clocks when a wait is over"
         )
-    shared = sorted(set(g.rollout_gpu_ids) & set(range(s.perf.actor_num_gpus_per_node)))
-    if g.engine == "sglang" and shared and not (g.colocate or s.launch.debug_rollout_only):
+    shared = sorted(set(s.rollout_gpu_ids) & set(range(s.actor_num_gpus_per_node)))
+    if s.engine == "sglang" and shared and not (s.colocate or s.debug_rollout_only):
         yield (
-            f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): "
+            f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): "
             "give each a part of the memory (--sglang-mem-fraction-static), or let them take turns with --colocate"
         )
 
 
-def check_programs(s: RunSettings) -> None:
+def check_programs(s: Flat) -> None:
     """SGLang and the router are installed where we start them, and know the flags that are passed on."""
-    g = s.sglang
-    if g.engine == "sglang" and not g.sglang_server_command:
-        _installed("sglang", "engine", g.engine, "Install miles-async[sglang], or choose --engine embedded.")
-        if g.server_args:
-            _accepted("server_args", g.server_args, _SERVER)
-    if g.use_router and g.sglang_router_ip is None:
+    if s.engine == "sglang" and not s.sglang_server_command:
+        _installed("sglang", "engine", s.engine, "Install miles-async[sglang], or choose --engine embedded.")
+        if s.server_args:
+            _accepted("server_args", s.server_args, _SERVER)
+    if s.use_router and s.sglang_router_ip is None:
         _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
-        if g.router_args:
-            _accepted("router_args", g.router_args, _ROUTER)
+        if s.router_args:
+            _accepted("router_args", s.router_args, _ROUTER)
 
 
 def _installed(module: str, field: str, value: object, remedy: str) -> None:

@@ -13,6 +13,7 @@ from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
+from bus.testing.knobs import plain_kinds
 
 KNOBS: dict[str, Any] = {
     "rollout_batch_size": 2,
@@ -32,7 +33,7 @@ KNOBS: dict[str, Any] = {
     "max_tokens_per_slice": 0,
     "reward_timeout_s": 5.0,
     "max_waves": 0,
-    "dynamic_sampling_filter": "nonzero_std",
+    "dynamic_sampling_filter_path": "nonzero_std",
     "lr": 1e-3,
     "clip_grad": 1.0,
     "eps_clip": 0.2,
@@ -50,10 +51,6 @@ KNOBS: dict[str, Any] = {
     "save_interval": 0,
     "eval_interval": 0,
     "eval_share": 0.25,
-    "correction": "tis",
-    "no_correction": False,
-    "use_kl_loss": False,
-    "has_eval_data": False,
 }
 
 
@@ -63,7 +60,7 @@ async def open_bus(url: str, run: str, **config: Any) -> AsyncIterator[Bus]:
     knobs = config.pop("knobs", {})
     async with Bus(BusConfig(url=url, run=run, **config)) as bus:
         await bus.make_readers()
-        await publish_initial(bus, KNOBS | knobs)
+        await publish_initial(bus, KNOBS | knobs, plain_kinds(KNOBS | knobs))
         yield bus
 
 

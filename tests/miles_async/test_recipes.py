@@ -67,7 +67,7 @@ def test_a_recipe_for_gsm8k_resolves(path: Path, tmp_path: Path) -> None:
     assert s.sglang.server_args["attention-backend"] == "fa3"
     assert courier_spec(s).transport == "nccl"
     assert s.rollout.max_weight_staleness == 2 and s.grpo.use_tis
-    assert dict(s.eval.datasets) == {"test": str(tmp_path / "rows.jsonl")}
+    assert dict(s.flat.datasets) == {"test": str(tmp_path / "rows.jsonl")}
     keys = {"input_key": s.rollout.input_key, "label_key": s.rollout.label_key}
     assert check_prompt_data(s.rollout.prompt_data, field="prompt_data", keys=keys).rows == 1
 

@@ -126,7 +126,7 @@ def test_a_dynamic_global_batch_takes_what_agrees_with_it_and_says_what_it_leave
         backend = backend_of(use_dynamic_global_batch_size=True, **agreeing)
         assert backend.use_dynamic_global_batch_size and backend.num_steps_per_rollout == 1
     s = make(max_weight_staleness=0, use_dynamic_global_batch_size=True, actor_num_gpus_per_node=3)
-    assert any("leaves out 1 of 256" in note and "actor_num_gpus_per_node = 3" in note for note in notes(s))
+    assert any("leaves out 1 of 256" in note and "actor_num_gpus_per_node = 3" in note for note in notes(s.flat))
     (tmp_path / "run.toml").write_text(dump_toml(s))  # what a run writes down loads again, derived values included
     assert load(tmp_path / "run.toml").settings == s
 

@@ -202,41 +202,41 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
 
 def test_the_routers_own_parser_judges_names_and_values() -> None:
     pytest.importorskip("sglang_router")
-    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True, "log-dir": "d"}))
-    check_programs(settings(use_router=True, router_args={"dp-aware": False, "cors-allowed-origins": ("a", "b")}))
+    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True, "log-dir": "d"}).flat)
+    check_programs(settings(use_router=True, router_args={"dp-aware": False, "cors-allowed-origins": ("a", "b")}).flat)
     for given, why in (
         ({"policy": "rndom"}, "argument --policy: invalid choice: 'rndom'"),
         ({"dp-aware": 3}, "unrecognized arguments: 3"),
         ({"max-payload-size": "big"}, "argument --max-payload-size: invalid int value: 'big'"),
     ):
         with pytest.raises(SettingsError, match=r"router_args: sglang_router\.launch_router refuses these flags") as refused:
-            check_programs(settings(use_router=True, router_args=given))
+            check_programs(settings(use_router=True, router_args=given).flat)
         assert why in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(
         SettingsError,
         match=r"--router-polcy: sglang_router.launch_router has no such flag. Did you mean --router-policy",
     ):
-        check_programs(settings(use_router=True, router_args={"polcy": "random"}))
+        check_programs(settings(use_router=True, router_args={"polcy": "random"}).flat)
 
 
 def test_a_program_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)  # as find_spec sees a package that is not there
     with pytest.raises(SettingsError, match="sglang is not installed"):
-        check_programs(settings(engine="sglang"))
+        check_programs(settings(engine="sglang").flat)
     own = settings(engine="sglang", sglang_server_command=("/opt/sglang/bin/python", "-m", "sglang.launch_server"))
-    check_programs(own)  # not this Python's business
+    check_programs(own.flat)  # not this Python's business
 
 
 def test_what_is_surprising_is_noted() -> None:
     for own, why in (({"use_router": True}, "behind a router"), ({"sglang_server_command": ("serve",)}, "own Python")):
         s = settings(engine="sglang", pause_generation_mode="in_place", **own)
-        assert any("acts like retract" in note and why in note for note in notes(s))
+        assert any("acts like retract" in note and why in note for note in notes(s.flat))
     s = settings(engine="sglang", pause_generation_mode="in_place")
-    assert not any("acts like retract" in note for note in notes(s))
+    assert not any("acts like retract" in note for note in notes(s.flat))
     s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
-    assert any("share a GPU" in note for note in notes(s))
+    assert any("share a GPU" in note for note in notes(s.flat))
     delayed = settings(engine="sglang", rollout_num_gpus_per_engine=2, server_args={"enable-prefill-delayer": True})
-    assert any("can stop it for good" in note for note in notes(delayed))
-    assert any("share GPUs [0] with the trainer" in note for note in notes(s))
+    assert any("can stop it for good" in note for note in notes(delayed.flat))
+    assert any("share GPUs [0] with the trainer" in note for note in notes(s.flat))
     for fields in ({}, {"colocate": True}, {"debug_rollout_only": True}):
-        assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields)))
+        assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields).flat))

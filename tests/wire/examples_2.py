@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from bus.messages.base import Message, pack_floats
-from bus.messages.control import EvalDone, Vitals
+from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import GroupsGivenUp, PolicyActive, Restored
 from bus.messages.samples import RolloutDone, SampleTask, Scored
@@ -46,5 +46,6 @@ EXAMPLES: tuple[Message, ...] = (
         version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5
     ),
     _more(Vitals, slots=64),
+    _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

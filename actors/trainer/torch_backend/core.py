@@ -30,16 +30,6 @@ from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
 
-OBJECTIVE_KNOBS = {
-    "eps_clip": "eps_clip",
-    "eps_clip_high": "eps_clip_high",
-    "kl_loss_coef": "kl_loss_coef",
-    "entropy_coef": "entropy_coef",
-    "tis_clip": "tis_clip",
-    "max_weight_staleness": "max_staleness",
-}
-"""Live knob -> field of the objective's settings."""
-
 
 class Core:
     """Built once per process; `ranks` must be connected."""
@@ -109,9 +99,11 @@ class Core:
     # -- what a step runs under ---------------------------------------------------------------------------------
 
     def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
-        """The objective with this step's live knobs; ObjectiveConfigError when they break a rule."""
-        changes = {field: knobs[knob] for knob, field in OBJECTIVE_KNOBS.items() if knob in knobs}
-        return check(msgspec.structs.replace(self.objective, **changes)) if changes else self.objective
+        """The objective with this step's live settings, which have the names of its fields."""
+        changes = {name: knobs[name] for name in ObjectiveConfig.__struct_fields__ if name in knobs}
+        if "max_weight_staleness" in knobs:  # in steps
+            changes["max_staleness"] = knobs["max_weight_staleness"]
+        return msgspec.structs.replace(self.objective, **changes)
 
     def rate(self, step: int, knobs: Mapping[str, Any]) -> float:
         """Learning rate of rollout batch `step`: the schedule, with the live knob as its peak."""

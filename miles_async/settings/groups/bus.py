@@ -10,7 +10,9 @@ class BusSettings(Group, frozen=True, kw_only=True):
 
     bus_url: Annotated[
         str | None,
-        doc("redis://, rediss:// or unix:// address of your Redis. Unset: the run starts a private server."),
+        doc(
+            "redis://, rediss:// or unix:// address of your Redis. Unset: the run starts a private server.", secret=True
+        ),
     ] = None
     lease_s: Annotated[
         float,
