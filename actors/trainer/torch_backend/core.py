@@ -60,8 +60,7 @@ class Core:
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = cost_of(self.policy.hf.config)
-        depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
-        self.old_actors = OldActors(depth, on_host=ranks.alone)
+        self.old_actors = OldActors(on_host=ranks.alone)
         self.critic: CriticTraining | None = None
         if self.objective.advantage_estimator == "ppo":
             self.critic = CriticTraining(config, self._place, masters=masters)

@@ -87,7 +87,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         ]
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, work)
-        lost = _old_actor_passes(core, batch, packed, work) if cfg.keep_old_actor else []
+        lost = _old_actor_passes(core, batch, packed, work, cfg.max_staleness or 0) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
         samples = [s.train for s in batch.samples]
         for i in plan.trimmed:  # their rewards still belong to their group's baseline
@@ -128,7 +128,9 @@ def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: Pack
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
 
 
-def _old_actor_passes(core: Core, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> list[str]:
+def _old_actor_passes(
+    core: Core, batch: StepBatch, packed: PackedBatch, work: list[Work], depth: int
+) -> list[str]:
     """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
     own, lost = core.policy.named_weights(), []
@@ -150,7 +152,7 @@ def _old_actor_passes(core: Core, batch: StepBatch, packed: PackedBatch, work: l
     for sample, versions in zip(batch.samples, made, strict=True):
         if any(v < batch.step and nearest[int(v)] != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
-    core.old_actors.keep(batch.step, own)
+    core.old_actors.keep(batch.step, own, depth=depth)
     return lost
 
 
