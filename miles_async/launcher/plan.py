@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,10 +19,11 @@ from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
-from miles_async.settings.groups.grpo import LossAggMode
+from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
 
-REDUCTIONS: dict[LossAggMode, Reduction] = {
+T = TypeVar("T")
+REDUCTIONS: dict[str, Reduction] = {
     "seq-mean-token-mean": "per_sample",
     "token-mean": "per_token",
     "seq-mean-token-sum-norm": "constant",
@@ -61,95 +62,47 @@ def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
     )
 
 
+def told(kind: type[T], settings: Flat, **own: Any) -> T:
+    """A room's struct: fields that have the name of a setting are that setting, the others are told in `own`."""
+    fields = kind.__struct_fields__  # type: ignore[attr-defined]
+    return kind(**{name: settings.values[name] for name in fields if name in settings.values} | own)
+
+
 def objective_config(settings: RunSettings) -> ObjectiveConfig:
     """The objective's settings from the GRPO group."""
-    g = settings.grpo
-    chosen = settings.flat.off_policy_correction
-    proximal = "rollout" if g.use_rollout_logprobs else "interpolate" if g.interpolate_proximal else "recompute"
-    return ObjectiveConfig(
-        advantage_estimator=g.advantage_estimator,
-        rewards_normalization=not g.disable_rewards_normalization,
-        grpo_std_normalization=not g.disable_grpo_std_normalization,
-        normalize_advantages=g.normalize_advantages,
-        gamma=g.gamma,
-        lambd=g.lambd,
-        value_clip=g.value_clip,
-        use_opd=g.use_opd,
-        opd_kl_coef=g.opd_kl_coef,
-        kl_coef=g.kl_coef,
-        eps_clip=g.eps_clip,
-        eps_clip_high=g.eps_clip_high,
-        eps_clip_c=g.eps_clip_c,
-        use_kl_loss=g.use_kl_loss,
-        kl_loss_coef=g.kl_loss_coef,
-        kl_loss_type=g.kl_loss_type,
-        use_unbiased_kl=g.use_unbiased_kl,
-        entropy_coef=g.entropy_coef,
-        proximal=proximal,  # type: ignore[arg-type]
-        keep_old_actor=g.keep_old_actor,
+    s = settings.flat
+    chosen = s.off_policy_correction
+    return told(
+        ObjectiveConfig,
+        s,
+        rewards_normalization=not s.disable_rewards_normalization,
+        grpo_std_normalization=not s.disable_grpo_std_normalization,
+        proximal="rollout" if s.use_rollout_logprobs else "interpolate" if s.interpolate_proximal else "recompute",
         correction="none" if chosen == "rollout_logprobs" else chosen,
-        tis_clip=g.tis_clip,
-        tis_clip_low=g.tis_clip_low,
-        tis_level=g.tis_level,
-        tis_mode=g.tis_mode,
-        tis_upper_bound=g.tis_upper_bound,
-        tis_lower_bound=g.tis_lower_bound,
-        tis_batch_normalize=g.tis_batch_normalize if g.use_mis else False,
-        use_rs=g.use_rs,
-        rs_level=g.rs_level,
-        rs_upper_bound=g.rs_upper_bound if g.use_rs else None,
-        rs_lower_bound=g.rs_lower_bound if g.use_rs else None,
-        rs_veto_threshold=g.rs_veto_threshold,
-        use_opsm=g.use_opsm,
-        opsm_delta=g.opsm_delta,
-        reduction=REDUCTIONS[g.loss_agg_mode],
-        loss_constant=1.0 if g.loss_scale_factor is None else g.loss_scale_factor,
-        custom_loss_function_path=g.custom_loss_function_path or "",
-        custom_advantage_function_path=g.custom_advantage_function_path or "",
-        custom_tis_function_path=g.custom_tis_function_path or "",
-        custom_pg_loss_reducer_function_path=g.custom_pg_loss_reducer_function_path or "",
-        custom_reward_post_process_path=g.custom_reward_post_process_path or "",
+        report_only=s.get_mismatch_metrics,
+        tis_batch_normalize=s.tis_batch_normalize and s.use_mis,
+        rs_upper_bound=s.rs_upper_bound if s.use_rs else None,
+        rs_lower_bound=s.rs_lower_bound if s.use_rs else None,
+        reduction=REDUCTIONS[s.loss_agg_mode],
+        loss_constant=s.loss_scale_factor or 1.0,
     )
 
 
 def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     """The training backend's settings."""
-    o, p = settings.optimizer, settings.perf
-    return BackendConfig(
+    s = settings.flat
+    return told(
+        BackendConfig,
+        s,
         hf_checkpoint=place.reference_dir or place.model_dir,  # --load without a checkpoint falls back to --ref-load
         ref_load=place.reference_dir,
         published_as=place.model_dir,
-        dtype=settings.model.model_dtype,
-        threads=p.trainer_threads,
-        seed=settings.launch.seed,
         objective=objective_config(settings),
-        max_tokens_per_gpu=p.max_tokens_per_gpu,
-        use_dynamic_batch_size=p.use_dynamic_batch_size,
-        micro_batch_size=p.micro_batch_size or 1,
-        num_steps_per_rollout=settings.grpo.num_steps_per_rollout,
-        use_dynamic_global_batch_size=settings.grpo.use_dynamic_global_batch_size,
-        balance="none" if not p.balance_data else "flops" if p.balance_by_flops else "tokens",
-        optimizer=o.optimizer,
-        lr=o.lr,
-        min_lr=o.min_lr,
-        lr_decay_style=o.lr_decay_style,
-        lr_warmup_iters=o.lr_warmup_iters,
+        balance="none" if not s.balance_data else "flops" if s.balance_by_flops else "tokens",
         num_rollout=place.num_rollout,
-        weight_decay=o.weight_decay,
-        adam_beta1=o.adam_beta1,
-        adam_beta2=o.adam_beta2,
-        adam_eps=o.adam_eps,
-        clip_grad=o.clip_grad,
-        gradient_checkpointing=p.gradient_checkpointing,
-        ref_update_interval=settings.grpo.ref_update_interval or 0,
         critic_load=place.critic_dir,
-        critic_lr=o.critic_lr,
-        num_critic_only_steps=settings.grpo.num_critic_only_steps,
         opd_teacher_load=place.teacher_dir,
-        logprob_tolerance=settings.launch.selfcheck_logprob_tolerance,
-        offload_target=settings.sglang.offload_train_target,
         offload_dir=place.run_dir,
-        true_on_policy=settings.model.true_on_policy_mode,
     )
 
 

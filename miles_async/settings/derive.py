@@ -164,6 +164,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),
     ("balance_by_flops", lambda v: v["balance_data"]),
     ("selfcheck_logprob_tolerance", _tolerance),
+    ("policy_loss", lambda v: v["advantage_estimator"] if v["advantage_estimator"] in ("gspo", "cispo") else "ppo"),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),

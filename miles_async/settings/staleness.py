@@ -44,7 +44,9 @@ def parts_have_a_turn(s: Flat) -> None:
 
 def stale_data_is_corrected(s: Flat) -> None:
     bound = s.max_weight_staleness
-    if bound > 0 and s.off_policy_correction == "none" and not (s.no_correction or s.keep_old_actor):
+    corrected = s.off_policy_correction == "rollout_logprobs" or s.keep_old_actor or s.policy_loss == "dppo"
+    corrected = corrected or (s.off_policy_correction != "none" and not s.get_mismatch_metrics)
+    if bound > 0 and not (corrected or s.no_correction):
         raise refusal(
             "max_weight_staleness",
             bound,

@@ -29,6 +29,21 @@ def hooks_have_an_effect(s: Flat) -> None:
         )
 
 
+def a_loss_belongs_to_its_estimator(s: Flat) -> None:
+    own = s.advantage_estimator if s.advantage_estimator in ("gspo", "cispo") else None
+    if s.policy_loss != own and (own or s.policy_loss in ("gspo", "cispo")):
+        raise refusal(
+            "policy_loss",
+            s.policy_loss,
+            f"advantage_estimator is {s.advantage_estimator!r}, and gspo and cispo are each estimator and loss in one",
+            "Leave it out.",
+        )
+    if s.get_mismatch_metrics and s.off_policy_correction in ("none", "rollout_logprobs"):
+        raise refusal(
+            "get_mismatch_metrics", True, "no correction is chosen whose effect could be told", "Add --use-tis or another."
+        )
+
+
 def ranks_have_work(s: Flat) -> None:
     if s.actor_num_nodes != 1:
         raise refusal(
@@ -115,6 +130,7 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
 RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
+    a_loss_belongs_to_its_estimator,
     loss_is_reduced_one_way,
     ranks_have_work,
     ranks_have_equal_micro_batches,
@@ -124,6 +140,10 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
+    if s.use_opsm and s.num_steps_per_rollout == 1 and not (
+        s.keep_old_actor or s.use_rollout_logprobs or s.interpolate_proximal
+    ):
+        yield "use_opsm has little effect with one step per rollout: the policy has not moved since the log-probs before the step"
     ranks, total = s.actor_num_gpus_per_node, s.samples_per_rollout
     if s.use_dynamic_global_batch_size and total % ranks:
         yield (

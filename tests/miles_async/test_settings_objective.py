@@ -145,7 +145,7 @@ def test_settings_reach_the_trainer() -> None:
     cfg = objective_config(s)
     assert (cfg.custom_loss_function_path, cfg.custom_advantage_function_path) == ("a.loss", "a.advantage")
     assert (cfg.custom_pg_loss_reducer_function_path, cfg.custom_reward_post_process_path) == ("a.reducer", "a.rewards")
-    assert cfg.custom_tis_function_path == ""
+    assert cfg.custom_tis_function_path is None
     tis = objective_config(make(use_tis=True, custom_tis_function_path="a.tis"))
     assert (tis.correction, tis.custom_tis_function_path, tis.use_tis) == ("tis", "a.tis", True)
 
@@ -153,9 +153,9 @@ def test_settings_reach_the_trainer() -> None:
         run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
     )
     [trainer] = [room for name, _, room in room_specs(s, place) if name == "trainer"]
-    assert (trainer.ranks, trainer.ci_test, trainer.backend.logprob_tolerance) == (2, True, 1e-4)
+    assert (trainer.ranks, trainer.ci_test, trainer.backend.selfcheck_logprob_tolerance) == (2, True, 1e-4)
     for fields, tolerance in (({}, 0.03), ({"selfcheck_logprob_tolerance": 0.08}, 0.08)):
-        assert backend_config(make(model_dtype="bfloat16", **fields), place).logprob_tolerance == tolerance
+        assert backend_config(make(model_dtype="bfloat16", **fields), place).selfcheck_logprob_tolerance == tolerance
 
 
 @pytest.mark.timeout(240)  # three processes that import torch

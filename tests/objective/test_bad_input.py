@@ -10,7 +10,6 @@ import torch
 
 from actors.trainer.objective import (
     MissingInputError,
-    ObjectiveConfig,
     TrainSample,
     finish,
     policy_loss,
@@ -19,9 +18,10 @@ from actors.trainer.objective import (
 )
 from actors.trainer.objective.metrics import name_nonfinite
 from actors.trainer.objective.staleness import StaleTokenError, assert_fresh
+from tests.declared import objective_of
 
 NAN = math.nan
-TIS = ObjectiveConfig(correction="tis", eps_clip_high=0.28)
+TIS = objective_of(correction="tis", eps_clip_high=0.28)
 
 
 def sample(name, n=4, reward=1.0, group=0, **kw):
@@ -111,7 +111,7 @@ def test_empty_responses_and_groups_of_one_are_harmless():
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("reduction", ["per_sample", "per_token", "constant"])
 def test_a_batch_with_nothing_to_train_gives_zero_loss_and_says_so(whiten, reduction):
-    cfg = ObjectiveConfig(correction="tis", normalize_advantages=whiten, reduction=reduction)
+    cfg = objective_of(correction="tis", normalize_advantages=whiten, reduction=reduction)
     prepared, loss, grad, report = step(cfg, [sample("a", remove=True), sample("b", reward=0.0, loss_mask=[0] * 4)])
     assert prepared.flags["all_masked"] == ["a", "b"]
     assert loss.item() == 0 and grad.abs().sum() == 0
@@ -125,7 +125,7 @@ def test_no_samples_and_only_empty_samples_do_not_crash():
 
 
 def test_lengths_of_1_and_100k_mix():
-    cfg = ObjectiveConfig(advantage_estimator="reinforce_plus_plus", gamma=0.999, correction="tis")
+    cfg = objective_of(advantage_estimator="reinforce_plus_plus", gamma=0.999, correction="tis")
     long = sample("long", n=100_000)
     prepared, loss, grad, _ = step(cfg, [sample("short", n=1, reward=0.0), long])
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
@@ -166,13 +166,13 @@ def test_a_field_that_no_sample_has_is_an_error_that_names_it():
     with pytest.raises(MissingInputError, match="rollout_logp"):
         step(TIS, [sample("a", rollout_logp=None)])
     with pytest.raises(MissingInputError, match="values"):
-        prepare_batch(ObjectiveConfig(advantage_estimator="ppo"), [sample("a")])
+        prepare_batch(objective_of(advantage_estimator="ppo"), [sample("a")])
     with pytest.raises(MissingInputError, match="current_version"):
-        prepare_batch(ObjectiveConfig(max_staleness=1), [sample("a")])
+        prepare_batch(objective_of(max_staleness=1), [sample("a")])
 
 
 def test_over_age_tokens_are_masked_and_a_sample_with_nothing_left_is_named():
-    cfg = ObjectiveConfig(correction="tis", max_staleness=1)
+    cfg = objective_of(correction="tis", max_staleness=1)
     samples = [
         sample("mixed", spans=[(2, 1), (4, 3)], reward=0.0),
         sample("old", spans=[(1, 4)]),

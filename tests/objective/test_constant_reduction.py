@@ -16,6 +16,7 @@ from actors.trainer.objective import (
     prepare_batch,
 )
 from actors.trainer.objective.loss import token_terms
+from tests.declared import objective_of
 
 LOSSES = {"loss", "pg_loss"}
 
@@ -46,7 +47,7 @@ def reduced(cfg: ObjectiveConfig, lengths: list[int], seed: int = 0):
 
 
 def config(**fields: object) -> ObjectiveConfig:
-    return ObjectiveConfig(correction="tis", eps_clip_high=0.28, **fields)  # type: ignore[arg-type]
+    return objective_of(correction="tis", eps_clip_high=0.28, **fields)  # type: ignore[arg-type]
 
 
 @settings(max_examples=30, deadline=None)
@@ -75,7 +76,7 @@ def test_a_token_weighs_the_same_in_a_long_answer_as_in_a_short_one():
     plain = {"proximal": "current", "grpo_std_normalization": False}
     lengths = [2, 8]  # one prompt: rewards 0 and 1, advantages -0.5 and 0.5
     per_sample, constant = (
-        reduced(ObjectiveConfig(**plain, **fields), lengths)[1].abs()
+        reduced(objective_of(**plain, **fields), lengths)[1].abs()
         for fields in ({}, {"reduction": "constant", "loss_constant": 8.0})
     )
     assert per_sample[0] / per_sample[-1] == pytest.approx(4)

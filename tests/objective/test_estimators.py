@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer.objective import (
-    ObjectiveConfig,
     ObjectiveConfigError,
     TrainSample,
     check,
@@ -25,6 +24,7 @@ from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.opd import topk_reverse_kl
 from actors.trainer.objective.rewards import normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
+from tests.declared import objective_of
 
 
 def normalised(rewards, estimator, **kw):
@@ -82,7 +82,7 @@ def one_step(cfg, new, old, rewards=(1.0, 0.0), rollout=None, spans=None, versio
 def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
     old = torch.full((4,), -2.0, dtype=torch.float64)
     new = torch.tensor([-2.0, -1.0, -2.0, -1.0], dtype=torch.float64)  # ratio e on every second token
-    cfg = check(ObjectiveConfig(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.5))
+    cfg = check(objective_of(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.5))
     _, grad, report, prepared = one_step(cfg, new, old)
     a = prepared.advantages
     assert grad.tolist() == pytest.approx((-torch.tensor([1.0, 1.5, 1.0, 1.5]) * a / 4).tolist())
@@ -90,7 +90,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
 
 
 def test_dppo_blocks_only_updates_that_leave_the_trust_region():
-    cfg = check(ObjectiveConfig(policy_loss="dppo", dppo_delta=0.1))
+    cfg = check(objective_of(policy_loss="dppo", dppo_delta=0.1))
     old = torch.tensor([0.5, 0.001, 0.5, 0.5], dtype=torch.float64).log()
     new = torch.tensor([0.8, 0.01, 0.2, 0.8], dtype=torch.float64).log()
     _, grad, report, prepared = one_step(cfg, new, old)
@@ -110,7 +110,7 @@ def test_binary_divergences_match_their_definitions():
 def test_decoupled_weights_bring_the_gradient_back_to_the_behaviour_policy():
     rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
     old = torch.tensor([-1.5, -1.0, -1.0, -1.0], dtype=torch.float64)
-    cfg = check(ObjectiveConfig(correction="decoupled", decoupled_cap=4.0))
+    cfg = check(objective_of(correction="decoupled", decoupled_cap=4.0))
     _, grad, report, prepared = one_step(cfg, old, old, rollout=rollout)  # new == old: ratio 1, weight prox/behaviour
     weights = torch.tensor([math.exp(-0.5), 4.0, 1.0, 1.0])
     assert grad.tolist() == pytest.approx((-weights * prepared.advantages / 4).tolist())
@@ -125,7 +125,7 @@ def test_interpolated_proximal_follows_staleness():
 
 def test_fresh_tokens_need_no_correction_under_interpolation():
     rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
-    cfg = check(ObjectiveConfig(correction="decoupled", proximal="interpolate", max_staleness=4))
+    cfg = check(objective_of(correction="decoupled", proximal="interpolate", max_staleness=4))
     new = rollout + 0.1
     fresh = [[(9, 2)], [(9, 2)]]
     _, _, report, _ = one_step(cfg, new, rollout, rollout=rollout, spans=fresh, version=9)
@@ -138,14 +138,14 @@ def test_fresh_tokens_need_no_correction_under_interpolation():
 def test_max_difference_is_a_maximum_not_a_mean():
     old = torch.full((4,), -1.0, dtype=torch.float64)
     rollout = old - torch.tensor([0.0, 0.25, 0.0, 0.5], dtype=torch.float64)
-    _, _, report, _ = one_step(ObjectiveConfig(correction="tis"), old, old, rollout=rollout)
+    _, _, report, _ = one_step(objective_of(correction="tis"), old, old, rollout=rollout)
     assert report["forward_logp_max_diff"] == pytest.approx(0.5)
     assert report["train_rollout_logprob_abs_diff"] == pytest.approx(0.1875)
 
 
 def test_kl_coefficient_zero_only_monitors():
-    base = ObjectiveConfig(proximal="current")
-    monitored = ObjectiveConfig(proximal="current", use_kl_loss=True, kl_loss_type="k2")
+    base = objective_of(proximal="current")
+    monitored = objective_of(proximal="current", use_kl_loss=True, kl_loss_type="k2")
     logp = torch.tensor([-1.0, -2.0, -1.5, -0.5], dtype=torch.float64)
     samples = [TrainSample(str(i), 0, 2, float(i), ref_logp=[-1.0, -1.0]) for i in range(2)]
     grads = []
@@ -182,7 +182,7 @@ def test_length_bias_has_a_sign():
 )
 def test_unknown_names_are_refused(change, words):
     with pytest.raises(ObjectiveConfigError, match=words):
-        check(ObjectiveConfig(**change))
+        check(objective_of(**change))
 
 
 def test_schedules():

@@ -43,7 +43,7 @@ def test_a_trainer_that_slept_trains_as_if_it_had_not(
 def test_memory_is_given_up_and_a_sleeping_trainer_answers_nothing(
     make_backend: Backend, make_batch: Batch, tmp_path: Path
 ) -> None:
-    backend = make_backend(offload_target="disk", offload_dir=str(tmp_path))
+    backend = make_backend(offload_train_target="disk", offload_dir=str(tmp_path))
     backend.train_step(make_batch(0))
     moments = backend.core.optimizer.state().values()
     held = sum(t.untyped_storage().nbytes() for t in moments)

@@ -43,7 +43,7 @@ def stale_batch(make_batch: Batch, *, step: int) -> StepBatch:
     return batch
 
 
-@pytest.mark.parametrize("extra", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("extra", [{}, {"model_dtype": "bfloat16"}])
 def test_tokens_meet_the_weights_that_made_them(extra: dict[str, Any], make_backend: Backend, make_batch: Batch) -> None:
     """Then engine and old log-probs are equal, and every weight of truncated importance sampling is 1."""
     seen = {}

@@ -59,7 +59,7 @@ def test_a_version_written_over_another_one_is_an_error(tmp_path: Path, make_bac
 
 
 def test_bf16_weights_are_exported_as_bf16(tmp_path: Path, make_backend: Backend) -> None:
-    make_backend(dtype="bfloat16").copy_weights().write(tmp_path / "v1")
+    make_backend(model_dtype="bfloat16").copy_weights().write(tmp_path / "v1")
     assert {t.dtype for t in load_file(tmp_path / "v1" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "v1" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -69,7 +69,7 @@ def test_bf16_weights_are_exported_as_bf16(tmp_path: Path, make_backend: Backend
     [
         {},
         {"optimizer": "muon"},
-        {"dtype": "bfloat16"},
+        {"model_dtype": "bfloat16"},
         {"objective": {"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_update_interval": 2},
         {"num_steps_per_rollout": 2},
     ],

@@ -21,7 +21,7 @@ def check(cfg: ObjectiveConfig) -> ObjectiveConfig:
     found: list[str] = []
     for name, table in (
         ("advantage_estimator", ADVANTAGES),
-        ("loss_name", POLICY_LOSSES),
+        ("policy_loss", POLICY_LOSSES),
         ("kl_loss_type", KL_ESTIMATORS),
         ("correction", CORRECTIONS),
     ):

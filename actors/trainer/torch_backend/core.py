@@ -39,15 +39,15 @@ class Core:
         self.ranks = ranks
         install(config.objective)
         self.objective = settle_objective(config)
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.trainer_threads)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.dtype = resolve_dtype(config.model_dtype, self.device)
         ranks.make_mesh(self.device)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)
-        if config.true_on_policy and self.fp8 is not None:
+        if config.true_on_policy_mode and self.fp8 is not None:
             raise Refused("true_on_policy_mode: engines that serve FP8 compute other log-probs. Leave the mode out.")
         self.reference: Policy | None = None
         if self.objective.needs_ref_logp:
@@ -66,7 +66,7 @@ class Core:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)
-        self._offload = Offload(config.offload_target, config.offload_dir)
+        self._offload = Offload(config.offload_train_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
@@ -75,7 +75,7 @@ class Core:
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
-        return MatchedPolicy(policy.hf) if self.config.true_on_policy else policy
+        return MatchedPolicy(policy.hf) if self.config.true_on_policy_mode else policy
 
     def _load_teacher(self) -> Policy | None:
         """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""
@@ -229,7 +229,7 @@ class Core:
         return {name: t for name, t in whole.items() if t is not None}
 
     def _moving_reference(self) -> dict[str, Tensor]:
-        if self.reference is None or self.config.ref_update_interval <= 0:
+        if self.reference is None or not self.config.ref_update_interval:
             return {}
         return dict(self.reference.named_weights())
 

@@ -100,7 +100,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
         tally.updates
-        and core.config.ref_update_interval > 0
+        and core.config.ref_update_interval
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()

@@ -7,7 +7,6 @@ import msgspec
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 Level = Literal["token", "sequence", "geometric"]
-LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 
 
 class GrpoSettings(Group, frozen=True, kw_only=True):
@@ -27,6 +26,20 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ],
         doc("How rewards become advantages, and which policy loss goes with them."),
     ] = "grpo"
+    policy_loss: Annotated[
+        Literal["ppo", "gspo", "cispo", "dppo"],
+        doc(
+            "The policy loss. dppo leaves tokens out whose probability has moved by more than dppo_delta, in place of clipping the "
+            "ratio; that bounds stale data too.",
+            derived="gspo or cispo with the estimator of that name, else ppo",
+        ),
+    ]
+    dppo_divergence: Annotated[
+        Literal["tv", "kl"], doc("For policy_loss dppo: how far a token has moved, in probability (tv) or nats (kl).")
+    ] = "tv"
+    dppo_delta: Annotated[
+        float, doc("For policy_loss dppo: how far a token may move; 0.05 is usual with dppo_divergence kl.", gt=0)
+    ] = 0.15
     global_batch_size: Annotated[
         int,
         doc(
@@ -118,6 +131,10 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_decoupled_loss: Annotated[
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
     ] = False
+    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of that weight.", gt=0)] = 5.0
+    get_mismatch_metrics: Annotated[
+        bool, doc("Report what the chosen correction would do and do not apply it.")
+    ] = False
     keep_old_actor: Annotated[
         bool,
         doc(
@@ -189,7 +206,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     loss_agg_mode: Annotated[
-        LossAggMode,
+        Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"],
         doc(
             "How the tokens of an optimizer step become its loss. seq-mean-token-mean: mean of each trajectory, then over "
             "trajectories. token-mean: mean over all tokens. seq-mean-token-sum-norm: sum of each trajectory over the "
