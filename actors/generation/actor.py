@@ -285,7 +285,7 @@ class Worker:
             extra_key=link.salt or None,
             routing_key=running.task.group_id,
         )
-        save_every = int(context.knobs.partial_save_tokens)
+        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
         try:
             async for chunk in engine.generate(request):
                 running.take(chunk, link.versions)

@@ -92,6 +92,9 @@ class PartialBuffer:
 
     async def _move(self, entry: Entry, parked: Parked, action: str) -> None:
         task, response = parked.task, parked.response
+        # Whoever gave its slot back of its own accord was not interrupted.
+        if action == "resume" and not self._context.knobs.partial_rollout and parked.reason not in ("slice", "tail"):
+            action = "restart"
         ledger: dict[str, int] = {}
         out: PrefixResume | PrefixDropped
         if action == "drop":

@@ -34,6 +34,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     objective: ObjectiveConfig
     max_tokens_per_gpu: int
+    log_probs_max_tokens_per_gpu: int
     use_dynamic_batch_size: bool
     micro_batch_size: int
     num_steps_per_rollout: int

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from miles_async.settings.catalog import FieldSpec, groups, names
+from miles_async.settings.catalog import FieldSpec, groups, names, passed_on
 from miles_async.settings.dump import toml_value
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.load import FlagValue
@@ -80,10 +80,10 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
-    passed = _passed_on(flag)
+    passed = passed_on(flag)
     if flag not in _flags() and passed is not None:
         words = (inline,) if equals else tuple(_all_words(rest))
-        return FlagValue(passed, words, flag)
+        return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
         raise SettingsError(
             f"{flag} is not a flag", remedy=nearest(flag, [*_flags(), *switches]) or "See train --help."
@@ -103,12 +103,6 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     if not rest.value_follows():
         raise SettingsError(f"{flag} needs a value", remedy=f"It takes {spec.expected}.")
     return FlagValue(spec, (next(rest),), flag)
-
-
-def _passed_on(flag: str) -> FieldSpec | None:
-    """The table that takes a flag which is not ours."""
-    tables = (spec for spec in names().values() if spec.kind == "table")
-    return next((spec for spec in tables if flag.startswith(spec.prefix) and len(flag) > len(spec.prefix)), None)
 
 
 def _all_words(rest: _Words) -> Iterator[str]:

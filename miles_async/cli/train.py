@@ -5,7 +5,8 @@ from pathlib import Path
 
 from miles_async.cli.flags import flags_help, parse_flags
 from miles_async.settings.dump import dry_run_text
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.checks import preflight
+from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import load
 
 HELP = ("-h", "--help")
@@ -45,13 +46,14 @@ def run(args: argparse.Namespace) -> int:
     if args.help:
         print(f"{USAGE}\n{flags_help()}")
         return 0
-    loaded = load(args.config, args.values)
-    if loaded.settings.flat.hook_paths:
-        from miles_async.launcher.hooks import check_hooks
+    refused = Refusals()
+    loaded = load(args.config, args.values, refused)
+    if args.dry_run or refused.found:
+        from miles_async.launcher.hooks import PROBES
 
-        check_hooks(loaded.settings)
-    if args.dry_run:
-        print(dry_run_text(loaded), end="")
+        found = refused.attempt(preflight, loaded.settings, probes=PROBES)
+        refused.raise_all()
+        print(dry_run_text(loaded, found.notes if found else ()), end="")
         return 0
     from miles_async.launcher.run import train
 

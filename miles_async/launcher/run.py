@@ -28,7 +28,8 @@ from miles_async.console.watchdog import watch
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
-from miles_async.launcher.prepare import check_quantization, place_of, prepare_bus, token_counter
+from miles_async.launcher.hooks import PROBES
+from miles_async.launcher.prepare import place_of, prepare_bus, token_counter
 from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
@@ -37,7 +38,7 @@ from miles_async.settings.runs import write_run_file
 
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given."""
-    found = preflight(settings, probes=[check_quantization])
+    found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)

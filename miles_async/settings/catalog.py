@@ -22,8 +22,17 @@ _HINTS = {"int": "a whole number", "float": "a number", "str": "a string", "bool
 _PLURALS = {"int": "whole numbers", "str": "strings"}
 
 
-# Tables that hold another program's flags -> what these begin with on our command line.
-PREFIXES = {"server_args": "--sglang-", "router_args": "--router-"}
+# Tables that hold another program's flags -> what these begin with on our command line, and on that of Miles.
+PREFIXES = {"router_args": ("--router-", "--sglang-router-"), "server_args": ("--sglang-",)}
+
+
+def passed_on(flag: str) -> tuple[str, str] | None:
+    """(table, name there) of a flag that goes to another program."""
+    for table, prefixes in PREFIXES.items():
+        for prefix in prefixes:
+            if flag.startswith(prefix) and len(flag) > len(prefix):
+                return table, flag.removeprefix(prefix)
+    return None
 
 
 class Shape(NamedTuple):
@@ -67,7 +76,7 @@ class FieldSpec:
     @property
     def prefix(self) -> str:
         """Of a table: what its flags begin with, `--sglang-` for server_args."""
-        return PREFIXES[self.name]
+        return PREFIXES[self.name][0]
 
     @property
     def text(self) -> str:

@@ -180,9 +180,11 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
 )
 
 
-def fill(given: Values, defaults: Values, *, run_name: str) -> Values:
-    """All fields: `given` over `defaults` over derivations. Raises SettingsError when the four knobs disagree."""
+def fill(given: Values, defaults: Values, *, run_name: str, gpu: bool) -> Values:
+    """All fields: `given` over `defaults` over derivations. `gpu`: whether this host has one. Raises SettingsError when the four
+    knobs disagree."""
     values = {**defaults, **given}
+    values.setdefault("model_dtype", "bfloat16" if gpu and not values["hf_checkpoint"].startswith("builtin:") else "float32")
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
     if values["use_dynamic_global_batch_size"]:

@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names
+from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest
 from miles_async.settings.rules import check_rules, notes
@@ -89,7 +90,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
             )
     refused.raise_all()
     defaults = {name: spec.default for name, spec in catalog().items() if spec.default is not NO_DEFAULT}
-    values = fill(given, defaults, run_name=config.stem if config is not None else "run")
+    values = fill(given, defaults, run_name=config.stem if config is not None else "run", gpu=has_gpu())
     full: dict[str, Origin] = {
         name: origins.get(name, "file" if name in given else "default" if name in defaults else "derived")
         for name in catalog()
@@ -103,7 +104,18 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     check_rules(settings.flat, refused)
     if found is None:
         refused.raise_all()
-    return Loaded(settings, full, config, () if refused.found else tuple(notes(settings.flat)))
+    hints = [] if refused.found else list(notes(settings.flat))
+    if settings.model.model_dtype == "float32" and settings.model.builtin_name is None and has_gpu():
+        hints.append("model_dtype = float32 on a GPU takes twice the memory of bfloat16 and trains at a fraction of its speed")
+    elif full["model_dtype"] == "derived" and settings.model.model_dtype == "bfloat16":
+        hints.append("model_dtype is bfloat16, since this host has a GPU; --model-dtype float32 asks for the other")
+    return Loaded(settings, full, config, tuple(hints))
+
+
+def has_gpu() -> bool:
+    """Whether a process started here finds a CUDA device; told without loading torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -192,7 +204,7 @@ def value_of_words(flag: FlagValue) -> Any:
     """The value of a flag. `none` unsets an optional field."""
     spec, words = flag.spec, flag.words
     if spec.kind == "table":
-        name = flag.typed.removeprefix(spec.prefix)
+        _, name = passed_on(flag.typed) or ("", flag.typed)
         return {name: _passed_on(words)}
     if spec.kind == "list":
         return coerce(spec, words, flag.typed, text=True)

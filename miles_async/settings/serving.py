@@ -131,9 +131,12 @@ def passed_flags_are_not_ours(s: Flat) -> None:
         ("router_args", s.router_args, ROUTER_OWNED),
     ):
         for name, value in values.items():
-            flag = f"{PREFIXES[table]}{name}"
+            flag = f"{PREFIXES[table][0]}{name}"
             if name in owned:
                 raise SettingsError(f"decided by {owned[name]}", field=flag, value=value, remedy="Leave it out.")
+            if table == "server_args" and name.startswith("router-"):
+                own = name.removeprefix("router-")
+                raise SettingsError("a flag of the router", field=flag, value=value, remedy=f"Write {own} in router_args.")
             if not NAME.fullmatch(name):
                 raise SettingsError(
                     "not the name of a flag", field=flag, value=value, remedy="Write it as the program does."
@@ -204,6 +207,11 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What could not be verified here, and what is allowed but surprising."""
+    if not s.partial_rollout and s.pause_generation_mode != "abort":
+        yield (
+            f"partial_rollout is off, but pause_generation_mode {s.pause_generation_mode} interrupts no sample: those under way at "
+            "a weight update go on with the new weights; --pause-generation-mode abort generates them anew"
+        )
     if s.server_args and s.sglang_server_command:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
     among_others = s.use_router or s.sglang_router_ip is not None
@@ -229,16 +237,19 @@ def notes(s: Flat) -> Iterator[str]:
         )
 
 
-def check_programs(s: Flat) -> None:
-    """SGLang and the router are installed where we start them, and know the flags that are passed on."""
+def check_programs(s: Flat) -> list[str]:
+    """SGLang and the router are installed where we start them, and know the flags that are passed on. Returns what could not be
+    told here."""
+    unchecked: list[str] = []
     if s.engine == "sglang" and not s.sglang_server_command:
         _installed("sglang", "engine", s.engine, "Install miles-async[sglang], or choose --engine embedded.")
-        if s.server_args:
-            _accepted("server_args", s.server_args, _SERVER)
+        if s.server_args and not _accepted("server_args", s.server_args, _SERVER):
+            unchecked.append("--sglang-* flags are not verified: SGLang's own parser did not answer")
     if s.use_router and s.sglang_router_ip is None:
         _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
-        if s.router_args:
-            _accepted("router_args", s.router_args, _ROUTER)
+        if s.router_args and not _accepted("router_args", s.router_args, _ROUTER):
+            unchecked.append("--router-* flags are not verified: the router's own parser did not answer")
+    return unchecked
 
 
 def _installed(module: str, field: str, value: object, remedy: str) -> None:
@@ -246,17 +257,19 @@ def _installed(module: str, field: str, value: object, remedy: str) -> None:
         raise SettingsError(f"{module} is not installed in this Python", field=field, value=value, remedy=remedy)
 
 
-def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> None:
+def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> bool:
+    """False where it cannot be told."""
     known, refused = _verdict(script, tuple(_words(values)))
     program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
     for name in values if known else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"Did you mean {PREFIXES[table]}{close[0]}?" if close else "Look at the program's --help."
-            raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table]}{name}", remedy=hint)
+            hint = f"Did you mean {PREFIXES[table][0]}{close[0]}?" if close else "Look at the program's --help."
+            raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table][0]}{name}", remedy=hint)
     if refused:
         why = " ".join(refused.split())[:300]
         raise SettingsError(f"{program} refuses these flags: {why}", field=table, remedy="Correct or leave out that flag.")
+    return bool(known)
 
 
 def _words(values: Mapping[str, PassedOn]) -> Iterator[str]:

@@ -48,6 +48,13 @@ def _lane(s: Flat, slots: int, after: int) -> Iterator[SettingsError]:
         yield refusal("tail_slots", slots, rule, f"Set it to {most} or less.")
 
 
-RULES = (slots_are_possible,)
+def slices_go_on_from_a_prefix(s: Flat) -> None:
+    for name in ("max_tokens_per_slice", "tail_slots"):
+        if not s.partial_rollout and getattr(s, name) is not None:
+            rule = "samples that give their slot back resume from a prefix, and partial_rollout is off"
+            raise refusal(name, getattr(s, name), rule, "Leave one of the two out.")
+
+
+RULES = (slots_are_possible, slices_go_on_from_a_prefix)
 
 __all__ = ("RULES",)

@@ -187,7 +187,7 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
     assert worker.server_args == {
         "enable-deterministic-inference": True, "attention-backend": "fa3", "stream-interval": "8"
     }  # fmt: skip
-    assert backend_config(s, place).true_on_policy_mode and backend_config(s, place).logprob_tolerance < 1e-6
+    assert backend_config(s, place).true_on_policy_mode and backend_config(s, place).selfcheck_logprob_tolerance < 1e-6
     for change, says in (
         ({"model_dtype": "float32"}, "model_dtype = 'float32': true_on_policy_mode needs 'bfloat16'"),
         ({"engine": "embedded"}, "engine = 'embedded'"),
@@ -217,6 +217,20 @@ def test_the_routers_own_parser_judges_names_and_values() -> None:
         match=r"--router-polcy: sglang_router.launch_router has no such flag. Did you mean --router-policy",
     ):
         check_programs(settings(use_router=True, router_args={"polcy": "random"}).flat)
+
+
+def test_the_routers_flags_reach_the_router_under_the_names_of_miles_too(tmp_path: Path) -> None:
+    words = "--sglang-router-policy random --sglang-router-request-timeout-secs 99 --sglang-mem-fraction-static 0.5"
+    s = made(tmp_path, flags=f"--engine sglang --use-router {words}").settings
+    assert s.sglang.router_args == {"policy": "random", "request-timeout-secs": "99"}
+    assert s.sglang.server_args == {"mem-fraction-static": "0.5"}
+    place = Place(
+        run_dir="", model_dir="m", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=3, fingerprint="", router_port=9
+    )
+    [router] = [spec for name, _, spec in engine_specs(s, place) if name == "router"]
+    assert router.args == s.sglang.router_args
+    with pytest.raises(SettingsError, match="a flag of the router"):
+        settings(engine="sglang", server_args={"router-policy": "random"})
 
 
 def test_a_program_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,20 @@ def test_the_token_budget_does_not_change_the_step(make_backend: Backend, make_b
         torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6)
 
 
+def test_passes_without_gradient_have_a_budget_of_their_own(make_backend: Backend, make_batch: Batch) -> None:
+    forwards, hashes = [], []
+    for cap in (24, 4096):
+        backend = make_backend(objective={"use_kl_loss": True}, num_steps_per_rollout=2, log_probs_max_tokens_per_gpu=cap)
+        count = [0]
+        reference = backend.core.reference
+        assert reference is not None
+        reference.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        result = backend.train_step(make_batch(9))
+        forwards.append(count[0])
+        hashes.append(result.metrics["train/loss"])
+    assert forwards[0] > forwards[1] == 2 and hashes[0] == pytest.approx(hashes[1], abs=1e-6)
+
+
 def test_a_sample_longer_than_the_budget_is_trained_alone_and_named(make_backend: Backend, make_batch: Batch) -> None:
     result = make_backend(max_tokens_per_gpu=12).train_step(make_batch(1))
     assert result.flags["over_token_cap"] and all(n >= 0 for n in result.trained_tokens) and not result.skipped

@@ -8,14 +8,15 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.backend import StepBatch, StepResult
+from actors.trainer.backend import BackendConfig, StepBatch, StepResult
 from actors.trainer.batching import StepPlan
 from actors.trainer.objective import (
     ObjectiveConfig,
@@ -74,20 +75,13 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     with watch.phase("prepare"):
         packed = PackedBatch(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
-        plan = plan_steps(
-            core.config,
-            packed.total.tolist(),
-            names,
-            responses=packed.response.tolist(),
-            ranks=core.ranks.size,
-            cost=core.cost,
-        )
-        work: list[Work] = [
-            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.ranks.rank]] for step in plan.steps
-        ]
+        plan, work = _planned(core, core.config, packed, names)
+        passes, cap = work, core.config.log_probs_max_tokens_per_gpu
+        if core.config.use_dynamic_batch_size and cap != core.config.max_tokens_per_gpu:
+            _, passes = _planned(core, msgspec.structs.replace(core.config, max_tokens_per_gpu=cap), packed, names)
     with watch.phase("logprob_pass"):
-        _own_passes(core, cfg, batch, packed, work)
-        lost = _old_actor_passes(core, batch, packed, work, cfg.max_staleness or 0) if cfg.keep_old_actor else []
+        _own_passes(core, cfg, batch, packed, passes)
+        lost = _old_actor_passes(core, batch, packed, passes, cfg.max_staleness or 0) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
         samples = [s.train for s in batch.samples]
         for i in plan.trimmed:  # their rewards still belong to their group's baseline
@@ -154,6 +148,22 @@ def _old_actor_passes(
             lost.append(sample.train.sample_id)
     core.old_actors.keep(batch.step, own, depth=depth)
     return lost
+
+
+def _planned(
+    core: Core, config: BackendConfig, packed: PackedBatch, trajectories: Sequence[Hashable]
+) -> tuple[RolloutPlan, list[Work]]:
+    """The plan of a rollout batch, and this rank's micro-batches of each step."""
+    plan = plan_steps(
+        config,
+        packed.total.tolist(),
+        trajectories,
+        responses=packed.response.tolist(),
+        ranks=core.ranks.size,
+        cost=core.cost,
+    )
+    mine = [step.ranks[core.ranks.rank] for step in plan.steps]
+    return plan, [[(ids, packed.micro_batch(ids, core.device)) for ids in batches] for batches in mine]
 
 
 def _logp_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:

@@ -137,7 +137,11 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     ] = 16
 
     partial_rollout: Annotated[
-        bool, doc("Continue interrupted samples from their saved prefix; off: generate them anew.")
+        bool, doc(
+            "Continue interrupted samples from their saved prefix. Off: no prefix is saved, and what was interrupted (a worker "
+            "drained or lost, an engine that failed, a weight update with pause_generation_mode abort) is generated anew, its "
+            "tokens counted as dropped."
+        )
     ] = True
     partial_save_tokens: Annotated[
         int,
