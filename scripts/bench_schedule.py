@@ -10,7 +10,8 @@ parts, samples born too old (older than the step they were issued at / over the 
 figures of the model in miles_async/console/schedule, which has no overhead, for the same samples.
 
 A machine with other load adds to every step: see `median_step_s`, `between_steps_ms` and `load_average` of each row.
-`--policy`, `--over-sampling` and `--set name=value` go to the settings as they are. Files lie in shared memory and are removed.
+`--jobs` runs so many cases at once, on a machine that has the cores for them. `--policy`, `--over-sampling` and `--set
+name=value` go to the settings as they are. Files lie in shared memory and are removed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -245,6 +247,19 @@ def cases_of(args: argparse.Namespace) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def measure(case: Case, nice: int | None, keep: bool) -> dict[str, Any]:
+    """The row of one case, in a folder of its own."""
+    shared = Path("/dev/shm")
+    folder = Path(mkdtemp(prefix="bench-schedule-", dir=shared if shared.is_dir() else None))
+    try:
+        return asyncio.run(watch(case, folder, nice))
+    finally:
+        if keep:
+            print(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--engines"]:
         serve(int(sys.argv[2]), json.loads(sys.argv[3]))
@@ -270,6 +285,7 @@ def main() -> int:
     parser.add_argument(
         "--nice", type=int, help="priority of the run's processes, for a machine with other work; below 0: root"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once")
     parser.add_argument("--keep", action="store_true", help="leave each run's folder, and say where it is")
     parser.add_argument("--note", default="", help="goes into the file: what this build is")
     parser.add_argument("--out", type=Path)
@@ -279,19 +295,15 @@ def main() -> int:
         "date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "command": "scripts/bench_schedule.py " + " ".join(sys.argv[1:]), "note": args.note,
     }  # fmt: skip
-    shared = Path("/dev/shm")
-    for case in cases_of(args):
-        folder = Path(mkdtemp(prefix="bench-schedule-", dir=shared if shared.is_dir() else None))
-        try:
-            rows.append(asyncio.run(watch(case, folder, args.nice)))
-        finally:
-            if args.keep:
-                print(folder)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-        show(rows[-1:])
-        if args.out:
-            args.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for case, row in [(case, pool.submit(measure, case, args.nice, args.keep)) for case in cases_of(args)]:
+            if (error := row.exception()) is not None:
+                print(f"{case} failed: {error!r}", flush=True)
+                continue
+            rows.append(row.result())
+            show(rows[-1:])
+            if args.out:
+                args.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     print()
     show(rows)
     return 0

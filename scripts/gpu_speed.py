@@ -27,6 +27,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed-chunk": {"enable-mixed-chunk": True},
     "delayer-250": GATHER | {"prefill-delayer-max-delay-ms": 250},
     "delayer-500": GATHER | {"prefill-delayer-max-delay-ms": 500},
+    "delayer-1000": GATHER | {"prefill-delayer-max-delay-ms": 1000},
+    "kv-fp8": {"kv-cache-dtype": "fp8_e4m3"},
+    "kv-fp8-500": GATHER | {"prefill-delayer-max-delay-ms": 500, "kv-cache-dtype": "fp8_e4m3"},
+    "as-shipped": {},
 }
 """FA3, graphs to 512 and gathered prompts unless it says otherwise (docs/measurements/h200_tuning.json is from before prompts were
 gathered by default; its `delayer` is today's default)."""
@@ -108,7 +112,8 @@ async def tuning(b: Any) -> None:
     n, gpu = a.concurrent, a.engine == "sglang"
     await b.stop_server()
     rows: dict[str, dict[str, Any]] = {}
-    kept: dict[str, Any] = {"mem-fraction-static": 0.9, "max-total-tokens": 160_000} if gpu else {}
+    room = max(160_000, int(1.2 * n * (a.prompt_tokens + a.new_tokens)))  # running samples are half done, and long ones more
+    kept: dict[str, Any] = {"mem-fraction-static": 0.9, "max-total-tokens": room} if gpu else {}
     async with AsyncExitStack() as stack:
 
         async def boot(name: str, wait_s: float) -> str:

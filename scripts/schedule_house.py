@@ -104,7 +104,8 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
         run_dir=str(folder), model_dir=str(folder / "model"), weights_dir=str(folder / "weights"),
         blob_dir=str(folder / "blobs"), stop_token_ids=(), num_rollout=NEVER, fingerprint="bench",
     )  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(BENCH.parents[1]), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(BENCH.parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     server = EmbeddedRedis(folder)
     await asyncio.to_thread(server.start)
     try:
@@ -151,9 +152,9 @@ def train(spec_file: str, train_s: float) -> None:
         def train_step(self, batch: StepBatch) -> StepResult:
             end = time.monotonic() + train_s
             oldest = batch.step - int(batch.knobs["max_weight_staleness"])
-            trained = [sum(int(n) for step, n in s.train.spans or () if step >= oldest) for s in batch.samples]
+            trained = [tuple(int(n) * (step >= oldest) for step, n in s.train.spans or ()) for s in batch.samples]
             time.sleep(max(0.0, end - time.monotonic()))
-            return StepResult(metrics={}, packing=(), trained_tokens=trained)
+            return StepResult(metrics={}, packing=(), trained_spans=trained)
 
     def sleeper(name: str) -> TrainBackend:
         return Sleeper()

@@ -41,7 +41,6 @@ class FilterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`custom_filter`: dotted path of a judge that replaces the knob's built-in one; empty = none."""
 
     custom_filter: str = ""
-    update_weights_interval: int = 1
 
 
 class Filter:
@@ -49,7 +48,7 @@ class Filter:
 
     def __init__(self, context: Context, spec: FilterSpec) -> None:
         self._context = context
-        self._interval = spec.update_weights_interval
+        self._interval = int(context.knobs.update_weights_interval)
         self._custom: Judge | None = load_hook(spec.custom_filter, Judge) if spec.custom_filter else None
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
@@ -134,7 +133,7 @@ class Filter:
 
     async def _opened(self, group_id: str) -> OpenGroup | None:
         """A group as the run lists it: how many samples, which of them have left and with what reward."""
-        raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
+        raw = await self._context.bus.open_group(group_id)
         return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
     def _now(self) -> dict[str, Any]:

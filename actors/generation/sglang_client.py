@@ -48,6 +48,7 @@ class SGLangClient:
 
     request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
     first token included). control_deadline_s: any other call. inside: folder of the letters to our function in the server.
+    token: what the engine asks of its callers.
     Must be created inside a running event loop.
     """
 
@@ -59,13 +60,14 @@ class SGLangClient:
         token_deadline_s: float,
         control_deadline_s: float,
         inside: Path | None = None,
+        token: str = "",
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._request_deadline_s = request_deadline_s
         self._token_deadline_s = token_deadline_s
         self._control_deadline_s = control_deadline_s
-        self._calls = Calls(self.base_url, deadline_s=control_deadline_s)
-        self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s)
+        self._calls = Calls(self.base_url, deadline_s=control_deadline_s, token=token)
+        self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s, token=token)
         self._busy: set[Line] = set()
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]

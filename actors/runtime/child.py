@@ -18,6 +18,8 @@ from typing import IO, Any
 ArgValue = bool | int | float | str | tuple[str, ...]
 """Value of a program's flag: True is the bare flag, False leaves it out, a tuple follows its flag word by word."""
 
+# A program of ours, as a module. Not from the current folder: one named `bus` or `actors` there would be taken for ours.
+PYTHON = (sys.executable, "-P", "-m")
 STOP_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
@@ -138,4 +140,4 @@ def flag_name(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
-__all__ = ("ArgValue", "Child", "command_line", "flag_name", "free_port")
+__all__ = ("PYTHON", "ArgValue", "Child", "command_line", "flag_name", "free_port")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus import Bus, BusConfig, Out
+from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
 from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
@@ -90,11 +91,11 @@ class Context:
             state=state,
             wall=self.clock.wall(),
             version=self.version,
-            waits_for=waits_for,
+            waits_for=printable(waits_for),
             waits_since=since,
             in_flight=self.in_flight,
             counters=dict(self.counters),
-            note=self.note,
+            note=printable(self.note),
             slots=self.slots,
         )
 
@@ -103,7 +104,7 @@ class Context:
     ) -> None:
         """Tell the operator something worth finding later."""
         self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
-        event = Event(actor=self.name, kind=kind, text=text, wall=self.clock.wall(), level=level, data=data)
+        event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
     async def beat(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ def load_hook(path: str, kind: Any = None) -> Any:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
+            if os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())  # last: what lies there by the name of a package of ours is not ours
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
         hook = getattr(module, name)

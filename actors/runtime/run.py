@@ -24,7 +24,7 @@ from actors.runtime.context import ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from bus import Bus
-from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
+from bus.errors import BusRefused, BusUnreachable, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
@@ -58,8 +58,15 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
 
 
 def log_to_stderr() -> None:
-    """One line per event with time and actor."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    """One line per event with time and actor; nothing in it that a terminal would obey."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Printable("%(asctime)s %(name)s %(levelname)s %(message)s"))
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:

@@ -98,6 +98,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     rs_upper_bound: float | None
     rs_lower_bound: float | None
     rs_veto_threshold: float | None
+    """One trained token with a ratio below it rejects its whole sample; None and 0: none does."""
     use_opsm: bool
     opsm_delta: float
     max_staleness: int | None = None

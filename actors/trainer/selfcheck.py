@@ -13,6 +13,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 
 VALUE, LIMIT = "train/selfcheck/", "train/selfcheck_limit/"
+ENGINE = "forward_logp_abs_diff"  # trainer against engine, also where the loss takes the engine's log-probs for its own
 PASSES = "the log-prob pass and the training pass differ (dropout, another temperature, another packing)."
 REFERENCE = (
     "up to 1e-4 is kernel noise; about 0.8 per token is a chat template mismatch; above 1 the reference checkpoint or its "
@@ -25,7 +26,7 @@ CHECKS: dict[str, tuple[float, str]] = {
     "pg_clipfrac": (1e-10, PASSES),
     "kl_loss": (1e-9, REFERENCE),
     "ref_logprob_abs_diff": (1e-8, REFERENCE),
-    "train_rollout_logprob_abs_diff": (
+    ENGINE: (
         0.03,
         "the engine does not serve the trained weights (compare checksums), samples at another temperature, or tokenizes "
         "the prompt differently.",
@@ -58,7 +59,7 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     for name, (limit, _) in CHECKS.items():
         if name in report and applies.get(name, True):
             found[VALUE + name] = report[name]
-            found[LIMIT + name] = config.selfcheck_logprob_tolerance if name == "train_rollout_logprob_abs_diff" else limit
+            found[LIMIT + name] = config.selfcheck_logprob_tolerance if name == ENGINE else limit
     return found
 
 

@@ -211,7 +211,7 @@ async def _append(bus: Bus, patch: KnobPatch) -> bool:
 
 def _no_knobs(bus: Bus) -> str:
     return (
-        f"run {bus.config.run} has no knobs at {bus.link.url}: it was never started there. Start it with miles-async "
+        f"run {bus.config.run} has no knobs at {bus.link.shown}: it was never started there. Start it with miles-async "
         "train, or correct --name and --bus-url."
     )
 

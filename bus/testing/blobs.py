@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from bus.dead import drop, letter_of, read_letters, retry
 from bus.errors import BadMessage
 from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept
 from bus.streams.entry import Commit, Entry, Out
+from bus.streams.redis import Bus
+from bus.sweep import sweep_orphans
 from bus.testing.conformance import Check, MakeBus, publish, reader_of
 from bus.testing.messages import a_group, a_response, a_rollout, a_task
-from bus.topology import GROUPS, PROMPTS, ROLLOUTS, SCORED
+from bus.topology import DEAD, GROUPS, PROMPTS, ROLLOUTS, SCORED
+
+
+async def ids(bus: Bus) -> list[str]:
+    """Of all bodies there are."""
+    return [ref.split(":")[1] for ref, _ in await bus.blobs.list_ids()]
 
 
 async def check_bodies_come_back_whole(make_bus: MakeBus) -> None:
@@ -54,14 +64,14 @@ async def check_a_body_lives_as_long_as_its_entry(make_bus: MakeBus) -> None:
         assert first.blob and first.size > 200_000 and not first.body
         reader = await reader_of(bus, "a")
         entries = await reader.read(2, 0)
-        assert [ref for ref, _ in await bus.blobs.list_ids()] != []
+        assert await ids(bus) != []
         assert (await bus.commit(Commit(ack=entries[:1]))).done
-        assert [ref for ref, _ in await bus.blobs.list_ids()] == [second.blob]
+        assert await ids(bus) == [second.blob.split(":")[1]]
         assert len((await bus.message(entries[1])).prompt_tokens) == 200_000
         await reader.close()
 
 
-async def check_a_refused_commit_leaves_no_body_behind(make_bus: MakeBus) -> None:
+async def check_the_body_of_a_refused_commit_is_swept(make_bus: MakeBus) -> None:
     async with make_bus() as bus:
         await publish(bus, 1)
         zombie, heir = await reader_of(bus, "a"), await reader_of(bus, "b")
@@ -71,10 +81,46 @@ async def check_a_refused_commit_leaves_no_body_behind(make_bus: MakeBus) -> Non
         assert (await bus.commit(Commit(ack=(new,), append=(big,)))).done
         assert not (await bus.commit(Commit(ack=(old,), append=(big,)))).done
         [entry] = await bus.scan_all(ROLLOUTS)
-        assert [ref for ref, _ in await bus.blobs.list_ids()] == [entry.blob]
+        assert len(await ids(bus)) == 2 and await sweep_orphans(bus) == 0, "what is young may be about to be named"
+        assert await sweep_orphans(bus, older_s=0) == 1
+        assert await ids(bus) == [entry.blob.split(":")[1]]
         assert (await bus.message(entry)).response.n_tokens == 20_000
         await zombie.close()
         await heir.close()
+
+
+async def check_what_a_killed_writer_left_is_swept_and_nothing_else(make_bus: MakeBus) -> None:
+    async with make_bus() as bus:
+        await publish(bus, 2, prompt_tokens=50_000)
+        lost = [await bus.blobs.put(b"x" * n) for n in (0, 100, 600_000)]
+        reader = await reader_of(bus, "a")
+        [buried, _] = await reader.read(2, 0)
+        letter = letter_of(buried, actor="a", error="KeyError: 'x'", wall=0.0)
+        assert (await bus.commit(Commit(ack=(buried,), append=(Out(DEAD, letter),)))).done
+        if bus.config.blob_dir:
+            (Path(bus.config.blob_dir) / "half.part").write_bytes(b"half")
+        assert await sweep_orphans(bus, older_s=0) == len(lost) + bool(bus.config.blob_dir)
+        assert len(await ids(bus)) == 2, "a body that a letter names is named"
+        assert [(await bus.message(e)).index for e in await bus.scan_all(PROMPTS)] == [1]
+        await reader.close()
+
+
+async def check_a_dead_letter_of_any_length_goes_back_or_goes(make_bus: MakeBus) -> None:
+    async with make_bus() as bus:
+        await publish(bus, 2, prompt_tokens=50_000)
+        reader = await reader_of(bus, "a")
+        for entry in await reader.read(2, 0):
+            letter = letter_of(entry, actor="a", error="x", wall=0.0)
+            assert (await bus.commit(Commit(ack=(entry,), append=(Out(DEAD, letter),), open_groups={"g0000001": b""}))).done
+        [first, second] = await read_letters(bus)
+        assert (await retry(bus, first)).how == "again" and await bus.length(DEAD) == 1
+        [again] = await reader.read(1, 0)
+        assert len((await bus.message(again)).prompt_tokens) == 200_000
+        assert (await bus.commit(Commit(ack=(again,)))).done
+        await drop(bus, second)
+        assert await bus.length(DEAD) == 0 and await ids(bus) == []
+        assert int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("prompts")]) == 0
+        await reader.close()
 
 
 async def check_a_missing_body_is_a_bad_message_not_a_crash(make_bus: MakeBus) -> None:

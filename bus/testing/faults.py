@@ -176,6 +176,40 @@ async def check_reply_of_a_commit_lost(make_bus: MakeBus, proxy: LossyProxy, mak
         await peer.close()
 
 
+async def check_reply_of_a_commit_lost_and_its_mark_too(
+    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
+) -> None:
+    """The second try finds the entry gone and cannot know why: whatever it reports, the body that took effect stays."""
+    async with make_bus() as outside, make_lossy() as bus:
+
+        async def forget() -> None:
+            await outside.link.run("DEL", *bus._fixed_keys[4:])
+
+        await publish(outside, 1)
+        reader = await reader_of(outside, "a")
+        proxy.after_loss = forget
+        proxy.lose_reply_to("EVALSHA")
+        await bus.commit(Commit(ack=await reader.read(1, 0), append=(Out(ROLLOUTS, a_rollout(a_task(), 20_000)),)))
+        proxy.after_loss = None
+        [entry] = await outside.scan_all(ROLLOUTS)
+        assert (await outside.message(entry)).response.n_tokens == 20_000 and proxy.lost == 1
+        await reader.close()
+
+
+async def check_marks_outlive_the_last_commit_by_a_day(
+    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
+) -> None:
+    async with make_bus() as bus:
+        await publish(bus, 1)
+        reader = await reader_of(bus, "a")
+        [entry] = await reader.read(1, 0)
+        for again in (bus.commit(Commit(ledger={"issued": 1})), bus.save_prefix(entry, "a", "g0000001/0", b"one")):
+            await bus.link.run("EXPIRE", bus._fixed_keys[4], 60)
+            await again
+            assert int(await bus.link.run("TTL", bus._fixed_keys[4])) > 86_000
+        await reader.close()
+
+
 async def check_reply_of_an_unconditional_commit_lost(
     make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
 ) -> None:
@@ -273,6 +307,6 @@ async def check_reply_of_a_knob_patch_lost(make_bus: MakeBus, proxy: LossyProxy,
 
 
 SERVER_CHECKS: dict[str, ServerCheck] = {n: c for n, c in globals().items() if n.startswith("check_server_")}
-REPLY_CHECKS: dict[str, ReplyCheck] = {n: c for n, c in globals().items() if n.startswith("check_reply_")}
+REPLY_CHECKS: dict[str, ReplyCheck] = {n: c for n, c in globals().items() if n.startswith(("check_reply_", "check_marks_"))}
 
 __all__ = ("REPLY_CHECKS", "SERVER_CHECKS", "Server", "eventually", "restart")

@@ -1,18 +1,15 @@
-"""The suite, second part: saved prefixes, bounds, trimming, logs, and runs that share a server."""
+"""The suite, second part: saved prefixes, bounds, logs, and runs that share a server."""
 
 from __future__ import annotations
 
 import asyncio
 
 from bus.messages.control import Event
-from bus.messages.samples import SampleTask
 from bus.streams.entry import Commit, Out
 from bus.streams.reader import Tail
 from bus.testing.conformance import DEADLINE_S, Check, MakeBus, age, eventually, publish, reader_of
 from bus.testing.messages import a_task
-from bus.topology import EVENTS, PROMPTS, Stream
-
-SHARED = Stream("shared", SampleTask, "test", ("left", "right"))  # two consumer groups: nothing in the house has that
+from bus.topology import EVENTS, PROMPTS
 
 
 async def check_a_prefix_is_saved_only_under_a_lease(make_bus: MakeBus) -> None:
@@ -60,33 +57,6 @@ async def check_a_full_stream_blocks_and_releases(make_bus: MakeBus) -> None:
         assert bus.waiting_for_room == "" and await bus.length(PROMPTS) == 0
         assert int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("prompts")]) == 0
         await reader.close()
-
-
-async def check_trim_keeps_what_is_not_acknowledged(make_bus: MakeBus) -> None:
-    async with make_bus(inline_limit_bytes=4096) as bus:
-        assert await bus.trim(SHARED) == 0
-        left = await reader_of(bus, "a", [SHARED], "left")
-        right = await reader_of(bus, "b", [SHARED], "right")
-        await publish(bus, 6, stream=SHARED, prompt_tokens=2000)  # bodies in blobs
-        assert await bus.trim(SHARED) == 0, "nothing was read yet"
-        for entry in await left.read(6, 0):
-            assert (await bus.commit(Commit(ack=(entry,)))).done
-        assert await bus.trim(SHARED) == 0, "the other readers have not seen them"
-        entries = await right.read(4, 0)
-        for entry in entries[:2] + entries[3:]:
-            assert (await bus.commit(Commit(ack=(entry,)))).done
-        assert await bus.trim(SHARED) == 2, "up to the oldest unacknowledged one"
-        assert [e.fields["id"] for e in await bus.scan_all(SHARED)] == [f"g0000001/{i}" for i in range(2, 6)]
-        assert len(await bus.blobs.list_ids()) == 4, "blobs leave with their entries"
-        entries = [entries[2], *await right.read(6, 0)]
-        for entry in entries:
-            assert await bus.blobs.get(entry.blob)
-            assert (await bus.commit(Commit(ack=(entry,)))).done
-        assert await bus.trim(SHARED) == 4 and await bus.length(SHARED) == 0
-        assert int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("shared")]) == 0
-        assert await bus.blobs.list_ids() == []
-        await left.close()
-        await right.close()
 
 
 async def check_logs_are_read_from_a_position_by_everyone(make_bus: MakeBus) -> None:

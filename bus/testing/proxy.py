@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ class LossyProxy:
         self._listener: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self.lost = 0
+        self.after_loss: Callable[[], Awaitable[None]] | None = None  # awaited before the connection is closed
 
     @property
     def url(self) -> str:
@@ -71,6 +73,8 @@ class LossyProxy:
         while data := await _read(source):
             if doomed.is_set():
                 self.lost += 1
+                if self.after_loss is not None:
+                    await self.after_loss()
                 break
             sink.write(data)
         sink.close()

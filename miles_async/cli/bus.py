@@ -17,7 +17,7 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus, Stream
-    from miles_async.console.heads import Head
+    from bus.inspect import Head
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

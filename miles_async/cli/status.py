@@ -9,7 +9,8 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus
-    from miles_async.console.snapshot import ActorFacts, Snapshot, StreamFacts
+    from bus.inspect import StreamFacts
+    from miles_async.console.snapshot import ActorFacts, Snapshot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

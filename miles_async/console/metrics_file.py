@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from bus.errors import MilesAsyncError
-from miles_async.console.heads import order_of
+from bus.inspect import id_key
 from miles_async.console.records import Record
 
 FILE = "metrics.jsonl"
@@ -45,7 +45,7 @@ def positions_of(records: list[Record]) -> dict[str, str]:
     newest: dict[str, str] = {}
     for record in records:
         stream, at, entry_id = str(record.get("entry", "")).partition("@")
-        if at and order_of(entry_id) > order_of(newest.get(stream, "0")):
+        if at and id_key(entry_id) > id_key(newest.get(stream, "0")):
             newest[stream] = entry_id
     return newest
 

@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bus import Entry
+from bus.inspect import wall_of
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
-from miles_async.console.heads import wall_of
 
 Record = dict[str, Any]
 RECORDED = (POLICY, EVAL_RESULTS, KNOBS, EVENTS, VERDICTS, DEAD)

@@ -19,7 +19,6 @@ from typing import Any
 
 from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
-from bus.server import without_secrets
 from miles_async.console import charts
 from miles_async.console.figures import shares, throughput
 from miles_async.console.history import MAX_STALENESS, REWARD, History, history_of
@@ -51,10 +50,7 @@ def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
         found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return {}
-    tables = {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
-    if "bus_url" in tables.get("bus", {}):
-        tables["bus"]["bus_url"] = without_secrets(str(tables["bus"]["bus_url"]))
-    return tables
+    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
 
 
 def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> str:

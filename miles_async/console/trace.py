@@ -14,11 +14,11 @@ import msgspec
 
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
+from bus.inspect import all_heads, id_key
 from bus.messages.control import DeadLetter, Event
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
-from miles_async.console.heads import all_heads, order_of
 from miles_async.console.metrics_file import read_records
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.records import Record, records_of
@@ -150,7 +150,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
         by_entry.setdefault((str(record.get("entry")), f"{record['kind']}{record.get('group', '')}"), record)
-    ordered = sorted(by_entry.values(), key=lambda r: order_of(str(r.get("entry", "@0")).partition("@")[2] or "0"))
+    ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
     found: list[Moment] = []
     for i, record in enumerate(ordered):

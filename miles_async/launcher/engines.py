@@ -42,6 +42,7 @@ def generation_spec(
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
+        token=place.engine_token,
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
@@ -60,7 +61,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
     rooms: list[tuple[str, str, Any]] = []
     if place.router_port:
         port = place.router_port
-        rooms.append(("router", "router", RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args)))
+        router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
+        rooms.append(("router", "router", router))
     each = s.rollout_num_gpus_per_engine
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()

@@ -1,15 +1,18 @@
-"""The user's functions, tried in short processes of their own before anything starts: this one loads neither torch nor them."""
+"""What is asked before anything starts beside the settings' own checks: the user's functions, each tried in a short process of its
+own, since this one loads neither torch nor them, and the model's quantisation."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 
 from actors.runtime.child import PYTHON
+from actors.runtime.fp8 import read_scheme
 from miles_async.launcher.plan import objective_config
-from miles_async.launcher.prepare import check_quantization
 from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import check_prompt_data
 from miles_async.settings.errors import Refusals, SettingsError
@@ -86,6 +89,23 @@ def _try(module: str, names: str, body: bytes) -> None:
             remedy = answer.remedy if "Its signature" in answer.remedy else f"Its signature is {answer.remedy}."
             refused.found.append(SettingsError(answer.problem, field=answer.field, value=answer.path, remedy=remedy))
     refused.raise_all()
+
+
+def check_quantization(settings: RunSettings) -> None:
+    """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
+    except OSError:
+        return  # refused as a directory
+    except ValueError as error:
+        raise SettingsError(
+            str(error),
+            field="hf_checkpoint",
+            value=settings.model.hf_checkpoint,
+            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
+        ) from None
 
 
 PROBES = (check_quantization, check_hooks)

@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from actors.runtime.child import PYTHON
 from actors.runtime.context import ActorSpec
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
+from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -111,7 +112,7 @@ class Supervisor:
         }
         with self.log_file(child).open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"actors.{child.spec.role}", str(self._spec_file(child).resolve())),
+                *(*PYTHON, f"actors.{child.spec.role}", str(self._spec_file(child).resolve())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -197,7 +198,7 @@ class Supervisor:
             lines = []
         for line in reversed(lines[-40:]):
             if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
-                return _LOG_HEAD.sub("", line.strip())[:600]
+                return printable(_LOG_HEAD.sub("", line.strip())[:600])
         return "no log line"
 
     async def drain(self, *, timeout_s: float) -> list[str]:

@@ -19,6 +19,7 @@ from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
+from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
 
@@ -28,7 +29,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "token-mean": "per_token",
     "seq-mean-token-sum-norm": "constant",
 }
-FILTERS = {None: "none", "check_reward_nonzero_std": "nonzero_std"}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +46,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     teacher_dir: str = ""
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
+    engine_token: str = ""  # what engines and router ask of their callers
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
@@ -124,28 +125,24 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
     """(actor name, room, its spec) in the order of start."""
     r, c = settings.rollout, settings.ckpt
     lookahead = r.staleness_lookahead if r.staleness_policy == "wait" else 0
-    interval = r.update_weights_interval
     rooms: list[tuple[str, str, Any]] = [
         (
             "trainer",
             "trainer",
-            TrainerSpec(
+            told(
+                TrainerSpec,
+                settings.flat,
                 backend=backend_config(settings, place),
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
                 save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
                 load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
                 fingerprint=place.fingerprint,
-                keep_last=c.keep_last,
-                save_trigger_sentinel=c.save_trigger_sentinel or "",
-                update_weights_interval=interval,
                 courier=courier_spec(settings),
                 turns=turn_spec(settings),
                 lookahead=lookahead,
-                async_save=c.async_save,
                 backend_name="none" if settings.launch.debug_rollout_only else "torch",
                 ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
-                ci_test=settings.launch.ci_test,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
             ),
@@ -171,14 +168,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 rm_type=r.rm_type or "",
                 top_k=r.rollout_top_k,
                 lookahead=lookahead,
-                update_weights_interval=interval,
                 keeps_checkpoints=not (c.no_save or settings.launch.debug_rollout_only),
             ),
         ),
         (
             "filter",
             "filter",
-            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval),
+            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path)),
         ),
         (
             "partial",
@@ -243,8 +239,9 @@ def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, r
     )
 
 
-def _custom(path: str | None, builtin: dict[str | None, str]) -> str:
-    return path if path is not None and "." in path and path not in builtin else ""
+def _custom(path: str) -> str:
+    """The user's own filter, or empty for a shipped one."""
+    return "" if path in catalog()["dynamic_sampling_filter_path"].shipped else path
 
 
 __all__ = ("Place", "actor_spec", "bus_config", "room_specs")

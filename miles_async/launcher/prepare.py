@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ import msgspec
 
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.fp8 import read_scheme
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus
+from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
+from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.identity import Identity
 from miles_async.launcher.plan import Place
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
@@ -29,6 +30,8 @@ from miles_async.settings.live import initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir
+
+ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
@@ -43,21 +46,6 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     if not (directory / "model.safetensors").exists():
         make_model(directory, TASKS[builtin], seed=settings.launch.seed)
     return directory.resolve()
-
-
-def check_quantization(settings: RunSettings) -> None:
-    """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
-    if settings.model.builtin_name is not None:
-        return
-    try:
-        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
-    except ValueError as error:
-        raise SettingsError(
-            str(error),
-            field="hf_checkpoint",
-            value=settings.model.hf_checkpoint,
-            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
-        ) from None
 
 
 def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
@@ -76,7 +64,7 @@ def shared_memory(run_dir: Path) -> Path:
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     root = Path("/dev/shm")
     if root.is_dir() and os.access(root, os.W_OK):
-        return root / f"miles_async-{os.getuid()}-{digest}" / "weights"
+        return private_directory(root / f"miles_async-{os.getuid()}-{digest}") / "weights"
     return run_dir / "weights"
 
 
@@ -89,7 +77,7 @@ def reference_dir(settings: RunSettings) -> str:
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    private_directory(run_dir)
     directory = model_dir(settings, run_dir)
     identity = {
         "prompt_data": str(settings.rollout.prompt_data),
@@ -108,8 +96,25 @@ def place_of(settings: RunSettings) -> Place:
         stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
         fingerprint=fingerprint_of(identity),
+        engine_token=engine_token(run_dir),
         **router_of(settings, run_dir),
     )
+
+
+def engine_token(run_dir: Path) -> str:
+    """What the engines and the router of a run ask of their callers: the user's (for engines of his own), or one made once per run
+    and kept, because engines outlive a launcher."""
+    if given := os.environ.get(ENGINE_TOKEN):
+        return given
+    file = run_dir / "engine.token"
+    try:
+        known = file.read_text().strip()
+    except OSError:
+        known = ""
+    if not known:
+        known = secrets.token_urlsafe(32)
+        write_secret(file, f"{known}\n")
+    return known
 
 
 def router_of(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
@@ -222,14 +227,12 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         drain_timeout_s=settings.launch.drain_timeout_s,
         run_dir=place.run_dir,
     )
-    present = await bus.link.run("GET", bus.keys.identity)
-    if present is not None:
-        known = msgspec.json.decode(present, type=Identity)
-        if known.fingerprint != place.fingerprint:
-            raise SettingsError(
-                f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
-                field="name",
-                value=settings.launch.name,
-                remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
-            )
-    await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
+    known = await read_identity(bus)
+    if known is not None and known.fingerprint != place.fingerprint:
+        raise SettingsError(
+            f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
+            field="name",
+            value=settings.launch.name,
+            remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
+        )
+    await write_identity(bus, identity)

@@ -17,18 +17,19 @@ from typing import Literal
 
 from actors.runtime.loop import run_loop
 from bus import Bus, Out, SystemClock
+from bus.client import connect
 from bus.messages.control import Event
 from bus.messages.policy import Finished
-from bus.server.checks import check_server, connect
+from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console
 from miles_async.console.recorder import Recorder
 from miles_async.console.watchdog import watch
+from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
-from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.prepare import place_of, prepare_bus, token_counter
 from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml

@@ -254,6 +254,8 @@ def check_run_name(name: str) -> None:
 def checkpoint_options_agree(s: Flat) -> None:
     if s.no_save and s.save_trigger_sentinel is not None:
         raise refusal("save_trigger_sentinel", s.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
+    if s.no_save and s.save_hf is not None:
+        raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
 
 
 def debug_modes_exclude_each_other(s: Flat) -> None:
@@ -261,10 +263,10 @@ def debug_modes_exclude_each_other(s: Flat) -> None:
         raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
     if s.debug_train_only and not s.load_debug_rollout_data:
         raise refusal("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
-    for field in ("save_debug_rollout_data", "load_debug_rollout_data"):
+    for field in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise refusal(field, pattern, "one file per rollout", "Put {rollout_id} into the path.")
+            raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
 
 
 RULES: tuple[Rule, ...] = (

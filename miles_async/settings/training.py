@@ -44,6 +44,17 @@ def a_loss_belongs_to_its_estimator(s: Flat) -> None:
         )
 
 
+def masked_sequences_have_moved(s: Flat) -> None:
+    elsewhere = s.keep_old_actor or s.use_rollout_logprobs or s.interpolate_proximal
+    if s.use_opsm and s.num_steps_per_rollout == 1 and not elsewhere:
+        raise refusal(
+            "use_opsm",
+            True,
+            "leaves nothing out with num_steps_per_rollout = 1: the policy before the only step is the policy in it",
+            "Use several steps, --keep-old-actor or --use-rollout-logprobs, or drop it.",
+        )
+
+
 def ranks_have_work(s: Flat) -> None:
     if s.actor_num_nodes != 1:
         raise refusal(
@@ -131,6 +142,7 @@ RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
     a_loss_belongs_to_its_estimator,
+    masked_sequences_have_moved,
     loss_is_reduced_one_way,
     ranks_have_work,
     ranks_have_equal_micro_batches,
@@ -140,10 +152,6 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    if s.use_opsm and s.num_steps_per_rollout == 1 and not (
-        s.keep_old_actor or s.use_rollout_logprobs or s.interpolate_proximal
-    ):
-        yield "use_opsm has little effect with one step per rollout: the policy has not moved since the log-probs before the step"
     ranks, total = s.actor_num_gpus_per_node, s.samples_per_rollout
     if s.use_dynamic_global_batch_size and total % ranks:
         yield (

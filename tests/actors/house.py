@@ -29,6 +29,7 @@ KNOBS: dict[str, Any] = {
     "rollout_top_p": 1.0,
     "rollout_max_response_len": 8,
     "rollout_max_context_len": 0,
+    "partial_rollout": True,
     "partial_save_tokens": 4,
     "max_tokens_per_slice": 0,
     "reward_timeout_s": 5.0,

@@ -72,7 +72,7 @@ def test_a_letter_whose_group_is_being_closed_waits(whole):
     [
         ({"body": b""}, "lay in a blob that is gone"),
         ({"body": b"\xc1junk"}, "would die again"),
-        ({"body": b"x" * 65536}, "only 65536 bytes"),
+        ({"body": b"", "fields": {"blob": "file:gone:9"}}, "would die again"),
         ({"stream": "events"}, "cannot be retried"),
         ({"stream": "nonsense"}, "cannot be retried"),
     ],

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from bus import Bus, Out
+from bus.inspect import Head
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
-from miles_async.console.heads import Head
 from miles_async.console.live import Feed, run_console
 from miles_async.console.snapshot import policy_facts, read_snapshot
 from miles_async.console.view import screen

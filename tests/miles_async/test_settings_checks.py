@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miles_async.launcher.prepare import check_quantization
+from miles_async.launcher.hooks import check_quantization
 from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
 from miles_async.settings.checks import check_prompt_lengths
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec

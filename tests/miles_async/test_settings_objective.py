@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def make(**fields: Any) -> RunSettings:
         ({"loss_type": "custom_loss"}, "Leave out loss_type"),
         ({"loss_type": "policy_loss", "custom_loss_function_path": "a.b"}, "Leave out loss_type"),
         ({"custom_loss_function_path": "a.b", "use_tis": True}, "--no-correction"),
-        ({"custom_loss_function_path": "a.b", "use_opsm": True}, "--no-correction"),
+        ({"custom_loss_function_path": "a.b", "use_opsm": True, "num_steps_per_rollout": 2}, "--no-correction"),
         ({"actor_num_nodes": 2}, "--actor-num-gpus-per-node"),
         (
             {
@@ -164,6 +165,7 @@ def test_hooks_are_tried_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    (tmp_path / "x.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     words = ["train", "--dry-run", "--max-weight-staleness", "0"]
     words += [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -183,6 +185,7 @@ def test_hooks_are_tried_before_anything_starts(
 
 
 def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     code = "import sys; from miles_async.cli import app; app.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     words = [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
@@ -190,8 +193,10 @@ def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
         capture_output=True,
         timeout=60,
         check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and b"hf_checkpoint" in done.stdout, done.stderr
 
 
 def test_what_rooms_wait_for_and_read_is_what_the_settings_say() -> None:

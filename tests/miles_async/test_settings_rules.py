@@ -59,6 +59,15 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"use_tis": True, "no_correction": True}, ("no_correction", "use_tis")),
         ({"use_tis": True, "tis_clip_low": 3.0}, ("tis_clip_low = 3.0", "tis_clip = 2.0")),
         ({"use_rs": True}, ("use_rs", "--use-mis")),
+        ({"use_opsm": True}, ("use_opsm", "leaves nothing out", "--keep-old-actor")),
+        ({"advantage_estimator": "gspo", "policy_loss": "ppo"}, ("policy_loss = 'ppo'", "Leave it out")),
+        ({"policy_loss": "cispo"}, ("policy_loss = 'cispo'", "advantage_estimator is 'grpo'")),
+        ({"get_mismatch_metrics": True}, ("get_mismatch_metrics", "--use-tis")),
+        ({"partial_rollout": False, "max_tokens_per_slice": 8}, ("max_tokens_per_slice = 8", "partial_rollout is off")),
+        (
+            {"max_weight_staleness": 1, "use_tis": True, "get_mismatch_metrics": True},
+            ("max_weight_staleness = 1", "without a correction"),
+        ),
         ({"use_mis": True, "tis_level": "geometric"}, ("tis_batch_normalize", "--no-tis-batch-normalize")),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}, ("kl_coef = 0.1", "kl_loss_coef = 0.1")),
         ({"kl_loss_coef": 0.1}, ("kl_loss_coef = 0.1", "--use-kl-loss")),
@@ -92,6 +101,7 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"bus_url": "http://x"}, ("bus_url = 'http://x'", "redis://")),
         ({"name": "a/b"}, ("name = 'a/b'", "letters")),
         ({"save_debug_rollout_data": "x.msgpack"}, ("save_debug_rollout_data", "{rollout_id}")),
+        ({"save_hf": "export"}, ("save_hf", "{rollout_id}")),
     ],
 )
 def test_a_broken_rule_says_field_value_and_remedy(fields, words):

@@ -21,7 +21,6 @@ from actors.trainer.objective import (
 from actors.trainer.objective.corrections import interpolated_proximal
 from actors.trainer.objective.losses import binary_divergence
 from actors.trainer.objective.metrics import length_bias
-from actors.trainer.objective.opd import topk_reverse_kl
 from actors.trainer.objective.rewards import normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
 from tests.declared import objective_of
@@ -156,15 +155,6 @@ def test_kl_coefficient_zero_only_monitors():
         loss.backward()
         grads.append(new.grad)
     assert torch.equal(*grads) and sums["kl_loss"] > 0
-
-
-def test_topk_reverse_kl_weights():
-    s, t = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-2.0, -1.0, -9.0]])
-    chosen = torch.tensor([[True, True, False]])
-    w = torch.softmax(torch.tensor([-1.0, -2.0]), 0)
-    assert topk_reverse_kl(s, t, chosen).item() == pytest.approx((w[0] - w[1]).item())
-    assert topk_reverse_kl(s, t, chosen, weight="none").item() == 0
-    assert topk_reverse_kl(s, t, torch.zeros_like(chosen)).item() == 0
 
 
 def test_length_bias_has_a_sign():

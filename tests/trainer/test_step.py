@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from actors.runtime.run import Refused
 from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
@@ -111,13 +110,6 @@ def test_a_dynamic_global_batch_is_one_step_over_all_that_arrived(make_backend: 
         assert result.metrics["train/global_batch_size"] == 12 and result.metrics["train/updates"] == 1
         assert "trimmed" not in result.flags and min(result.trained_tokens) > 0
     assert dynamic.weights_hash() == static.weights_hash()
-    with pytest.raises(Refused, match="num_steps_per_rollout=2 asks for several"):
-        make_backend(use_dynamic_global_batch_size=True, num_steps_per_rollout=2)
-
-
-def test_a_policy_loss_that_could_never_clip_is_refused(make_backend: Backend) -> None:
-    with pytest.raises(Refused, match="never clips"):
-        make_backend(objective={"proximal": "current"}, num_steps_per_rollout=2)
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(make_backend: Backend, make_batch: Batch) -> None:
@@ -255,3 +247,22 @@ def test_a_model_that_does_not_fit_is_told_in_one_line(make_backend: Backend, mo
     monkeypatch.setattr("actors.trainer.torch_backend.core.Optimizer", _full)
     with pytest.raises(NoRoom, match=r"^the models and their masters do not fit: CUDA .* is free\. Shard over more GPUs with"):
         make_backend()
+
+
+def test_trained_tokens_are_told_by_version_wherever_the_mask_sits(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective={"max_staleness": 2, "correction": "tis"})
+    batch = make_batch(1, step=3)
+    wanted = []
+    for k, sample in enumerate(batch.samples):
+        train, n = sample.train, sample.train.response_length
+        spans = [(v, m) for v, m in ((0, n // 4), (2, n // 3), (3, n - n // 4 - n // 3)) if m]
+        train.spans = spans
+        train.loss_mask = np.array([t % (2 + k % 3) != 0 for t in range(n)], dtype=np.uint8)
+        at, counts = 0, []
+        for version, m in spans:
+            counts.append(int(train.loss_mask[at : at + m].sum()) if version >= 1 else 0)
+            at += m
+        wanted.append(tuple(counts))
+    assert backend.train_step(batch).trained_spans == wanted

@@ -73,6 +73,14 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
 """estimator -> group transform. Estimators that are not here take raw rewards."""
 
 
+def _within(transform: Callable[[Sequence[float]], list[float]], r: Sequence[float]) -> list[float]:
+    """The transform, or NaN for all where a sum is beyond float64; their samples are named and not trained."""
+    try:
+        return transform(r)
+    except OverflowError:
+        return [math.nan] * len(r)
+
+
 def normalize_group_rewards(
     rewards: Sequence[float | None],
     groups: Sequence[Hashable],
@@ -117,8 +125,8 @@ def normalize_group_rewards(
         if transform is None or not values:
             scaled[group] = known
             continue
-        negative += transform is over_mean and math.fsum(values) < 0
-        scaled[group] = dict(zip(known, [0.0] * len(values) if constant else transform(values), strict=True))
+        negative += transform is over_mean and sum(values) < 0
+        scaled[group] = dict(zip(known, [0.0] * len(values) if constant else _within(transform, values), strict=True))
     absent = set(missing)
     values_of = [
         0.0 if i in absent else scaled[group][rollout] for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
@@ -126,7 +134,7 @@ def normalize_group_rewards(
     for i, (reward, others) in enumerate(zip(rewards, brought, strict=True)):
         if i not in absent and others and transform is not None and reward is not None and reward in others:
             constant = max(others) == min(others)
-            values_of[i] = 0.0 if constant else transform(others)[list(others).index(reward)]
+            values_of[i] = 0.0 if constant else _within(transform, others)[list(others).index(reward)]
     return GroupRewards(
         values=values_of,
         missing=missing,

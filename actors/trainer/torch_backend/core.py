@@ -7,6 +7,7 @@ follower. Always true: after `restore` (and only if it did not raise) everything
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.hooks import install
-from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, check, learning_rate
+from actors.trainer.objective import ObjectiveConfig, check, learning_rate
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
@@ -183,7 +184,7 @@ class Core:
             if self.ranks.rank != 0:
                 return None
             tensors = tensors if self.fp8 is None else quantized(tensors, self.fp8)
-        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, self.fp8 is not None))
+        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None))
 
     def snapshot(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
@@ -196,6 +197,7 @@ class Core:
         critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
         if self.ranks.rank != 0:
             return None
+        export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
         return TrainingState(
             model_type=self.policy.hf.config.model_type,
             weights=weights,
@@ -204,7 +206,9 @@ class Core:
             old_actors=old_actors,
             critic=critic_weights,
             critic_optimizer=critic_optimizer,
-            beside=export_files(self.config.hf_checkpoint, self.policy.hf, torch.float32),
+            beside=export(torch.float32),
+            dtype=self.dtype,
+            hf_beside=export(self.dtype),
             scalars=Scalars(
                 optimizer=self.config.optimizer,
                 optimizer_steps=self.optimizer.steps,
@@ -297,16 +301,6 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
     """
     objective = check(config.objective)
     several = config.num_steps_per_rollout > 1
-    if objective.proximal == "current" and several:
-        raise ObjectiveConfigError(
-            f"proximal=current with num_steps_per_rollout={config.num_steps_per_rollout} never clips: the ratio is always 1. "
-            "Use proximal=recompute, or one step per rollout batch."
-        )
-    if config.use_dynamic_global_batch_size and several:
-        raise ObjectiveConfigError(
-            f"use_dynamic_global_batch_size makes one step of a rollout batch, num_steps_per_rollout="
-            f"{config.num_steps_per_rollout} asks for several. Keep one of the two."
-        )
     early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:
         return msgspec.structs.replace(objective, proximal="current")

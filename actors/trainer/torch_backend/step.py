@@ -21,6 +21,7 @@ from actors.trainer.batching import StepPlan
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
+    TrainSample,
     finish,
     flatten,
     merge,
@@ -98,8 +99,9 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
-    result = _result(core, packed, prepared, plan, tally, rates, watch)
-    if batch.step == 0:
+    result = _result(core, packed, prepared, samples, plan, tally, rates, watch)
+    # A first step that is done again may train on what lost weights made; nothing is to be expected of those.
+    if batch.step == 0 and all(made == 0 for s in samples for made, _ in s.spans or ()):
         result.metrics |= measure(tally.metrics[0], core.config, cfg)
     return result
 
@@ -144,7 +146,7 @@ def _old_actor_passes(
             present = torch.as_tensor(sample.train.old_logp)
             sample.train.old_logp = torch.where(here, values[first : first + n], present)
     for sample, versions in zip(batch.samples, made, strict=True):
-        if any(v < batch.step and nearest[int(v)] != v for v in np.unique(versions)):
+        if any(nearest.get(int(v), batch.step) != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
     core.old_actors.keep(batch.step, own, depth=depth)
     return lost
@@ -267,6 +269,7 @@ def _result(
     core: Core,
     packed: PackedBatch,
     prepared: PreparedBatch,
+    samples: Sequence[TrainSample],
     plan: RolloutPlan,
     tally: _Tally,
     rates: _Rates,
@@ -278,9 +281,8 @@ def _result(
     listed["trimmed"] = [prepared.sample_ids[i] for i in plan.trimmed]
     listed["over_token_cap"] = [prepared.sample_ids[i] for i in plan.over_cap]
     flags = {reason: ids for reason, ids in listed.items() if ids}
-    trained = np.array(prepared.counts.tolist(), dtype=np.int64)
-    for step in tally.skipped:
-        trained[list(step.samples)] = 0
+    skipped = {i for step in tally.skipped for i in step.samples}
+    trained = [tuple(n * (i not in skipped) for n in spans) for i, spans in enumerate(prepared.trained_spans(samples))]
     seconds, phases = watch.read()
     tokens = sum(int(packed.total[list(step.samples)].sum()) for step in steps)
     metrics = {
@@ -304,7 +306,7 @@ def _result(
     return StepResult(
         metrics={f"train/{name}": value for name, value in metrics.items()},
         packing=packing,
-        trained_tokens=trained.tolist(),
+        trained_spans=trained,
         flags=flags,
         skipped=bool(tally.skipped) and tally.updates == 0,
     )
