@@ -28,6 +28,7 @@ def objective_of(**own: Any) -> ObjectiveConfig:
 
 def backend_of(**own: Any) -> BackendConfig:
     """The settings of a training backend in float32."""
-    resolved = {"ref_load": "", "critic_load": "", "opd_teacher_load": "", "num_rollout": 0, "balance": "flops"}
-    lr = {"critic_lr": own["lr"]} if "lr" in own else {}
-    return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of()} | resolved | lr | own))
+    resolved: dict[str, Any] = {"ref_load": "", "critic_load": "", "opd_teacher_load": "", "num_rollout": 0, "balance": "flops"}
+    follows = (("critic_lr", "lr"), ("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu"))
+    resolved |= {name: own[of] for name, of in follows if of in own}
+    return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of()} | resolved | own))
