@@ -9,24 +9,12 @@ from typing import Literal
 
 import msgspec
 
-Estimator = Literal[
-    "grpo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "maxrl",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "on_policy_distillation",
-]
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
+
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
 Reduction = Literal["per_sample", "per_token", "constant"]
 Level = Literal["token", "sequence", "geometric"]
 Bounding = Literal["truncate", "clip", "mask"]
-
-NEEDS_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-
 
 class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything the objective needs to know; frozen, so one value serves one step.
@@ -36,7 +24,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """
 
     advantage_estimator: str
-    """Key of `advantages.ADVANTAGES`; also chooses the group baseline (`rewards.BASELINES`)."""
+    """Key of `objective_estimators.ESTIMATORS`."""
     rewards_normalization: bool = True
     """Subtract the group baseline from rewards where the estimator has one."""
     grpo_std_normalization: bool = True
@@ -122,13 +110,18 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """In place of the group baseline."""
 
     @property
+    def estimator(self) -> Estimator:
+        """Its record; an empty one for an unknown name, which `check` refuses."""
+        return ESTIMATORS.get(self.advantage_estimator, Estimator())
+
+    @property
     def clip_high(self) -> float:
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
     def whiten(self) -> bool:
         if self.normalize_advantages is None:
-            return self.advantage_estimator in NEEDS_WHITENING
+            return self.estimator.whitens
         return self.normalize_advantages
 
     @property
@@ -138,7 +131,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def needs_student_logp(self) -> bool:
-        return self.use_opd or self.advantage_estimator == "on_policy_distillation"
+        return self.use_opd or self.estimator.teacher
 
     @property
     def needs_ref_logp(self) -> bool:

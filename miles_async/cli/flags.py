@@ -13,7 +13,7 @@ from functools import cache
 
 from miles_async.settings.catalog import FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.dump import toml_value
-from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import table, why_not
 
@@ -94,7 +94,7 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
         words = (inline,) if equals else tuple(_all_words(rest))
         return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
-        why = why_not(flag)
+        why = "" if flag.removeprefix("--").replace("-", "_") in GONE else why_not(flag)
         close = nearest(flag, [*_flags(), *switches]) or "See train --help."
         raise SettingsError(f"{flag} is not a flag", remedy=f"Miles has it. {why}" if why else close)
     spec, positive = _flags()[flag]

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.file import read_records
 from bus import Bus
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.topology import DEAD, POLICY, VERDICTS
-from miles_async.console.metrics_file import read_records
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
 from miles_async.console.snapshot import Snapshot, read_snapshot
@@ -51,15 +51,11 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
     recent enough for the one who looks; else another is made, which holds the server."""
     if ledger is None:
         ledger = await check(bus)
-    snapshot, places, server, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
-        read_snapshot(bus),
-        read_places(bus),
-        read_server(bus),
-        newest_heads(bus, VERDICTS, 2000),
-        newest_heads(bus, DEAD, 20),
-        read_history(bus),
-        _uncommitted(bus),
-        bus.server_time(),
+    snapshot, places, server, time = await asyncio.gather(
+        read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
+    )
+    verdicts, dead, patches, uncommitted = await asyncio.gather(
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), _uncommitted(bus)
     )
     return Scene(
         snapshot=snapshot,

@@ -73,7 +73,8 @@ def _try(module: str, names: str, body: bytes) -> None:
         done = subprocess.run([*PYTHON, module], input=body, capture_output=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
         raise SettingsError(
-            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s", remedy="Look for a loop or a wait in it."
+            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
+            remedy="Look for a loop or a wait in it.",
         ) from None
     try:
         answers = msgspec.json.decode(done.stdout, type=Answer | list[Answer])

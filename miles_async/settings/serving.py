@@ -158,17 +158,6 @@ def router_settings_agree(s: Flat) -> None:
         )
 
 
-def delta_is_for_files(s: Flat) -> None:
-    way = s.update_weight_transport
-    if s.update_weight_delta and way != "disk":
-        raise SettingsError(
-            f"update_weight_transport is {way!r}, which sends all tensors",
-            field="update_weight_delta",
-            value=True,
-            remedy="Leave it out, or set --update-weight-transport disk.",
-        )
-
-
 def waves_are_for_files(s: Flat) -> None:
     way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
@@ -197,7 +186,6 @@ def engines_are_different(s: Flat) -> None:
 
 RULES = (
     engines_are_different,
-    delta_is_for_files,
     waves_are_for_files,
     engines_match_the_gpus,
     passed_flags_are_not_ours,
@@ -216,11 +204,15 @@ def notes(s: Flat) -> Iterator[str]:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
     among_others = s.use_router or s.sglang_router_ip is not None
     elsewhere = bool(s.sglang_server_command or s.rollout_external_engine_addrs)
-    if s.engine != "embedded" and s.pause_generation_mode == "in_place" and (among_others or elsewhere):
-        why = "behind a router" if among_others else "in an SGLang that this run does not start with its own Python"
+    if s.engine != "embedded" and s.pause_generation_mode == "in_place" and among_others:
         yield (
-            f"pause_generation_mode in_place acts like retract {why}: tokens cannot be counted there at the moment of a weight "
-            "update, and a chunk of several could mix two versions"
+            "pause_generation_mode in_place acts like retract behind a router: tokens cannot be counted there at the moment of a "
+            "weight update, and a chunk of several could mix two versions"
+        )
+    elif s.engine != "embedded" and s.pause_generation_mode == "in_place" and elsewhere:
+        yield (
+            "pause_generation_mode in_place cannot count tokens in an SGLang that this run does not start with its own Python: two "
+            "chunks of each running sample count as the older version's at a weight update"
         )
     if s.engine == "sglang" and len(set(s.rollout_gpu_ids)) < len(s.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): give each a part of its memory"

@@ -13,7 +13,7 @@ from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
-from bus.testing.knobs import plain_kinds
+from tests.bus.suite.knobs import plain_kinds
 
 KNOBS: dict[str, Any] = {
     "rollout_batch_size": 2,

@@ -17,10 +17,10 @@ from bus.knobs import LiveKnobs, checked, propose, publish_initial, read_history
 from bus.knobs.live import KnobValues, fold
 from bus.messages.control import Kind, KnobPatch
 from bus.server import EmbeddedRedis
-from bus.testing.conformance import eventually, put_raw
-from bus.testing.faults import restart, written
-from bus.testing.knobs import FIXED, plain_kinds, plain_knobs
 from bus.topology import KNOBS as STREAM
+from tests.bus.suite.conformance import eventually, put_raw
+from tests.bus.suite.faults import restart, written
+from tests.bus.suite.knobs import FIXED, plain_kinds, plain_knobs
 
 WHOLE, LIVE = plain_knobs(), plain_kinds()
 

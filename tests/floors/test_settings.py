@@ -37,6 +37,7 @@ SECOND_DEFAULTS = {
     "actors/runtime/context.py": {"heartbeat_s", "drain_timeout_s"},
     "actors/runtime/prompts.py": {"input_key", "label_key", "metadata_key", "apply_chat_template"},
     "actors/sampler/actor.py": {"rm_type"},
+    "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
     "actors/trainer/spec.py": {"offload", "save", "load"},
 }
 

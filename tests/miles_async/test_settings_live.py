@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from actors.filter.judges import JUDGES
 from actors.partial.decide import POLICIES
 from actors.reward.scorer import RM_TYPES
+from actors.trainer.objective_estimators import ESTIMATORS
 from bus.knobs import checked
 from miles_async.launcher.plan import objective_config
 from miles_async.launcher.prepare import live_kinds
@@ -215,3 +216,12 @@ def test_shipped_names_are_those_of_the_rooms() -> None:
 def test_live_settings_say_where_a_change_applies() -> None:
     for name in live_fields():
         assert catalog()[name].live.endswith(")"), name
+
+
+def test_what_settings_know_of_an_estimator_is_what_its_record_says() -> None:
+    assert set(catalog()["advantage_estimator"].shape.choices) == set(ESTIMATORS)
+    for name, record in ESTIMATORS.items():
+        own = {} if not record.teacher else {"opd_teacher_load": "t"}
+        s = start(advantage_estimator=name, **own).flat
+        assert s.policy_loss == record.policy_loss and s.normalize_advantages == record.whitens
+        assert s.needs_whole_groups == record.whole_groups and s.distills == record.teacher

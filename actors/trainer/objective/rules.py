@@ -3,12 +3,12 @@ are loaded and where live ones are changed."""
 
 from __future__ import annotations
 
-from actors.trainer.objective.advantages import ADVANTAGES
 from actors.trainer.objective.corrections import CORRECTIONS
 from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective.kl import KL_ESTIMATORS
 from actors.trainer.objective.losses import POLICY_LOSSES
 from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_estimators import ESTIMATORS
 from actors.trainer.objective_hooks import hooks_of
 
 
@@ -20,7 +20,7 @@ def check(cfg: ObjectiveConfig) -> ObjectiveConfig:
     """Return `cfg`, or raise `ObjectiveConfigError` with every name that stands for nothing."""
     found: list[str] = []
     for name, table in (
-        ("advantage_estimator", ADVANTAGES),
+        ("advantage_estimator", ESTIMATORS),
         ("policy_loss", POLICY_LOSSES),
         ("kl_loss_type", KL_ESTIMATORS),
         ("correction", CORRECTIONS),
