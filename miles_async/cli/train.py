@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run or refused.found:
         from miles_async.launcher.hooks import PROBES
 
-        found = refused.attempt(preflight, loaded.settings, probes=PROBES)
+        found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=args.dry_run)
         refused.raise_all()
         print(dry_run_text(loaded, found.notes if found else ()), end="")
         return 0

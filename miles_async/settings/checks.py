@@ -37,6 +37,7 @@ def preflight(
     settings: RunSettings,
     *,
     probes: Iterable[Probe] = (),
+    dry_run: bool = False,
 ) -> Preflight:
     """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
 
@@ -44,7 +45,7 @@ def preflight(
     """
     refused = Refusals()
     config = refused.attempt(check_model, settings) or {}
-    hints = list(refused.attempt(check_programs, settings.flat) or ())
+    hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
     hints += refused.attempt(check_memory, settings, config) or ()
     data = refused.attempt(check_data, settings)
     for probe in probes:

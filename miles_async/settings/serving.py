@@ -229,11 +229,14 @@ def notes(s: Flat) -> Iterator[str]:
         )
 
 
-def check_programs(s: Flat) -> list[str]:
+def check_programs(s: Flat, *, dry_run: bool = False) -> list[str]:
     """SGLang and the router are installed where we start them, and know the flags that are passed on. Returns what could not be
-    told here."""
+    told here; a dry run may be made where they are not installed."""
     unchecked: list[str] = []
     if s.engine == "sglang" and not s.sglang_server_command:
+        if dry_run and importlib.util.find_spec("sglang") is None:
+            unchecked.append("sglang is not installed in this Python: --sglang-* flags are not verified, and a start is refused")
+            return unchecked
         _installed("sglang", "engine", s.engine, "Install miles-async[sglang], or choose --engine embedded.")
         if s.server_args and not _accepted("server_args", s.server_args, _SERVER):
             unchecked.append("--sglang-* flags are not verified: SGLang's own parser did not answer")
