@@ -99,8 +99,8 @@ class Passes:
     def former_weights(self, step: int) -> AbstractContextManager[None]:
         return self.old_actors.wearing(step, self.policy.named_weights())
 
-    def keep_weights(self, step: int) -> None:
-        self.old_actors.keep(step, self.policy.named_weights())
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        self.old_actors.keep(step, self.policy.named_weights(), depth=depth)
 
     # -- backward and update ------------------------------------------------------------------------------------
 
