@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
+from actors.runtime.prompts import vocabulary_of
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
@@ -36,9 +37,11 @@ from actors.trainer.courier import Courier
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
+from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
@@ -47,7 +50,6 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
 T = TypeVar("T")
-STEP_KNOBS = ("lr", "clip_grad", "eps_clip", "eps_clip_high", "kl_loss_coef", "entropy_coef", "tis_clip")
 
 
 class Trainer:
@@ -59,12 +61,13 @@ class Trainer:
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir)
-        self._intake = Intake(context)
+        self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
             self._intake,
             save=Path(spec.save),
-            save_hf=spec.save_hf,
+            save_hf=spec.save_hf or "",
             keep_last=spec.keep_last,
             fingerprint=spec.fingerprint,
         )
@@ -76,6 +79,7 @@ class Trainer:
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._tuned = TunedSteps(context, self._backend, self._in_thread)
         self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
@@ -188,6 +192,8 @@ class Trainer:
             await self._turns.take()
             waited = context.clock.monotonic()
             result = await self._step(batch)
+            if result is None:
+                continue
             if result.skipped and not spec.replay_from:
                 await self._skipped(batch)
                 continue
@@ -222,25 +228,25 @@ class Trainer:
                 "moments. The trainer starts again from its last checkpoint."
             )
 
-    async def _step(self, batch: Batch) -> StepResult:
+    async def _step(self, batch: Batch) -> StepResult | None:
+        """None when some of the batch was refused and given up."""
         knobs = self._context.knobs
         step = self._version.step
-        values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
-        values["max_weight_staleness"] = batch.bound
+        values = knobs.live | {"max_weight_staleness": batch.bound}
         work = StepBatch(
             samples=to_samples(batch.groups),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
-        self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
         try:
-            result: StepResult = await self._in_thread(self._backend.train_step, work)
+            result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
-            text = f"step {step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
-            await self._context.event("batch refused", text, level="error")
-            raise RunEnds(text) from error
+            await self._refused.settle(batch, work, error)
+            return None
+        self._refused.worked()
+        self._step_knobs, self._step_epoch = self._tuned.used
         for reason, flagged in result.flags.items():
             shown = ", ".join(flagged[:5])
             await self._context.event(

@@ -214,26 +214,31 @@ async def test_a_trainer_that_went_back_is_told_anew(redis_url: str, run_name: s
 
 
 def stumbling(samples) -> str | None:
-    """A filter of a user's that cannot take the reward 0.5."""
+    """A filter of a user's that cannot take the reward 0.5, and answers with a number for 0.25."""
+    if any(s.reward == 0.25 for s in samples):
+        return 0  # type: ignore[return-value]
     if any(s.reward == 0.5 for s in samples):
         raise ZeroDivisionError("no ratio of 0.5")
     return None
 
 
+STUMBLING = {"dynamic_sampling_filter_path": f"{__name__}.stumbling"}
+
+
 async def test_a_judge_that_raises_drops_the_group_and_the_rest_goes_on(redis_url: str, run_name: str) -> None:
-    async with open_bus(redis_url, run_name) as bus:
-        await issue(bus, 1, 2)
-        async with running(bus, "filter", run, FilterSpec(custom_filter=f"{__name__}.stumbling")):
-            await put(bus, SCORED, *(member(1, i, 0.5) for i in range(N)), *(member(2, i, 1.0) for i in range(N)))
+    async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
+        await issue(bus, 1, 2, 3)
+        async with running(bus, "filter", run, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])):
+            await put(bus, SCORED, *(member(g, i, reward) for g, reward in ((1, 0.5), (3, 0.25), (2, 1.0)) for i in range(N)))
             await until(lambda: kept(bus))
-            assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", ""]
-        [said] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
+            assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", "judge_raised", ""]
+        [said, _] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
         assert "ZeroDivisionError: no ratio of 0.5" in said.text
         await closes(bus)
 
 
 async def test_a_judge_that_always_raises_ends_the_run_with_its_text(redis_url: str, run_name: str) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
         groups = range(1, MOST_RAISED + 1)
         await issue(bus, *groups)
 
@@ -246,7 +251,7 @@ async def test_a_judge_that_always_raises_ends_the_run_with_its_text(redis_url: 
             assert isinstance(ends, RunEnds) and "ZeroDivisionError: no ratio of 0.5" in str(ends)
             context.note = "ended"
 
-        async with running(bus, "filter", body, FilterSpec(custom_filter=f"{__name__}.stumbling")) as context:
+        async with running(bus, "filter", body, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])) as context:
             await put(bus, SCORED, *(member(g, i, 0.5) for g in groups for i in range(N)))
             await until(lambda: _true(context.note == "ended"))
 

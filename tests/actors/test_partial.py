@@ -18,7 +18,7 @@ from bus.messages.policy import StepDone
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import DEAD, PARKED, POLICY, PREFIXES, TAIL
-from tests.actors.house import messages, open_bus, put, running, task, until
+from tests.actors.house import messages, open_bus, put, rollout, running, task, until
 
 
 def parked(group: int, *steps: int, reason: Any = "drain", each: int = 2) -> Parked:
@@ -150,3 +150,17 @@ async def test_a_parked_entry_that_is_none_is_buried_and_its_sample_reported(red
             [dropped] = await moved(bus, 1)
         assert isinstance(dropped, PrefixDropped) and (dropped.task.sample_id, dropped.tokens_made) == ("g1/0", 7)
         assert len(await messages(bus, DEAD)) == 1
+
+
+@pytest.mark.parametrize(("partial", "reason", "kept"), [(True, "engine", 3), (False, "engine", 0), (False, "slice", 3)])
+async def test_an_interrupted_sample_begins_again_where_partial_rollout_is_off(
+    redis_url: str, run_name: str, partial: bool, reason: str, kept: int
+) -> None:
+    done = rollout(1, 0, n=2, tokens=3)
+    stopped = msgspec.structs.replace(Parked(task=done.task, response=done.response, reason="engine"), reason=reason)
+    async with open_bus(redis_url, run_name, knobs={"partial_rollout": partial}) as bus:
+        async with running(bus, "partial", run, PartialSpec()):
+            await put(bus, PARKED, stopped)
+            [resumed] = await moved(bus, 1)
+        assert resumed.response.n_tokens == kept
+        assert (await read_accounts(bus)).tokens_dropped.get("restarted", 0) == 3 - kept

@@ -12,7 +12,6 @@ import msgspec
 
 from actors.runtime.context import ActorSpec, Context
 from actors.trainer.actor import Trainer
-from actors.trainer.backend import BackendConfig
 from actors.trainer.checkpoint import TRACKER, iter_dir, latest, read_bus_state
 from actors.trainer.intake import Intake
 from actors.trainer.saver import KEPT_STEPS, TRIM_STEPS, Saver
@@ -22,9 +21,12 @@ from bus.knobs.live import LiveKnobs
 from bus.messages.policy import Checkpointed, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, GROUPS, POLICY
+from miles_async.launcher.plan import told
+from miles_async.settings.flat import Flat
 from tests.actors.house import messages, open_bus, put
 from tests.actors.test_trainer_parts import SPLIT, arrive, kept, trainer_of
 from tests.actors.test_trainer_parts import Trainer as Fed
+from tests.declared import PLAIN, backend_of
 
 
 async def trained(bus: Bus, saver: Saver, steps: range) -> None:
@@ -68,12 +70,16 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
         knobs = LiveKnobs(bus)
         await knobs.open()
         context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
-        backend = TrainerSpec(
-            backend=BackendConfig(hf_checkpoint=""), weights_dir="", num_rollout=1, save=str(tmp_path)
+        backend = told(
+            TrainerSpec,
+            Flat(PLAIN),
+            load="",
+            backend=backend_of(hf_checkpoint=""),
+            weights_dir="",
+            num_rollout=1,
+            save=str(tmp_path),
         )
-        trainer = Trainer(
-            context, msgspec.structs.replace(backend, backend_name="none", save_hf=f"{tmp_path}/hf/{{rollout_id}}")
-        )
+        trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none", save_hf=f"{tmp_path}/hf/{{rollout_id}}"))
         trainer._version = PolicyVersion(id=1, step=1)
         trainer._backend.snapshot = Copy  # type: ignore[method-assign]
         over = asyncio.Event()

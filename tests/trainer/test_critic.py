@@ -130,7 +130,7 @@ def test_a_gradient_of_either_that_is_not_finite_moves_neither(
     assert critic.optimizer.steps == backend.core.optimizer.steps == 1
 
 
-@pytest.mark.parametrize("extra", [{}, {"dtype": "bfloat16"}, {"optimizer": "muon", "num_critic_only_steps": 4}])
+@pytest.mark.parametrize("extra", [{}, {"model_dtype": "bfloat16"}, {"optimizer": "muon", "num_critic_only_steps": 4}])
 def test_restored_training_is_the_same_to_the_last_bit(
     extra: dict[str, object], tmp_path: Path, make_backend: Backend, make_batch: Batch
 ) -> None:

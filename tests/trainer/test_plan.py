@@ -15,11 +15,12 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batching import CostModel
 from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend.plan import cost_of, plan_steps
+from tests.declared import backend_of
 from tests.trainer.conftest import SHAPE
 
 
 def config(**fields: Any) -> BackendConfig:
-    return BackendConfig(hf_checkpoint="", max_tokens_per_gpu=512, **fields)
+    return backend_of(hf_checkpoint="", max_tokens_per_gpu=512, **fields)
 
 
 @settings(deadline=None)

@@ -35,6 +35,7 @@ class Passes:
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    updates: int
 
     @property
     def rank(self) -> int:
@@ -98,8 +99,8 @@ class Passes:
     def former_weights(self, step: int) -> AbstractContextManager[None]:
         return self.old_actors.wearing(step, self.policy.named_weights())
 
-    def keep_weights(self, step: int) -> None:
-        self.old_actors.keep(step, self.policy.named_weights())
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        self.old_actors.keep(step, self.policy.named_weights(), depth=depth)
 
     # -- backward and update ------------------------------------------------------------------------------------
 
@@ -142,6 +143,7 @@ class Passes:
             for name, (weights, optimizer) in learners.items():
                 optimizer.step(rates.critic_lr if name == "critic_grad_norm" else rates.lr)
                 weights.publish()
+            self.updates += 1
         return norms, finite
 
     @torch.no_grad()

@@ -7,14 +7,15 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.backend import StepBatch, StepResult
+from actors.trainer.backend import BackendConfig, StepBatch, StepResult
 from actors.trainer.batching import StepPlan
 from actors.trainer.objective import (
     LossInputs,
@@ -54,20 +55,13 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     with watch.phase("prepare"):
         packed = core.pack(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
-        plan = plan_steps(
-            core.config,
-            packed.total.tolist(),
-            names,
-            responses=packed.response.tolist(),
-            ranks=core.n_ranks,
-            cost=core.cost,
-        )
-        work: list[Work] = [
-            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.rank]] for step in plan.steps
-        ]
+        plan, work = _planned(core, core.config, packed, names)
+        passes, cap = work, core.config.log_probs_max_tokens_per_gpu
+        if core.config.use_dynamic_batch_size and cap != core.config.max_tokens_per_gpu:
+            _, passes = _planned(core, msgspec.structs.replace(core.config, max_tokens_per_gpu=cap), packed, names)
     with watch.phase("logprob_pass"):
-        _own_passes(core, cfg, batch, packed, work)
-        lost = _old_actor_passes(core, batch, packed, work) if cfg.keep_old_actor else []
+        _own_passes(core, cfg, batch, packed, passes)
+        lost = _old_actor_passes(core, batch, packed, passes, cfg.max_staleness or 0) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
         samples = [s.train for s in batch.samples]
         for i in plan.trimmed:  # their rewards still belong to their group's baseline
@@ -80,7 +74,7 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
         tally.updates
-        and core.config.ref_update_interval > 0
+        and core.config.ref_update_interval
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
@@ -89,6 +83,24 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     if batch.step == 0 and all(made == 0 for s in samples for made, _ in s.spans or ()):
         result.metrics |= measure(tally.metrics[0], core.config, cfg)
     return result
+
+
+def examine(core: Verbs, batch: StepBatch, *, forward: bool) -> None:
+    """What `train_batch` does before it changes anything, and the loss, sample by sample: raises what it would raise. `forward`:
+    the models run too; else their numbers are taken as 0."""
+    cfg = core.objective_for(batch.knobs)
+    packed = core.pack(batch.samples)
+    work: list[Work] = [[((i,), packed.micro_batch((i,), core.device)) for i in range(len(batch.samples))]]
+    places = [slice(first, first + n) for first, n in zip(packed.first_response, packed.response, strict=True)]
+    for name in {"old_logp", *core.models(cfg)}:
+        values = core.score(name, packed, work) if forward else torch.zeros(int(packed.response.sum()))
+        for sample, place in zip(batch.samples, places, strict=True):
+            setattr(sample.train, name, values[place])
+    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    norm = prepared.norm()
+    for i, sample in enumerate(batch.samples):
+        logp = torch.as_tensor(sample.train.old_logp)
+        policy_loss(cfg, prepared.micro_batch((i,), logp, entropy=torch.zeros_like(logp)), norm)
 
 
 def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Packed, work: list[Work]) -> None:
@@ -101,7 +113,7 @@ def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Pac
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
 
 
-def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work]) -> list[str]:
+def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work], depth: int) -> list[str]:
     """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
     lost = []
@@ -123,8 +135,24 @@ def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[
     for sample, versions in zip(batch.samples, made, strict=True):
         if any(nearest.get(int(v), batch.step) != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
-    core.keep_weights(batch.step)
+    core.keep_weights(batch.step, depth=depth)
     return lost
+
+
+def _planned(
+    core: Verbs, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]
+) -> tuple[RolloutPlan, list[Work]]:
+    """The plan of a rollout batch, and this rank's micro-batches of each step."""
+    plan = plan_steps(
+        config,
+        packed.total.tolist(),
+        trajectories,
+        responses=packed.response.tolist(),
+        ranks=core.n_ranks,
+        cost=core.cost,
+    )
+    mine = [step.ranks[core.rank] for step in plan.steps]
+    return plan, [[(ids, packed.micro_batch(ids, core.device)) for ids in batches] for batches in mine]
 
 
 def _one_step(
@@ -249,4 +277,4 @@ def _result(
     )
 
 
-__all__ = ("train_batch",)
+__all__ = ("examine", "train_batch")

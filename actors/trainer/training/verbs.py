@@ -120,8 +120,9 @@ class Verbs(Protocol):
         """The policy computes with the weights of that step while the body runs."""
         ...
 
-    def keep_weights(self, step: int) -> None:
-        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more."""
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more: `depth` is the
+        bound in steps."""
         ...
 
     def forward_backward(
