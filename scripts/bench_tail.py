@@ -124,6 +124,9 @@ class Played(Engine):
     async def pause_counted(self, version: str) -> int | None:
         return None
 
+    def count_as_older(self, version: str) -> bool:
+        return False
+
 
 async def bench(args: argparse.Namespace, url: str, home: Path) -> dict[str, Any]:
     knobs = plain_knobs(

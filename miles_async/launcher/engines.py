@@ -76,7 +76,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        transport=s.update_weight_transport if changing else "disk",
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
@@ -87,7 +87,9 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
     s = settings.sglang
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
-    return TurnSpec(workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s)
+    return TurnSpec(
+        workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
+    )
 
 
 def _url(address: str) -> str:
