@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from actors.trainer.batching import plan_step
+from actors.trainer.batch.batching import plan_step
+from actors.trainer.batch.packing import lower_bound, strong_lower_bound
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
@@ -33,7 +34,6 @@ from actors.trainer.objective import (
     prepare_batch,
     token_logprobs,
 )
-from actors.trainer.packing import lower_bound, strong_lower_bound
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB = 896, 24, 14, 2, 4864, 151_936
 SEQUENCE = 512

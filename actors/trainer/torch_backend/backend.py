@@ -15,16 +15,16 @@ from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.batch.packing import BatchingError
 from actors.trainer.hooks import probe
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.objective_hooks import HookError
-from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend.core import Core, settle_objective
-from actors.trainer.torch_backend.offload import NoRoom
 from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.torch_backend.state import TrainingState, WeightFiles
-from actors.trainer.torch_backend.step import train_batch
-from actors.trainer.torch_backend.wire import Command, Do, Restore, Setup, Step, decode, encode, pack_step, unpack_step
+from actors.trainer.training.offload import NoRoom
+from actors.trainer.training.state import TrainingState, WeightFiles
+from actors.trainer.training.step import train_batch
+from actors.trainer.training.wire import Command, Do, Restore, Setup, Step, decode, encode, pack_step, unpack_step
 
 log = logging.getLogger(__name__)
 _SHARD = "shard over more GPUs with --actor-num-gpus-per-node"

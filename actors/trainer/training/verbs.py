@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, BatchSample
-from actors.trainer.batching import CostModel
+from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig
 
 

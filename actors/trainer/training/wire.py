@@ -11,7 +11,7 @@ import numpy as np
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.objective.samples import FLOAT_FIELDS
-from actors.trainer.torch_backend.state import Scalars
+from actors.trainer.training.state import Scalars
 
 
 class WireSample(msgspec.Struct, frozen=True, array_like=True):
