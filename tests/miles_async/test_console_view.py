@@ -199,3 +199,13 @@ async def test_unreadable_entries_do_not_end_the_console(redis_url, run_name, tm
         await show(bus, tmp_path, "plain", out, until=lambda: "after" in out.getvalue())
         await read_snapshot(bus)
     assert rollout("g1/0").response.n_tokens == TOKENS
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 30.0])
+async def test_an_actor_is_alive_whatever_its_hosts_clock_says(redis_url: str, run_name: str, skew_s: float) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        wall = bus.clock.wall() + skew_s
+        await bus.set_vitals("generation-9", vitals("generation-9", wall=wall, waits_for="an entry", waits_since=wall - 5))
+        seen = await read_snapshot(bus)
+    [actor] = seen.actors
+    assert actor.life == "alive" and actor.age_s < 5.0 <= actor.waited_s < 10.0
