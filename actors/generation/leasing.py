@@ -100,8 +100,10 @@ class Leases:
         # Short while others run, since the next order must not wait, and while this worker is about to catch up.
         brief = self._context.in_flight or self.standing.behind(self._link.serving)
         block_s = 0.05 if brief else 0.5
-        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}"):
-            return await self.reader.read(free, block_s, streams)
+        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}") as heard:
+            if entries := await self.reader.read(free, block_s, streams):
+                heard()
+            return entries
 
     def _streams(self) -> Sequence[tuple[Stream, int]]:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it

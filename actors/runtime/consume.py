@@ -79,8 +79,9 @@ class Consumer:
                 slots.release()
                 self._note_server_restart()
                 free = min(self._batch, slots._value) if self._concurrency > 1 else self._batch
-                with context.waiting(f"an entry of {self._names}"):
-                    entries = await self.reader.read(free, 0.5)
+                with context.waiting(f"an entry of {self._names}") as heard:
+                    if entries := await self.reader.read(free, 0.5):
+                        heard()
                 for entry in entries:
                     if self._concurrency == 1:
                         await self._one(entry)
@@ -148,9 +149,7 @@ def header_number(entry: Entry, field: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-async def bury(
-    context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead
-) -> None:
+async def bury(context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead) -> None:
     """Move an entry to the dead letters together with what must follow, in one step."""
     letter = letter_of(
         entry,

@@ -29,7 +29,9 @@ def load_hook(path: str, kind: Any = None) -> Any:
             module = importlib.import_module(module_name)
         hook = getattr(module, name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise Refused(f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function.") from error
+        raise Refused(
+            f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function."
+        ) from error
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook

@@ -114,6 +114,11 @@ class EmbeddedRedis:
                 )
             time.sleep(_PAUSE_S)
 
+    def adopt(self) -> bool:
+        """Take over a server that owns the directory and answers; False when there is none. Starts nothing."""
+        self._pid = self._ask_owner() if self._owned() else None
+        return self._pid is not None
+
     def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Ends the server in order (its file is flushed), or by force when it does not obey. No-op when not running."""
         if not self._signal(signal.SIGTERM):

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return await bus_dead.act(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
 
     try:
-        return on_bus(args, body)
+        return on_bus(args, body, look=args.verb != "dead" or args.act == "list")
     except KeyboardInterrupt:
         if args.verb == "tail":
             return 0  # the way to end it

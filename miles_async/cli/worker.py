@@ -31,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `worker`."""
     add_run_options(parser)
     parser.add_argument("--name", default=None, help="Name of this worker. Default: worker-<host>-<pid>.")
-    parser.add_argument("--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here.")
+    parser.add_argument(
+        "--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here."
+    )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's.")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +93,8 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         known = await read_identity(bus)
     if known is None:
         raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
-    name = args.name or f"worker-{re.sub('[^A-Za-z0-9_.-]', '-', socket.gethostname())[:40]}-{os.getpid()}"
+    here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
+    name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith("generation-") or name in RESERVED:
         raise BusRefused(
             f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "

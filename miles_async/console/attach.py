@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from bus import Bus, BusConfig
 from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
 from bus.identity import Identity, read_identity, runs_on
+from bus.server import EmbeddedRedis
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
 
@@ -39,14 +44,41 @@ def launcher_pid(run_dir: Path | None) -> int:
 
 
 @asynccontextmanager
-async def attached(ref: RunRef) -> AsyncIterator[Bus]:
-    """The run's bus, for looking and for tools. Raises BusUnreachable or BusRefused in one line; creates nothing."""
-    run = await run_named(ref)
-    plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
-    async with Bus(plain) as first:
-        config = _like_actors(plain, await read_identity(first) or Identity())
-    async with Bus(config) as bus:
-        yield bus
+async def attached(ref: RunRef, *, look: bool = False) -> AsyncIterator[Bus]:
+    """The run's bus, for looking and for tools. Raises BusUnreachable or BusRefused in one line; creates nothing. `look`: for
+    one that only looks, a run that has ended is shown as the append-only file of its own Redis has it (says so on stderr)."""
+    async with AsyncExitStack() as stack:
+        try:
+            run = await run_named(ref)
+        except BusUnreachable:
+            if (
+                not look
+                or ref.run is None
+                or ref.run_dir is None
+                or not any((ref.run_dir / "redis").glob("appendonly*"))
+            ):
+                raise
+            print(f"note: run {ref.run} is not running; this is a copy of what its Redis kept", file=sys.stderr)
+            run, url = ref.run, await stack.enter_async_context(_kept(ref.run_dir))
+            ref = replace(ref, bus_url=url)
+        plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
+        async with Bus(plain) as first:
+            config = _like_actors(plain, await read_identity(first) or Identity())
+        yield await stack.enter_async_context(Bus(config))
+
+
+@asynccontextmanager
+async def _kept(run_dir: Path) -> AsyncIterator[str]:
+    """Address of a private server on a copy of a run's data, which stays as it is; both are gone afterwards."""
+    no_data = shutil.ignore_patterns("lock", "redis.*", "temp-*")
+    with tempfile.TemporaryDirectory(prefix="miles-async-") as copy:
+        await asyncio.to_thread(shutil.copytree, run_dir / "redis", Path(copy) / "redis", ignore=no_data)
+        server = EmbeddedRedis(Path(copy))
+        try:
+            await asyncio.to_thread(server.start)
+            yield server.url
+        finally:
+            await asyncio.to_thread(server.stop)
 
 
 def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:

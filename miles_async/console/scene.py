@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.file import read_records
 from bus import Bus
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.topology import DEAD, POLICY, VERDICTS
-from miles_async.console.metrics_file import read_records
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
 from miles_async.console.snapshot import Snapshot, read_snapshot

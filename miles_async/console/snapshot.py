@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from typing import Any
 
 import msgspec
 
+from actors.runtime.child import is_alive
 from bus import Bus
 from bus.errors import BadMessage
 from bus.identity import Identity, read_identity
@@ -132,7 +132,7 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
             vitals = msgspec.msgpack.decode(body, type=Vitals)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of a release that speaks otherwise; it shows on the events stream as well
-        process = exists(vitals.pid) if vitals.host == here else None
+        process = is_alive(vitals.pid) if vitals.host == here else None
         found.append(ActorFacts(vitals, silences.get(vitals.actor, 0.0), process, late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
@@ -140,22 +140,9 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
 ROLE_ORDER = {
     role: n
     for n, role in enumerate(
-        ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "launcher")
+        ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "recorder", "launcher")
     )
 }
-
-
-def exists(pid: int) -> bool:
-    """Whether a process with this id is on this host."""
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:
@@ -191,7 +178,6 @@ __all__ = (
     "ActorFacts",
     "PolicyFacts",
     "Snapshot",
-    "exists",
     "policy_facts",
     "read_snapshot",
 )

@@ -42,7 +42,7 @@ def generation_spec(
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
-        token=place.engine_token,
+        token=str(s.server_args.get("api-key") or place.engine_token),
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
@@ -87,7 +87,9 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
     s = settings.sglang
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
-    return TurnSpec(workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s)
+    return TurnSpec(
+        workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
+    )
 
 
 def _url(address: str) -> str:

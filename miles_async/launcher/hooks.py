@@ -36,7 +36,8 @@ def check_hooks(settings: RunSettings) -> None:
         )
     except subprocess.TimeoutExpired:
         raise SettingsError(
-            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s", remedy="Look for a loop or a wait in it."
+            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
+            remedy="Look for a loop or a wait in it.",
         ) from None
     try:
         answer = msgspec.json.decode(done.stdout, type=Answer)

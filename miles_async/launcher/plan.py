@@ -230,7 +230,9 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (
             "filter",
             "filter",
-            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval),
+            FilterSpec(
+                custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval
+            ),
         ),
         (
             "partial",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import secrets
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,33 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir
 
+FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
+
+
+def check_host(settings: RunSettings) -> None:
+    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
+    slots = max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
+    need = FILES_BESIDE_REQUESTS + slots
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise SettingsError(
+            f"a process may have {hard} files open here, and one of this run needs up to {need} (a connection per request)",
+            remedy=f"Raise the limit first: ulimit -n {max(4096, need)}, or LimitNOFILE= of its service.",
+        )
+    if soft < need:  # what is started here inherits it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+    run_dir = settings.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise SettingsError(
+            f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}",
+            field="runs_dir",
+            value=settings.launch.runs_dir,
+            remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
+        ) from None
 ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
@@ -70,6 +101,23 @@ def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
+    """Where versions of the weights are published, and a note when that is not shared memory though the host has it: two
+    versions, in float32, lie there at once, and containers often have little."""
+    shared = shared_memory(run_dir)
+    need = 2 * 2 * sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    free = shutil.disk_usage("/dev/shm").free if shared != run_dir / "weights" else need
+    if free >= need or shared.exists():
+        return shared, ""
+    text = (
+        f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
+    )
+    return (
+        run_dir / "weights",
+        f"{text}published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)",
+    )
+
+
 def shared_memory(run_dir: Path) -> Path:
     """Directory for published weights: shared memory where the host has it, else the run directory."""
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
@@ -90,6 +138,9 @@ def place_of(settings: RunSettings) -> Place:
     run_dir = settings.run_dir
     private_directory(run_dir)
     directory = model_dir(settings, run_dir)
+    weights, note = weights_dir(run_dir, directory)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     identity = {
         "prompt_data": str(settings.rollout.prompt_data),
         "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
@@ -102,7 +153,7 @@ def place_of(settings: RunSettings) -> Place:
         reference_dir=reference_dir(settings),
         critic_dir=critic_dir(settings),
         teacher_dir=teacher_dir(settings, directory),
-        weights_dir=str(shared_memory(run_dir)),
+        weights_dir=str(weights),
         blob_dir=str((run_dir / "blobs").resolve()),
         stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
@@ -123,7 +174,7 @@ def engine_token(run_dir: Path) -> str:
     except OSError:
         known = ""
     if not known:
-        known = secrets.token_urlsafe(32)
+        known = secrets.token_hex(32)  # hexadecimal: none that looks like a flag
         write_secret(file, f"{known}\n")
     return known
 

@@ -27,7 +27,6 @@ from bus.messages.policy import (
 )
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.testing.knobs import plain_knobs
 from bus.topology import (
     ACTIVE,
     DEAD,
@@ -41,8 +40,9 @@ from bus.topology import (
     VERDICTS,
     Stream,
 )
+from tests.bus.suite.knobs import plain_knobs
 
-ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher")
+ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher", "recorder")
 TOKENS = 4
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from actors.recorder.records import Record
 from bus.errors import MilesAsyncError
-from bus.inspect import id_key
-from miles_async.console.records import Record
 
 FILE = "metrics.jsonl"
 
@@ -40,18 +39,9 @@ def _parse(data: bytes) -> list[Record]:
     return found
 
 
-def positions_of(records: list[Record]) -> dict[str, str]:
-    """Stream -> newest entry id that has a line."""
-    newest: dict[str, str] = {}
-    for record in records:
-        stream, at, entry_id = str(record.get("entry", "")).partition("@")
-        if at and id_key(entry_id) > id_key(newest.get(stream, "0")):
-            newest[stream] = entry_id
-    return newest
-
-
 class MetricsFile:
-    """The open file. A line cut short by a crash is removed at open; the lock goes with the process."""
+    """The open file, and the records that it had at open. A line cut short by a crash is removed then; the lock goes with the
+    process."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -62,14 +52,14 @@ class MetricsFile:
         except BlockingIOError:
             self._file.close()
             raise MetricsBusy(
-                f"{self.path} is written by another process. Stop that launcher first, or choose another --name."
+                f"{self.path} is written by another process. End that recorder first, or choose another --name."
             ) from None
         self._file.seek(0)
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
-        self.records = _parse(data[:whole])
+        self.past = _parse(data[:whole])
 
     def append(self, records: list[Record]) -> None:
         """Write whole lines and hand them to the operating system."""
@@ -83,4 +73,4 @@ class MetricsFile:
         self._file.close()
 
 
-__all__ = ("FILE", "MetricsBusy", "MetricsFile", "positions_of", "read_records")
+__all__ = ("FILE", "MetricsBusy", "MetricsFile", "read_records")

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from miles_async.console.records import Record
+from actors.recorder.records import Record
 
 REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
+MOST_SAMPLES = 64
 TOKENS_PER_S = "perf/tokens_per_s"
 
 
@@ -25,7 +26,7 @@ class Step:
     step: int
     wall: float
     metrics: dict[str, float]
-    groups: list[str]
+    n_groups: int
     gap_s: float = 0.0
     resumed: bool = False
 
@@ -64,6 +65,7 @@ class History:
     announced: list[Record] = field(default_factory=list)
     checkpoints: list[Record] = field(default_factory=list)
     restores: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
     ledger: dict[str, int] = field(default_factory=dict)
     first_wall: float = 0.0
     last_wall: float = 0.0
@@ -100,6 +102,10 @@ class History:
                 self.checkpoints.append(record)
             case "ledger":
                 self.ledger = {str(k): int(v) for k, v in record["accounts"].items()}
+            case "sample":
+                self.samples.append(record)
+                if len(self.samples) > MOST_SAMPLES:
+                    del self.samples[: MOST_SAMPLES // 2 : 2]
             case "finished":
                 self.finished = True
 
@@ -111,8 +117,8 @@ class History:
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
         metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
-        groups = list(record.get("groups", ()))
-        self.steps.append(Step(number, wall, metrics, groups, max(0.0, gap), resumed=self._resumed and gap > 0))
+        n_groups = len(record.get("groups", ()))
+        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed=self._resumed and gap > 0))
         self._resumed = False
         for _, reason in record.get("dropped", ()):
             self.drops[str(reason)] += 1
@@ -139,7 +145,7 @@ class History:
     def unsaved_groups(self) -> int:
         """Groups trained since the newest checkpoint."""
         saved = int(self.checkpoints[-1]["step"]) if self.checkpoints else 0
-        return sum(len(s.groups) for s in self.steps if s.step > saved)
+        return sum(s.n_groups for s in self.steps if s.step > saved)
 
     def eval_names(self) -> list[str]:
         """Names of evaluation sets, in order of appearance."""

@@ -6,13 +6,16 @@ import time
 import msgspec
 import pytest
 
+from actors.recorder.actor import Recorder, RecorderSpec
+from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
+from actors.recorder.history import history_of
+from actors.recorder.records import TEXT_LIMIT, _bounded
 from bus import Bus
 from bus.messages.policy import Restored
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
-from miles_async.console.history import history_of
-from miles_async.console.metrics_file import FILE, MetricsBusy, MetricsFile, read_records
-from miles_async.console.recorder import Recorder
+from miles_async.quickstart.arithmetic import ARITHMETIC
+from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.miles_async.console_data import Story, config, step_done
 
 DEADLINE_S = 20.0
@@ -115,3 +118,34 @@ def test_a_second_writer_is_refused_in_one_line(tmp_path):
 def test_lines_that_are_no_records_are_left_out(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"kind":"step","step":1}\nnot json\n[1]\n{"step":2}\n{"kind":"step","step":3}')
     assert [r["step"] for r in read_records(tmp_path)] == [1]
+
+
+async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):
+    (tmp_path / "model").mkdir()
+    save_tokenizer(tmp_path / "model", ARITHMETIC)
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue("g1")
+        await story.generate()
+        await story.score()
+        await story.judge("g1")
+        await story.say(POLICY, step_done(1))
+        stop = asyncio.Event()
+        recorder = Recorder(bus, tmp_path, RecorderSpec(tokenizer_dir=str(tmp_path / "model")))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(recorder.follow(stop))
+            deadline = time.monotonic() + DEADLINE_S
+            while kinds(read_records(tmp_path)).count("sample") < 2:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            stop.set()
+    first, last = [r for r in read_records(tmp_path) if r["kind"] == "sample"]
+    assert (first["sample"], last["sample"]) == ("g1/0", "g1/1")
+    assert first["prompt"] == "1+1=" and len(first["response"]) > 0
+    assert first["entry"].startswith("events@"), "so a recorder that is started again does not write it twice"
+
+
+def test_a_long_text_keeps_its_ends():
+    text = "a" * 5000 + "z" * 5000
+    assert len(_bounded(text)) <= TEXT_LIMIT and _bounded(text)[0] == "a" and _bounded(text)[-1] == "z"
