@@ -35,10 +35,10 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.backend import TrainBackend, WeightCopy
+from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
-from actors.trainer.transports.spec import CourierSpec
 from bus import Out, Tail
 from bus.messages.base import Message
 from bus.messages.control import Event
