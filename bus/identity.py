@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from bus.client import connect
+from bus.errors import BusRefused
 from bus.streams.redis import Bus, BusConfig
 
 
@@ -23,8 +24,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
 
     def bus_at(self, url: str) -> BusConfig:
-        """Bus settings of the run at the address that the joiner uses; msgspec.ValidationError for those of another release."""
-        return msgspec.structs.replace(msgspec.convert(self.bus, BusConfig), url=url)
+        """Bus settings of the run at the address that the joiner uses; BusRefused for those of another release."""
+        try:
+            return msgspec.structs.replace(msgspec.convert(self.bus, BusConfig), url=url)
+        except msgspec.ValidationError as error:
+            raise BusRefused(
+                f"run {self.run} states its bus as this release does not understand it ({error}). Use the run's release here."
+            ) from error
 
 
 async def read_identity(bus: Bus) -> Identity | None:

@@ -67,7 +67,7 @@ class Leases:
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
         link = self._link
-        if link.serving is None or self._ordered() or link.broken.is_set():
+        if link.serving is None or self._ordered() or link.absent:
             return 0
         if self._sharing.aside or link.released:
             return 0
@@ -180,7 +180,7 @@ class Leases:
             while True:
                 if context.draining.is_set():
                     return "drain"
-                if link.broken.is_set():
+                if link.absent:
                     return "engine"
                 verdict = standing.verdict(link.serving, step=step, last=last)
                 if verdict == "begin":

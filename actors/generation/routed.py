@@ -57,6 +57,9 @@ class RoutedEngine(SGLangClient):
     async def pause_counted(self, version: str) -> int | None:
         return None  # our engine runs requests of peers, who would have to know its counts before the next chunk
 
+    def count_as_older(self, version: str) -> bool:
+        return False  # for the same reason
+
     async def join(self) -> None:
         """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""
         self._joined = True

@@ -22,6 +22,7 @@ from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, deco
 from actors.runtime.child import PYTHON
 from bus.errors import DeadlineExceeded, InvariantBroken
 
+SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN")
 CANCEL_GRACE_S = 1.0
 KILL_DEADLINE_S = 5.0
 
@@ -57,7 +58,7 @@ class VerifierProcess:
             *(*PYTHON, "actors.reward.verifier", path, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path), MARK: mark},
+            env=_environment() | {MARK: mark},
             start_new_session=True,  # what the hook starts is killed with it
         )
         try:
@@ -147,6 +148,12 @@ class VerifierProcess:
         await _end(self._child, self._mark)
         await asyncio.wait([self._listener], timeout=KILL_DEADLINE_S)
         self._listener.cancel()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what a hook has no business with."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
+    return kept | {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
 
 
 async def _end(child: asyncio.subprocess.Process, mark: str) -> None:

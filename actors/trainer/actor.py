@@ -102,6 +102,7 @@ class Trainer:
                     await self._in_thread(self._backend.setup, self._spec.backend)
                     await self._in_thread(lower_to, COMPUTE_NICE)
                 await self._intake.reader.open()
+                await self._courier.open()
                 tasks.create_task(self._courier.follow(), name="courier")
                 await self._restore(tasks)
                 await self._train(tasks)

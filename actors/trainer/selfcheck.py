@@ -39,7 +39,6 @@ CHECKS: dict[str, tuple[float, str]] = {
     "loss": (FINITE, "half-precision overflow or a corrupt checkpoint."),
 }
 """Metric of the step -> largest absolute value allowed, likely cause of a larger one."""
-BASELINES = ("grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus_baseline")
 
 
 def measure(report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig) -> dict[str, float]:
@@ -49,7 +48,7 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     the loss is a mean."""
     own = objective.proximal in ("recompute", "current")
     shaped = objective.custom_reward_post_process_path or objective.custom_advantage_function_path or objective.use_opd
-    centred = objective.advantage_estimator in BASELINES and not shaped and not objective.custom_loss_function_path
+    centred = bool(objective.estimator.baseline) and not shaped and not objective.custom_loss_function_path
     applies = {
         "ppo_kl": own,
         "pg_clipfrac": own,

@@ -106,6 +106,11 @@ class Link:
         self._queue: list[tuple[Command | Job, Waiting]] = []
         self._writer: asyncio.Task[None] | None = None
 
+    @property
+    def local_address(self) -> str:
+        """See Wire."""
+        return self._wire.local_address
+
     async def run(self, *command: Any) -> Any:
         """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
         return await self._enqueue(command)

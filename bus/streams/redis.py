@@ -28,7 +28,7 @@ from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import STREAMS, Stream
 
 COMMIT, PREFIX = Script("commit.lua"), Script("prefix.lua")
-SNAPSHOT = Script("snapshot.lua")
+SNAPSHOT, BEAT = Script("snapshot.lua"), Script("beat.lua")
 _BARE = Commit(bounded=True)  # an append without condition
 
 
@@ -54,7 +54,7 @@ class Bus:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
-        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT))
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
         )
@@ -298,7 +298,13 @@ class Bus:
 
     async def set_vitals(self, actor: str, message: Message) -> None:
         """Replace an actor's last vitals."""
-        await self.link.run("HSET", self.keys.vitals, actor, encode(message))
+        await self.link.run_script(BEAT, [self.keys.vitals, self.keys.heard], [actor, encode(message)])
+
+    async def silences(self) -> dict[str, float]:
+        """Seconds since each actor's last vitals, by the server's clock alone."""
+        heard = await self.hash_of(self.keys.heard)
+        seconds, micros = map(int, await self.link.run("TIME"))
+        return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
 
 
 _NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note")}

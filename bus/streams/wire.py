@@ -74,9 +74,11 @@ class Wire:
                     raise
                 except RedisError as error:
                     replies.append(error)
-        except BaseException:  # also when cancelled: what comes back later would answer the wrong question
+        except BaseException as error:  # also when cancelled: what comes back later would answer the wrong question
             self._connection = None
             await connection.disconnect(nowait=True)
+            if isinstance(error, RuntimeError):  # uvloop's word for a transport that the network closed underneath
+                raise ConnectionError(f"the connection was closed ({error})") from error
             raise
         if loading is not None:
             raise loading
@@ -88,6 +90,13 @@ class Wire:
         if isinstance(reply, RedisError):
             raise reply
         return reply
+
+    @property
+    def local_address(self) -> str:
+        """This end's address, which hosts of the server's network can reach; empty on a unix socket, or while not connected."""
+        writer = getattr(self._connection, "_writer", None)
+        name = writer.get_extra_info("sockname") if writer is not None else None
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     async def close(self) -> None:
         """Hang up; the next exchange would dial again."""

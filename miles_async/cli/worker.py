@@ -1,12 +1,14 @@
 """Add one generation worker to a running run, from any machine that reaches its bus. Ctrl-C drains it: what it holds is
-parked and continues elsewhere."""
+parked and continues elsewhere. A worker that lost the bus joins again once it answers: no launcher watches over it."""
 
 import argparse
 import json
 import os
 import re
 import socket
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ RESERVED = {
 if TYPE_CHECKING:
     from actors.runtime.child import Child
     from actors.runtime.context import ActorSpec
+
+REJOIN_S = 600.0  # how long a bus that was lost is tried again
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +45,21 @@ def run(args: argparse.Namespace) -> int:
     import gc
 
     from actors.runtime.loop import run_loop
+    from actors.runtime.run import EXIT_BUS_GONE
+    from bus.errors import BusUnreachable
 
     gc.disable()  # until all is loaded
-    return run_loop(_join(args))
+    code = run_loop(_join(args))
+    lost_at = time.monotonic()
+    while code == EXIT_BUS_GONE and time.monotonic() - lost_at < REJOIN_S:
+        print(f"the bus is away; this worker tries for {REJOIN_S:g} s to join again, Ctrl-C ends it", file=sys.stderr)
+        time.sleep(1.0)
+        try:
+            code = run_loop(_join(args))
+        except BusUnreachable:
+            continue
+        lost_at = time.monotonic()
+    return code
 
 
 async def _join(args: argparse.Namespace) -> int:
@@ -77,7 +93,8 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         known = await read_identity(bus)
     if known is None:
         raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
-    name = args.name or f"worker-{re.sub('[^A-Za-z0-9_.-]', '-', socket.gethostname())[:40]}-{os.getpid()}"
+    here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
+    name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith("generation-") or name in RESERVED:
         raise BusRefused(
             f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "

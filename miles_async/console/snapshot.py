@@ -30,6 +30,12 @@ class ActorFacts(msgspec.Struct, frozen=True):
     late_s: float = 7.0
 
     @property
+    def waited_s(self) -> float:
+        """How long it has waited for what it waits for: by its own clock until its last vitals, by the server's since."""
+        since = self.vitals.waits_since
+        return self.age_s + max(0.0, self.vitals.wall - since) if since else 0.0
+
+    @property
     def life(self) -> str:
         """`alive`, `ended` (it said so), `late` (no heartbeat), or `dead` (no heartbeat and no process)."""
         if self.vitals.state in ENDED:
@@ -84,8 +90,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_snapshot(bus: Bus) -> Snapshot:
     """Read everything. Raises BusUnreachable after the bus's deadline."""
-    (now, streams), small, vitals, identity = await asyncio.gather(
-        stream_facts(bus), bus.snapshot(), bus.hash_of(bus.keys.vitals), read_identity(bus)
+    (now, streams), small, vitals, silences, identity = await asyncio.gather(
+        stream_facts(bus), bus.snapshot(), bus.hash_of(bus.keys.vitals), bus.silences(), read_identity(bus)
     )
     policy, active, evals = await asyncio.gather(
         newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
@@ -101,7 +107,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         run=bus.config.run,
         wall=wall,
         streams=streams,
-        actors=_actors(vitals, wall, max(5.0, LATE_BEATS * (identity or Identity()).heartbeat_s)),
+        actors=_actors(vitals, silences, max(5.0, LATE_BEATS * (identity or Identity()).heartbeat_s)),
         ledger=small.ledger,
         open_groups=len({g.group_id for g in groups}),
         open_samples=sum(len(g.indexes) for g in groups),
@@ -118,7 +124,7 @@ async def _readable(bus: Bus, entry: Any) -> Any:
         return None  # whoever reads the stream for work reports it
 
 
-def _actors(raw: dict[str, bytes], wall: float, late_s: float) -> tuple[ActorFacts, ...]:
+def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) -> tuple[ActorFacts, ...]:
     here = socket.gethostname()
     found: list[ActorFacts] = []
     for body in raw.values():
@@ -127,7 +133,7 @@ def _actors(raw: dict[str, bytes], wall: float, late_s: float) -> tuple[ActorFac
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of a release that speaks otherwise; it shows on the events stream as well
         process = is_alive(vitals.pid) if vitals.host == here else None
-        found.append(ActorFacts(vitals, max(0.0, wall - vitals.wall), process, late_s))
+        found.append(ActorFacts(vitals, silences.get(vitals.actor, 0.0), process, late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 

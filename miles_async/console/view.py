@@ -194,7 +194,7 @@ def _actors(snapshot: Snapshot, width: int) -> RenderableType:
             busy_text(vitals) if vitals.in_flight else "",
         ]
         if width >= NARROW:
-            row.append(shorten(waits_text(actor, snapshot.wall), room))
+            row.append(shorten(waits_text(actor), room))
         table.add_row(*row, style=LIFE_STYLE[actor.life] or STATE_STYLE.get(vitals.state, ""))
     if not snapshot.actors:
         table.add_row("none yet", "", "", "", *([""] if width >= NARROW else []), style="dim")
@@ -232,14 +232,14 @@ def busy_text(vitals: Vitals) -> str:
     return f"{vitals.in_flight} of {vitals.slots}" if vitals.slots else str(vitals.in_flight)
 
 
-def waits_text(actor: ActorFacts, wall: float) -> str:
+def waits_text(actor: ActorFacts) -> str:
     """What it waits for and how long, or its note; empty when it works."""
     vitals = actor.vitals
     if actor.life == "ended":
         return vitals.note
     if not vitals.waits_for:
         return vitals.note
-    since = f" {duration(wall - vitals.waits_since)}" if vitals.waits_since and wall - vitals.waits_since >= 1 else ""
+    since = f" {duration(actor.waited_s)}" if actor.waited_s >= 1 else ""
     return f"{vitals.waits_for}{since}"
 
 

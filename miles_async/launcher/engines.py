@@ -42,7 +42,7 @@ def generation_spec(
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
-        token=place.engine_token,
+        token=str(s.server_args.get("api-key") or place.engine_token),
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
@@ -76,7 +76,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        transport=s.update_weight_transport if changing else "disk",
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,

@@ -174,7 +174,7 @@ def engine_token(run_dir: Path) -> str:
     except OSError:
         known = ""
     if not known:
-        known = secrets.token_urlsafe(32)
+        known = secrets.token_hex(32)  # hexadecimal: none that looks like a flag
         write_secret(file, f"{known}\n")
     return known
 

@@ -16,8 +16,8 @@ from bus.client import PASSWORD, PASSWORD_FILE, connect, without_secrets
 from bus.errors import BusRefused, BusUnreachable
 from bus.server import check_server
 from bus.server.checks import judge
-from bus.testing.messages import a_task
 from bus.topology import EVENTS, PROMPTS
+from tests.bus.suite.messages import a_task
 
 
 @pytest.fixture

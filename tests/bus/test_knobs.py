@@ -18,10 +18,10 @@ from bus.knobs.live import KnobValues, fold
 from bus.knobs.table import FACTS, KNOBS, check_patch, check_whole, coerce, describe, find_knob
 from bus.messages.control import KnobPatch
 from bus.server import EmbeddedRedis
-from bus.testing.conformance import eventually, put_raw
-from bus.testing.faults import restart, written
-from bus.testing.knobs import plain_knobs
 from bus.topology import KNOBS as STREAM
+from tests.bus.suite.conformance import eventually, put_raw
+from tests.bus.suite.faults import restart, written
+from tests.bus.suite.knobs import plain_knobs
 
 WHOLE = check_whole(plain_knobs())
 

@@ -17,9 +17,9 @@ from bus.messages.codec import Decoder, encode
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Response, RolloutDone, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans, spans_cover
-from bus.testing.messages import a_group, a_response, a_rollout, a_task, more
 from bus.topology import BY_NAME, STREAMS
 from tests.bus.strategies import instances_of, message_types
+from tests.bus.suite.messages import a_group, a_response, a_rollout, a_task, more
 
 STREAM_OF: dict[type[Message], str] = {}
 for _stream in STREAMS:

@@ -17,7 +17,7 @@ from bus.client import connect
 from bus.errors import BusRefused
 from bus.server import EmbeddedRedis, ServerBinary, check_server, find_server, parse_version
 from bus.server.binary import packaged_binary, probe
-from bus.testing.conformance import eventually
+from tests.bus.suite.conformance import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""A whole run on a Redis with a password, among folders that bear the names of our packages: who may read what of it."""
+"""A whole run on a Redis as a user of least rights, among folders with the names of our packages: who may read what of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from bus import STREAMS, Bus, BusConfig
 from bus.client import connect
 from bus.server import EmbeddedRedis
+from tests.bus.test_rights import rights
 from tests.crash.house import REPO, RUN_DEADLINE_S, Run, until
 
 SECRET = "hunter2-of-this-run"
@@ -60,8 +61,9 @@ async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_own
     run_of: Callable[..., Run], private_redis: EmbeddedRedis, monkeypatch
 ) -> None:
     async with connect(private_redis.url) as client:
-        await client.config_set("requirepass", SECRET)
-    url = private_redis.url.replace("unix://", f"unix://:{SECRET}@", 1)
+        await client.execute_command(*rights(SECRET))
+        await client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+    url = private_redis.url.replace("unix://", f"unix://trainer:{SECRET}@", 1)
     tables = {"bus": {"bus_url": url}, "rollout": {"num_rollout": 2}, "launch": {"report": True, "console": "plain"}}
     run = run_of(tables)
     for name in ("bus", "actors", "msgspec"):  # a user's own code, in the folder where the run is started
@@ -79,14 +81,14 @@ async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_own
     log = (run.home / "launcher.log").read_text()
     assert run.launcher.returncode == 0, log[-2000:]
     assert seen == []
-    bare = private_redis.url.replace("unix://", "unix://default@", 1)
+    bare = private_redis.url.replace("unix://", "unix://trainer@", 1)
     said = [log, told(run, "train", str(run.home / "run.toml"), "--dry-run")]
     said += [told(run, verb, "--runs-dir", str(run.dir.parent)) for verb in ("status", "doctor", "ledger", "stop")]
     for text in said:
         assert text.strip() and SECRET not in text
-    assert "default@" in said[1], "the address itself is shown"
+    assert "trainer@" in said[1], "the address itself is shown"
     monkeypatch.setenv("MILES_ASYNC_BUS_PASSWORD", SECRET)
-    assert SECRET.encode() not in await everything_on(bare)
+    assert SECRET.encode() not in await everything_on(private_redis.url.replace("unix://", "unix://:another@", 1))
     files = [path for path in run.dir.rglob("*") if not path.is_symlink()]
     assert {"settings.toml", "report.html", "run.json", "trainer.log", "trainer.json"} <= {p.name for p in files}
     for path in (run.dir, *files):
@@ -95,5 +97,3 @@ async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_own
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), f"{path} holds the password"
     async with Bus(BusConfig(url=bare, run="r")) as bus:
         assert all([await bus.length(stream) >= 0 for stream in STREAMS])
-    async with connect(bare) as client:
-        await client.config_set("requirepass", "")

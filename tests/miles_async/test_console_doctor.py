@@ -10,13 +10,13 @@ import pytest
 from bus import Bus, Commit
 from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
-from bus.testing.clock import ManualClock
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
+from tests.bus.suite.clock import ManualClock
 from tests.miles_async.console_data import Story, config, vitals
 
 DEADLINE_S = 20.0

@@ -64,7 +64,7 @@ def test_a_password_on_the_command_line_leaves_the_process_list(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["status", "worker", "doctor", "ledger", "stop"])
-def test_no_command_shows_the_password_of_a_server_that_is_not_there(command, capsys):
+def test_no_command_shows_the_password_of_a_server_that_is_not_there(command, capfd):
     assert main([command, "--run", "r", "--bus-url", "redis://bob:s3cretpw@127.0.0.1:1/0"]) == 2
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert "s3cretpw" not in said.out + said.err and "127.0.0.1:1" in said.err

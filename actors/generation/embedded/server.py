@@ -18,7 +18,7 @@ from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig, ModelRefused
 from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.receive import Receiver, changes_since
+from actors.generation.embedded.receive import Receiver
 from actors.generation.embedded.request import Progress, Request
 from actors.generation.embedded.scheduler import Load, Posted, Scheduler
 from actors.generation.embedded.weights import load_weights
@@ -186,16 +186,10 @@ class EngineServer:
             self.scheduler.abort(None)
         try:
             path = Path(body.model_path)
-            part = await asyncio.to_thread(changes_since, path)
-            if part is not None and part != (held := self.scheduler.version):
-                raise ModelRefused(f"{path} holds what changed since version {part}, this engine holds {held}.")
-            await self._load_into(
-                lambda decoder: load_weights(decoder, path, part=part is not None), body.weight_version
-            )
+            await self._load_into(lambda decoder: load_weights(decoder, path), body.weight_version)
         except ModelRefused as error:
             return json_answer({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        if part is None:
-            self._served.model_path = body.model_path
+        self._served.model_path = body.model_path
         message = "Succeeded to update model weights."
         if body.weight_version is not None:
             message += f" Weight version updated to {body.weight_version}."

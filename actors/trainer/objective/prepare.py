@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.trainer.objective import custom
 from actors.trainer.objective import metrics as metric
-from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
+from actors.trainer.objective.advantages import AdvantageInputs, MissingInputError, advantage_of
 from actors.trainer.objective.kl import masked_kl
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.prepared import PreparedBatch
@@ -35,7 +35,6 @@ from actors.trainer.objective.whitening import whiten
 from actors.trainer.objective_config import ObjectiveConfig
 
 TOO_LARGE = 1e15  # an advantage: gradients are squared and added up in float32, which ends at 3e38
-REWARDLESS = frozenset({"on_policy_distillation"})
 
 
 def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
@@ -46,7 +45,7 @@ def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
         "ref_logp": cfg.needs_ref_logp,
         "teacher_logp": cfg.needs_student_logp,
         "opd_reverse_kl": cfg.use_opd,
-        "values": cfg.advantage_estimator == "ppo",
+        "values": cfg.estimator.critic,
     }
 
 
@@ -88,7 +87,7 @@ def prepare_batch(
     rewards, conflicting = _agreed_rewards(samples)
     flags.add("conflicting_rewards", [s.sample_id for i, s in enumerate(samples) if i in conflicting])
     baseline = normalize_group_rewards(
-        [0.0] * len(samples) if cfg.advantage_estimator in REWARDLESS else rewards,
+        [0.0] * len(samples) if cfg.estimator.teacher else rewards,
         [s.group for s in samples],
         [s.trajectory for s in samples],
         estimator=cfg.advantage_estimator,
@@ -241,7 +240,7 @@ def _advantages(
         teacher_logp=fields.get("teacher_logp"),
         values=fields.get("values"),
     )
-    estimate = custom.advantages if cfg.custom_advantage_function_path else ADVANTAGES[cfg.advantage_estimator]
+    estimate = custom.advantages if cfg.custom_advantage_function_path else advantage_of(cfg.advantage_estimator)
     advantages, returns = estimate(cfg, inputs)
     if cfg.use_opd:
         advantages, _ = opd_penalty(

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from actors.trainer.objective_estimators import ESTIMATORS
+
 STD_EPS = 1e-6
 
 
@@ -62,15 +64,10 @@ def over_mean(r: Sequence[float]) -> list[float]:
     return [(x - mean) / mean if mean > 0 else 0.0 for x in r]
 
 
-BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
-    "grpo": standardised,
-    "gspo": standardised,
-    "cispo": standardised,
-    "reinforce_plus_plus_baseline": centred,
-    "rloo": leave_one_out,
-    "maxrl": over_mean,
-}
-"""estimator -> group transform. Estimators that are not here take raw rewards."""
+def baseline_of(estimator: str) -> Callable[[Sequence[float]], list[float]] | None:
+    """The group transform that an estimator's record names; None: it takes raw rewards."""
+    name = ESTIMATORS[estimator].baseline
+    return globals()[name] if name else None
 
 
 def _within(transform: Callable[[Sequence[float]], list[float]], r: Sequence[float]) -> list[float]:
@@ -112,7 +109,7 @@ def normalize_group_rewards(
                 f"samples of trajectory {rollout!r} (group {group!r}) carry rewards {known[rollout]} and {reward}. "
                 "A trajectory has one reward: give its samples the same."
             )
-    transform = BASELINES.get(estimator) if enabled else None
+    transform = baseline_of(estimator) if enabled else None
     if transform is standardised and not std:
         transform = centred
     flat = single = negative = 0

@@ -1,4 +1,4 @@
-"""One rank's share of the training: models, optimizers, and the verbs every rank runs in the same order.
+"""One rank's share of the training: models, optimizers, what is loaded and stored (`Passes` computes with them).
 
 Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `TorchBackend` or the
 follower. Always true: after `restore` (and only if it did not raise) everything that training depends on is as it was.
@@ -27,9 +27,11 @@ from actors.trainer.torch_backend.model import Policy, export_files, load_policy
 from actors.trainer.torch_backend.offload import Offload, storages
 from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.passes import Passes
 from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
+from actors.trainer.training.verbs import Rates
 
 OBJECTIVE_KNOBS = {
     "eps_clip": "eps_clip",
@@ -42,7 +44,7 @@ OBJECTIVE_KNOBS = {
 """Live knob -> field of the objective's settings."""
 
 
-class Core:
+class Core(Passes):
     """Built once per process; `ranks` must be connected."""
 
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
@@ -74,7 +76,7 @@ class Core:
         depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
         self.old_actors = OldActors(depth, on_host=ranks.alone)
         self.critic: CriticTraining | None = None
-        if self.objective.advantage_estimator == "ppo":
+        if self.objective.estimator.critic:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)
@@ -127,25 +129,14 @@ class Core:
             min_lr=min(c.min_lr, peak),
         )
 
-    def policy_learns(self, step: int) -> bool:
-        """Whether rollout batch `step` moves the policy; the first ones may be the critic's alone."""
-        return self.critic is None or step >= self.config.num_critic_only_steps
-
-    def sync_gradients(self, now: bool) -> None:
-        """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
-        if not self.ranks.alone:
-            sharded: Any
-            for sharded in (self.policy,) if self.critic is None else (self.policy, self.critic.model):
-                sharded.set_requires_gradient_sync(now)
-                sharded.set_is_last_backward(now)
-
-    @torch.no_grad()
-    def refresh_reference(self) -> None:
-        """The reference becomes the present policy."""
-        if self.reference is not None:
-            targets, sources = self.reference.named_weights(), self.policy.named_weights()
-            for name, p in targets.items():
-                p.copy_(sources[name])
+    def rates(self, step: int, knobs: Mapping[str, Any]) -> Rates:
+        """Of rollout batch `step`; the first ones may be the critic's alone."""
+        return Rates(
+            lr=self.rate(step, knobs),
+            critic_lr=self.critic.rate(step) if self.critic else 0.0,
+            clip=float(knobs.get("clip_grad", self.config.clip_grad)),
+            policy_learns=self.critic is None or step >= self.config.num_critic_only_steps,
+        )
 
     # -- the device, and others who want it ------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import asyncio
 from bus.messages.control import Event
 from bus.streams.entry import Commit, Out
 from bus.streams.reader import Tail
-from bus.testing.conformance import DEADLINE_S, Check, MakeBus, age, eventually, publish, reader_of
-from bus.testing.messages import a_task
 from bus.topology import EVENTS, PROMPTS
+from tests.bus.suite.conformance import DEADLINE_S, Check, MakeBus, age, eventually, publish, reader_of
+from tests.bus.suite.messages import a_task
 
 
 async def check_a_prefix_is_saved_only_under_a_lease(make_bus: MakeBus) -> None:

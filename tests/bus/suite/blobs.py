@@ -11,9 +11,9 @@ from bus.messages.groups import GroupKept
 from bus.streams.entry import Commit, Entry, Out
 from bus.streams.redis import Bus
 from bus.sweep import sweep_orphans
-from bus.testing.conformance import Check, MakeBus, publish, reader_of
-from bus.testing.messages import a_group, a_response, a_rollout, a_task
 from bus.topology import DEAD, GROUPS, PROMPTS, ROLLOUTS, SCORED
+from tests.bus.suite.conformance import Check, MakeBus, publish, reader_of
+from tests.bus.suite.messages import a_group, a_response, a_rollout, a_task
 
 
 async def ids(bus: Bus) -> list[str]:

@@ -18,11 +18,11 @@ from bus.messages.control import Event
 from bus.streams.entry import Commit, Entry, Guard, Out
 from bus.streams.reader import Reader
 from bus.streams.redis import Bus
-from bus.testing.conformance import DEADLINE_S, MakeBus, eventually, ids_on, publish, reader_of
-from bus.testing.knobs import plain_knobs
-from bus.testing.messages import a_rollout, a_task, an_open_group
-from bus.testing.proxy import LossyProxy
 from bus.topology import EVENTS, PROMPTS, ROLLOUTS
+from tests.bus.suite.conformance import DEADLINE_S, MakeBus, eventually, ids_on, publish, reader_of
+from tests.bus.suite.knobs import plain_knobs
+from tests.bus.suite.messages import a_rollout, a_task, an_open_group
+from tests.bus.suite.proxy import LossyProxy
 
 N_SAMPLES = 400
 

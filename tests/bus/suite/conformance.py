@@ -17,8 +17,8 @@ from bus.messages.samples import RolloutDone
 from bus.streams.entry import Commit, Entry, Guard, Out
 from bus.streams.reader import Reader
 from bus.streams.redis import Bus
-from bus.testing.messages import a_rollout, a_task, an_open_group
 from bus.topology import DEAD, PREFIXES, PROMPTS, ROLLOUTS, Stream
+from tests.bus.suite.messages import a_rollout, a_task, an_open_group
 
 MakeBus = Callable[..., Bus]
 Check = Callable[[MakeBus], Awaitable[None]]
