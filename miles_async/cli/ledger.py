@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
         elif args.check:
             print(found.text())
         else:
-            from miles_async.console.scene import uncommitted
+            from miles_async.console.scene import trained_unsaved
 
-            print(as_text(found, args.by, len(await uncommitted(bus))))
+            print(as_text(found, args.by, len(await trained_unsaved(bus))))
         return 0 if found.closes else 1
 
     return on_bus(args, body)
