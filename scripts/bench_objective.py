@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from actors.trainer.batching import plan_step
+from actors.trainer.batch.batching import plan_step
+from actors.trainer.batch.packing import lower_bound, strong_lower_bound
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
@@ -34,7 +35,6 @@ from actors.trainer.objective import (
     prepare_batch,
     token_logprobs,
 )
-from actors.trainer.packing import lower_bound, strong_lower_bound
 from miles_async.launcher.plan import objective_config
 from miles_async.settings import settings_from
 

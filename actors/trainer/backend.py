@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from actors.trainer.batching import Balance
+from actors.trainer.batch.batching import Balance
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest

@@ -115,6 +115,17 @@ def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> Non
         )
 
 
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("actors", "trainer")], ids=str)
+def test_what_training_libraries_share_knows_none_of_them(path: Path) -> None:
+    """batch: plain numbers; training: tensors; the backends above both."""
+    folder = path.parts[2]
+    for found in imports(path):
+        if folder in ("batch", "objective", "training"):
+            assert not found.target.startswith("actors.trainer.torch_backend"), where(path, found)
+        assert folder != "batch" or package(found.target) not in ("torch", "numpy", "transformers"), where(path, found)
+        assert folder != "training" or package(found.target) != "transformers", where(path, found)
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "actor.py"], ids=str)
 def test_the_loop_of_a_room_does_not_know_its_libraries(path: Path) -> None:
     for found in imports(path):

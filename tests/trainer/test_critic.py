@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors
+from actors.trainer.training.files import hash_tensors
 from bus.errors import CheckpointRefused
 
 Backend = Callable[..., TorchBackend]

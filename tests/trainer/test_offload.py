@@ -11,7 +11,7 @@ import torch
 
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.offload import Offload
+from actors.trainer.training.offload import Offload
 
 Batch = Callable[..., StepBatch]
 Backend = Callable[..., TorchBackend]

@@ -16,8 +16,8 @@ import torch
 
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors
-from actors.trainer.torch_backend.wire import decode, encode, pack_step, unpack_step
+from actors.trainer.training.files import hash_tensors
+from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
 from bus.errors import CheckpointRefused
 
 Batch = Callable[..., StepBatch]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors, read_tensors, write_tensors
+from actors.trainer.training.files import hash_tensors, read_tensors, write_tensors
 from bus.errors import CheckpointRefused
 from tests.declared import backend_of
 

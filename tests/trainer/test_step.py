@@ -13,7 +13,7 @@ import torch
 from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
-from actors.trainer.torch_backend.offload import NoRoom
+from actors.trainer.training.offload import NoRoom
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -236,7 +236,7 @@ def test_a_step_that_does_not_fit_names_the_ways_out(
     assert backend.core.resident_bytes() >= weights > 0
     backend.train_step(make_batch(2))
     assert backend.core.resident_bytes() >= 3 * weights, "moments"
-    monkeypatch.setattr("actors.trainer.torch_backend.step._own_passes", _full)
+    monkeypatch.setattr("actors.trainer.training.step._own_passes", _full)
     with pytest.raises(NoRoom, match=r"^step 1 does not fit into cpu, where 0\.0 GiB are weights and .*: CUDA") as refused:
         backend.train_step(make_batch(2))
     text = str(refused.value)

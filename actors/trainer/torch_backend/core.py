@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
+from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
 from actors.trainer.objective import ObjectiveConfig, check, learning_rate
 from actors.trainer.torch_backend.critic import CriticTraining
-from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
-from actors.trainer.torch_backend.offload import Offload, storages
-from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
-from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
+from actors.trainer.training.files import hash_tensors
+from actors.trainer.training.offload import Offload, storages
+from actors.trainer.training.old_actors import OldActors
+from actors.trainer.training.state import Scalars, TrainingState, WeightFiles, read_state
 from actors.trainer.training.verbs import Rates
 
 

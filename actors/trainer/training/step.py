@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, StepBatch, StepResult
-from actors.trainer.batching import StepPlan
+from actors.trainer.batch.batching import StepPlan
+from actors.trainer.batch.plan import RolloutPlan, plan_steps
 from actors.trainer.objective import (
     LossInputs,
     ObjectiveConfig,
@@ -32,7 +33,6 @@ from actors.trainer.objective import (
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
 from actors.trainer.selfcheck import measure
-from actors.trainer.torch_backend.plan import RolloutPlan, plan_steps
 from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
 
 
