@@ -144,6 +144,7 @@ async def test_what_is_given_up_of_a_group_half_trained_waits_for_the_checkpoint
             "a prompt that is trained in part is not started again"
         )
         assert trainer.intake.n_ready == 0 and (await read_accounts(bus)).dropped == {}
+        assert sorted(await bus.hash_of(bus.keys.open_groups)) == ["g1+0", "g2"]
         await trainer.intake.acknowledge(0, None)
         assert await bus.length(GROUPS) == 2
         await trainer.intake.acknowledge(1, None)
