@@ -9,11 +9,11 @@ import pytest
 from bus import Bus, BusConfig, Commit, Entry, Out, Reader
 from bus.errors import BusFull, DeadlineExceeded, InvariantBroken
 from bus.messages.codec import encode
-from bus.messages.control import Event
+from bus.messages.policy import Checkpointed
 from bus.server import EmbeddedRedis
 from bus.streams.hop import Placed, hop_args, id_key
 from bus.streams.redis import COMMIT
-from bus.topology import EVENTS, PROMPTS, ROLLOUTS
+from bus.topology import POLICY, PROMPTS, ROLLOUTS
 from tests.bus.suite.messages import a_rollout, a_task
 
 
@@ -184,7 +184,7 @@ async def test_a_call_that_arrives_after_a_later_one_has_no_effect(redis_url, ru
 async def test_a_log_takes_no_room_of_the_bound(redis_url, run_name):
     """Its entries are never acknowledged, so what they took would never be given back."""
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
-        news = Event(actor="a", kind="k", text="t", wall=0.0)
-        assert (await bus.commit(Commit(append=(Out(EVENTS, news), Out(PROMPTS, a_task()))))).done
+        saved = Checkpointed(step=1, path="")
+        assert (await bus.commit(Commit(append=(Out(POLICY, saved), Out(PROMPTS, a_task()))))).done
         held = await bus.hash_of(bus.keys.in_flight_bytes)
-        assert int(held[bus.keys.stream("prompts")]) > 0 and not int(held.get(bus.keys.stream("events"), 0))
+        assert int(held[bus.keys.stream("prompts")]) > 0 and not int(held.get(bus.keys.stream("policy"), 0))

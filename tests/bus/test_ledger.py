@@ -317,12 +317,6 @@ async def test_version_numbers_that_were_left_out_cost_nothing(bus: Bus, newest:
     assert accounts.tokens_generated == 40 * 7
 
 
-async def test_a_gap_in_the_numbers_folds_up_to_the_same_version_as_steps_do(bus: Bus) -> None:
-    await steps(bus, range(700, 702))
-    await steps(bus, range(764, 765))
-    assert (await ledger.read_accounts(bus)).tokens_by_version == {ledger.OLDER: 7, 701: 7, 764: 7}
-
-
 async def test_accounts_carried_to_another_server_are_the_same(bus: Bus, redis_url: str, run_name: str) -> None:
     await steps(bus, range(2, 302))
     saved = await bus.snapshot()
