@@ -15,6 +15,14 @@ MilesAsyncError
 Unknown exceptions are treated as Poison.
 """
 
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text for terminals and logs, its control characters (but line feed and tab) as backslash, x and two digits: hooks, engines
+    and models write what they like, and a terminal would obey it."""
+    return text.translate(_SHOWN)
+
 
 class MilesAsyncError(Exception):
     """Root of the tree; the text is one line meant for the operator."""
@@ -75,4 +83,5 @@ __all__ = (
     "MilesAsyncError",
     "Poison",
     "Transient",
+    "printable",
 )

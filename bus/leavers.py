@@ -40,6 +40,8 @@ async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
             continue  # of another release; whoever runs that release tells them apart
     keys = [bus.keys.vitals, bus.keys.ledger, *(bus.keys.stream(s.name) for s in STREAMS if s.is_data)]
     names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, bus.clock.wall())])
+    if names:
+        await bus.link.run("HDEL", bus.keys.heard, *names)
     return [name.decode() for name in names]
 
 

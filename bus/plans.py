@@ -1,4 +1,5 @@
-"""Weight plans as files: the trainer writes one into the directory that a manifest names, workers read it."""
+"""Where versions lie. Files: a directory each on the trainer's host. Plans: a blob that a manifest names, so that workers read
+them on whatever host."""
 
 from __future__ import annotations
 
@@ -6,22 +7,33 @@ from pathlib import Path
 
 import msgspec
 
+from bus.errors import BadMessage
+from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
-
-PLAN_FILE = "plan.json"
-
-
-def write_plan(directory: Path, plan: WeightPlan) -> None:
-    """Whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f".{PLAN_FILE}.part"
-    part.write_bytes(msgspec.json.encode(plan))
-    part.replace(directory / PLAN_FILE)
+from bus.streams.redis import Bus
 
 
-def read_plan(directory: Path) -> WeightPlan:
-    """OSError when it is gone, msgspec.DecodeError when it is not one."""
-    return msgspec.json.decode((directory / PLAN_FILE).read_bytes(), type=WeightPlan)
+async def put_plan(bus: Bus, plan: WeightPlan) -> WeightManifest:
+    """The manifest of a version that travels so. Whoever put a plan deletes its blob (`manifest.plan`)."""
+    return WeightManifest(
+        transport=plan.transport,
+        n_tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
+        n_bytes=sum(bucket.n_bytes for bucket in plan.buckets),
+        plan=await bus.blobs.put(msgspec.json.encode(plan)),
+    )
 
 
-__all__ = ("PLAN_FILE", "read_plan", "write_plan")
+async def get_plan(bus: Bus, manifest: WeightManifest) -> WeightPlan:
+    """BadMessage when it is gone, or none."""
+    try:
+        return msgspec.json.decode(await bus.blobs.get(manifest.plan), type=WeightPlan)
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadMessage(f"plan {manifest.plan} cannot be read: {error}") from error
+
+
+def version_dir(weights_dir: Path, version: int) -> Path:
+    """Everything in files that belongs to one version id."""
+    return weights_dir / f"v{version:08d}"
+
+
+__all__ = ("get_plan", "put_plan", "version_dir")

@@ -39,11 +39,12 @@ Policy = (
     | policy.Restored
     | policy.Checkpointed
     | policy.Finished
-    | policy.WeightsOnDisk
+    | policy.WeightsReady
+    | policy.SendFailed
     | policy.Sending
     | policy.Turn
 )
-Active = policy.Activate | policy.PolicyActive
+Active = policy.Activate | policy.PolicyActive | policy.Send
 News = control.Vitals | control.Event
 
 PROMPTS = Stream("prompts", samples.SampleTask, "sampler", ("generation",))
@@ -56,7 +57,7 @@ GROUPS = Stream("groups", groups.GroupKept | groups.Turned, "filter", ("trainer"
 # Verdicts travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
 VERDICTS = Stream("verdicts", groups.GroupVerdict, "filter", tailed_by=("sampler", "console"), cap=10_000)
 POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "generation", "console"))
-ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator"), cap=1_000)
+ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator", "trainer"), cap=1_000)
 KNOBS = Stream("knobs", control.KnobPatch, "console", tailed_by=("all",))
 EVENTS = Stream("events", News, "all", tailed_by=("publisher", "trainer", "console"), cap=20_000)
 DEAD = Stream("dead", control.DeadLetter, "all", tailed_by=("console",))

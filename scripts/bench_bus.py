@@ -39,9 +39,10 @@ from bench_contenders import (
 )
 
 from bus import Bus, BusConfig, Commit, Out, Reader, Stream
+from bus.client import connect
 from bus.messages.base import Message
 from bus.messages.samples import RolloutLost
-from bus.server import EmbeddedRedis, connect, find_server
+from bus.server import EmbeddedRedis, find_server
 from bus.topology import GROUPS, ROLLOUTS
 
 # -- hop latency -----------------------------------------------------------------------------------------------------

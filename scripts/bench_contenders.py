@@ -10,12 +10,12 @@ from typing import Any
 from uuid import uuid4
 
 from bus import Bus, BusConfig, Commit, Entry, Out, Reader, Stream
+from bus.client import connect
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import VersionSpan
-from bus.server import connect
 
 IN_FLIGHT = 64  # calls under way at once in the one-by-one mode, and entries per pipeline in the batched one
 PIPELINE_BYTES = 4 << 20

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from actors.trainer.batching import plan_batches
+from actors.trainer.batching import plan_step
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
@@ -164,13 +164,11 @@ def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: 
     inputs: dict[tuple[int, ...], torch.Tensor] = {}
 
     def step() -> dict[str, float]:
-        plan = plan_batches(
-            lengths, range(len(samples)), global_batch_size=len(samples), max_tokens_per_gpu=micro_tokens
-        )
+        plan = plan_step(lengths, range(len(samples)), max_tokens_per_gpu=micro_tokens)
         prepared: PreparedBatch = prepare_batch(cfg, samples, current_version=VERSION)
         norm = prepared.norm()
         total: dict[str, torch.Tensor] = {}
-        for ids in plan.steps[0].ranks[0]:
+        for ids in plan.ranks[0]:
             if ids not in inputs:  # the model's output: not the objective's cost
                 inputs[ids] = torch.cat([new[i] for i in ids]).to(device).requires_grad_()
             loss, sums = policy_loss(cfg, prepared.micro_batch(ids, inputs[ids]), norm)
@@ -194,9 +192,9 @@ def packing_report() -> None:
                 rng = random.Random(seed)
                 lengths = [min(max(1, int(rng.lognormvariate(mu, sigma))), cap) for _ in range(512)]
                 begin = time.perf_counter()
-                plan = plan_batches(lengths, range(512), global_batch_size=512, dp_size=dp, max_tokens_per_gpu=cap)
+                plan = plan_step(lengths, range(512), dp_size=dp, max_tokens_per_gpu=cap)
                 spent = max(spent, time.perf_counter() - begin)
-                count = sum(len(rank) for rank in plan.steps[0].ranks)
+                count = sum(len(rank) for rank in plan.ranks)
                 use = min(use, sum(lengths) / (count * cap))
                 strong = min(strong, strong_lower_bound(lengths, cap, dp) / count)
                 simple = min(simple, lower_bound(lengths, cap, dp) / count)

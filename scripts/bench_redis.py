@@ -32,11 +32,12 @@ import msgspec  # noqa: E402
 
 from actors.runtime.loop import run_loop  # noqa: E402
 from bus import Bus, BusConfig, Commit, Entry, Guard, Out, Reader, Stream, ledger  # noqa: E402
+from bus.client import connect  # noqa: E402
 from bus.messages.base import pack_ints  # noqa: E402
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup  # noqa: E402
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored  # noqa: E402
 from bus.messages.versions import VersionSpan  # noqa: E402
-from bus.server import EmbeddedRedis, connect, find_server  # noqa: E402
+from bus.server import EmbeddedRedis, find_server  # noqa: E402
 from bus.topology import GROUPS, PREFIXES, PROMPTS, ROLLOUTS, SCORED, VERDICTS  # noqa: E402
 
 GROUP, AT_ONCE, BATCH = 8, 64, 256

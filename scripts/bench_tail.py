@@ -1,6 +1,6 @@
 """What a lane for the tail costs and gains: real bus, workers and partial room; engines whose time per token rises with the batch.
 
-    python scripts/bench_tail.py --workers 4 --slots 48 --lengths heavy --tail-slots 12 --tail-after 2000 --seconds 60
+    PYTHONPATH=. python scripts/bench_tail.py --workers 4 --slots 48 --lengths heavy --tail-slots 12 --tail-after 2000 --seconds 60
 
 A token of one request takes ALPHA_S + SHRUNK * BETA_S * running seconds: 48 slots here are 384 on an H200 with Qwen3-0.6B, to
 which ALPHA_S and BETA_S were fitted (384 running: 45k tokens/s), and one process can play the engines. Prompts never run
@@ -32,8 +32,8 @@ from bus.messages.policy import Activate, PolicyActive, WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.server import EmbeddedRedis
-from bus.testing.knobs import plain_knobs
 from bus.topology import ACTIVE, PROMPTS, ROLLOUTS
+from tests.bus.suite.knobs import plain_knobs
 
 ALPHA_S, BETA_S, SHRUNK = 0.00287, 1.479e-5, 8
 PREFILL_S = 5e-6 * SHRUNK  # of the whole engine, per prompt or prefix token
@@ -123,6 +123,9 @@ class Played(Engine):
 
     async def pause_counted(self, version: str) -> int | None:
         return None
+
+    def count_as_older(self, version: str) -> bool:
+        return False
 
 
 async def bench(args: argparse.Namespace, url: str, home: Path) -> dict[str, Any]:

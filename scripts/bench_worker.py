@@ -52,8 +52,8 @@ from bus.messages.policy import Activate, WeightManifest  # noqa: E402
 from bus.messages.samples import SampleTask, Sampling  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server import EmbeddedRedis, find_server  # noqa: E402
-from bus.testing.knobs import plain_knobs  # noqa: E402
 from bus.topology import ACTIVE, PROMPTS  # noqa: E402
+from tests.bus.suite.knobs import plain_knobs  # noqa: E402
 
 WARM = 0.25  # of the samples, before the clock starts
 BAR = 0.8

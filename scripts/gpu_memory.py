@@ -210,18 +210,19 @@ async def _push(b: Any, client: SGLangClient, url: str, directory: Path) -> dict
     """Checksums after an FP8 version came by ipc, by SGLang's own loader and by ours (which is asked twice)."""
     from safetensors.torch import load_file
 
+    from actors.trainer.transports.flat import FlatBuffers
     from actors.trainer.transports.ipc import IpcSender
-    from bus.plans import read_plan
 
-    sender = IpcSender()
-    tensors = load_file(directory / "model.safetensors", device=f"cuda:{b.args.gpu}")
-    sender.prepare(tensors, b.scratch / "fp8-plan")
+    buffers = FlatBuffers()
+    buffers.fill(load_file(directory / "model.safetensors", device=f"cuda:{b.args.gpu}"))
+    sender = IpcSender(buffers=buffers)
+    plan = sender.plan()
     await client.info()
     found = {}
     for way, times in (("own loader", 1), ("our loader", 2)):
         for _ in range(times):
             await client.pause("retract")
-            for bucket in read_plan(b.scratch / "fp8-plan").buckets:
+            for bucket in plan.buckets:
                 quick = bucket.quick if way == "our loader" else ()
                 await client.update_weights_from_tensor(bucket.handles, None, quick)
             await client.resume()

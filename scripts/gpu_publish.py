@@ -11,7 +11,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from actors.generation.sglang_client import SGLangClient
 from bus import Out
 from bus.messages.policy import Sending, WeightManifest
 from bus.messages.versions import PolicyVersion
-from bus.plans import read_plan
+from bus.messages.weights import Bucket
+from bus.plans import put_plan
 from bus.topology import POLICY
 
 Prepare = Callable[[int], Awaitable[WeightManifest]]
@@ -180,11 +181,12 @@ async def ipc(b: Any) -> None:
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
-        sender = IpcSender(buffers=FlatBuffers(b.args.bucket_mib << 20, shared=b.scratch / "ipc-flat"))
-        plans = b.scratch / "ipc-plans"
+        buffers = FlatBuffers(b.args.bucket_mib << 20, shared=b.scratch / "ipc-flat")
+        sender = IpcSender(buffers=buffers)
 
         async def prepare(number: int) -> WeightManifest:
-            return await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
+            await asyncio.to_thread(buffers.fill, versions[number % 2])
+            return await put_plan(house.bus, await asyncio.to_thread(sender.plan))
 
         found, _ = await _measure(b, house, url, prepare, "ipc", first=2)
         last = 1 + len(b.args.loads) * b.args.updates
@@ -193,7 +195,7 @@ async def ipc(b: Any) -> None:
         copy_s = _copy_time(versions[0], device) if device != "cpu" else None
         b.save("ipc", {"n_bytes": n_bytes, "plain_copy_s": copy_s, **found, "server": facts}, done=False)
         if "loaded" in b.args.loads:
-            found["parts"] = await _parts_of_a_pause(b, url, plans / str(last))
+            found["parts"] = await _parts_of_a_pause(b, url, sender.plan().buckets)
         sender.close()
     rate = round(n_bytes / found["median_pause_idle_s"])
     b.save(
@@ -209,11 +211,10 @@ async def ipc(b: Any) -> None:
     )
 
 
-async def _parts_of_a_pause(b: Any, url: str, plan_folder: Path) -> dict[str, Any]:
+async def _parts_of_a_pause(b: Any, url: str, buckets: Sequence[Bucket]) -> dict[str, Any]:
     """Seconds of each call of a pause, medians: by SGLang's own loader and by ours, idle and with requests at work."""
     client = SGLangClient(url, request_deadline_s=60, token_deadline_s=60, control_deadline_s=60)
     await client.info()
-    buckets = read_plan(plan_folder).buckets
     rows: dict[str, Any] = {"any_call": [], "own loader, idle": [], "our loader, idle": []}
 
     async def update(quick: bool) -> None:
@@ -305,7 +306,6 @@ async def nccl(b: Any) -> None:
         buffers = FlatBuffers(b.args.bucket_mib << 20)
         backend = "gloo" if on_cpu else "nccl"
         sender = NcclSender({"generation-0": 1}, name="bench", backend=backend, buffers=buffers)
-        plans = b.scratch / "nccl-plans"
         sending: list[asyncio.Task[None]] = []
         is_open = False
 
@@ -322,7 +322,8 @@ async def nccl(b: Any) -> None:
             for task in sending:
                 await task
             sending.clear()
-            made = await asyncio.to_thread(sender.prepare, versions[number % 2], plans / str(number))
+            await asyncio.to_thread(buffers.fill, versions[number % 2])
+            made = await put_plan(house.bus, sender.plan())
             sending.append(asyncio.create_task(asyncio.to_thread(send)))
             return made
 

@@ -18,8 +18,8 @@ import gpu_e2e
 import gpu_parts  # noqa: F401 - puts the repository on the path
 import msgspec
 
+from actors.recorder.history import History, Step, history_of
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
-from miles_async.console.history import History, Step, history_of
 from miles_async.console.schedule.advice import Choice, predict
 from miles_async.console.schedule.model import Rule
 from miles_async.console.schedule.observed import Observed, observe, slowdown_of

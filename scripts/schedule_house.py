@@ -150,9 +150,9 @@ def train(spec_file: str, train_s: float) -> None:
         def train_step(self, batch: StepBatch) -> StepResult:
             end = time.monotonic() + train_s
             oldest = batch.step - int(batch.knobs["max_weight_staleness"])
-            trained = [sum(int(n) for step, n in s.train.spans or () if step >= oldest) for s in batch.samples]
+            trained = [tuple(int(n) * (step >= oldest) for step, n in s.train.spans or ()) for s in batch.samples]
             time.sleep(max(0.0, end - time.monotonic()))
-            return StepResult(metrics={}, packing=(), trained_tokens=trained)
+            return StepResult(metrics={}, packing=(), trained_spans=trained)
 
     def sleeper(name: str) -> TrainBackend:
         return Sleeper()

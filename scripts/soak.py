@@ -101,7 +101,7 @@ class Soak:
             self.faults.append(f"{len(missing)} issued groups are nowhere: {missing[:5]}")
         history = await read_history(bus)
         for step, message in steps.items():
-            bound = values_at(history, message.knob_epoch).whole("max_weight_staleness")
+            bound = values_at(history, message.knob_epoch).max_weight_staleness
             if message.metrics.get("train/staleness_max", 0.0) > bound:
                 self.faults.append(f"step {step} trained a token {message.metrics['train/staleness_max']} steps old")
         self._attribute_idle(steps)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.trainer.objective.rewards import BASELINES, normalize_group_rewards
+from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
 from scripts.bias_house import House, N, Task, Trained
 
 TICKS = 200.0  # of a training step: as long as the engines take for a batch of the first policy
@@ -90,7 +90,7 @@ def exact_gradient(task: Task, log_policy: np.ndarray, estimator: str) -> np.nda
             worth.append(0.0)
             for k in range(N):
                 group = [own] + [1.0] * k + [0.0] * (N - 1 - k)
-                value = 0.0 if min(group) == max(group) else BASELINES[estimator](group)[0]
+                value = 0.0 if min(group) == max(group) else (baseline_of(estimator) or list)(group)[0]
                 worth[-1] += math.comb(N - 1, k) * right**k * (1 - right) ** (N - 1 - k) * value
         q = worth[0] + task.rewards[prompt] * (worth[1] - worth[0])
         out[prompt] = shares * (q - shares @ q) / len(policy)

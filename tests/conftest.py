@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
+from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
@@ -22,6 +23,13 @@ def pytest_collection_finish() -> None:
     """What all tests share is never collected: to look through it would stop a test for half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_password_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings with a password put it into the environment; there it ends with the test."""
+    monkeypatch.setenv(PASSWORD, "")
+    monkeypatch.delenv(PASSWORD_FILE, raising=False)
 
 
 @pytest.fixture(scope="session")

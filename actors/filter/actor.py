@@ -134,7 +134,7 @@ class Filter:
 
     async def _opened(self, group_id: str) -> OpenGroup | None:
         """A group as the run lists it: how many samples, which of them have left and with what reward."""
-        raw = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, group_id)
+        raw = await self._context.bus.open_group(group_id)
         return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
 
     def _now(self) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
+from actors.runtime.checksum import checksum_of
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
-from bus.plans import read_plan
 
-TRANSPORTS = ("disk", "delta", "ipc", "nccl")
+TRANSPORTS = ("ipc", "nccl")  # what has a plan
 
 
 class WeightsUnusable(MilesAsyncError):
@@ -39,7 +37,7 @@ class TransportFailed(MilesAsyncError):
 
 
 class NotCounted(MilesAsyncError):
-    """The engine could not count its tokens and has received nothing: its requests must end first."""
+    """The engine could not count its tokens and has received nothing."""
 
 
 class WeightsDiffer(EngineUnavailable):
@@ -75,25 +73,14 @@ class Loader:
         """The engine started anew: it is in no group."""
         self._group = ""
 
-    def plan(self, manifest: WeightManifest, serving: int) -> WeightPlan | None:
-        """What to do, read before the pause; None for whole files. `serving`: version id that the engine holds, -1 = none.
-        WeightsUnusable when it cannot be done here."""
-        if manifest.transport == "disk":
-            return None
-        if manifest.transport not in TRANSPORTS:
-            raise WeightsUnusable(f"transport {manifest.transport!r} is unknown to this worker; use {TRANSPORTS[0]}")
-        try:
-            plan = read_plan(Path(manifest.path))
-        except (OSError, msgspec.DecodeError) as error:
-            raise WeightsUnusable(f"the plan in {manifest.path} cannot be read: {error}") from error
-        if not plan.suits(self._worker, serving):
+    def check(self, plan: WeightPlan) -> None:
+        """WeightsUnusable when this worker cannot load so."""
+        if plan.transport not in TRANSPORTS:
+            raise WeightsUnusable(f"transport {plan.transport!r} is unknown to this worker; it waits for files")
+        if plan.workers and self._worker not in plan.workers:
             raise WeightsUnusable(
-                f"this worker is not in group {plan.group} ({', '.join(plan.workers)}); it waits for the next one, or use disk"
-                if plan.transport != "delta"
-                else f"{manifest.path} holds what changed since version {plan.base}, this engine holds {serving}; it waits for "
-                "a whole version"
+                f"this worker is not in group {plan.group} ({', '.join(plan.workers)}); it waits for the next one, or for files"
             )
-        return plan
 
     async def wait_for(self, version: int, plan: WeightPlan, given_up: Callable[[], bool]) -> bool:
         """Whether the trainer began to send; False once `given_up`, which is asked at every `interrupt`. TransportFailed
@@ -122,9 +109,6 @@ class Loader:
             return
         last = len(plan.buckets) - 1
         try:
-            if plan.transport == "delta":
-                await engine.update_weights_from_disk(manifest.path, label)
-                return
             if plan.transport == "nccl" and await engine.receive(plan.buckets, plan.group, label, before):
                 return
             if before is not None:
@@ -183,4 +167,26 @@ class Loader:
         self._group = plan.group
 
 
-__all__ = ("TRANSPORTS", "Compared", "Loader", "NotCounted", "TransportFailed", "WeightsDiffer", "WeightsUnusable")
+def check_manifest(manifest: WeightManifest) -> None:
+    """Compare the weight file with its manifest's checksum; WeightsUnusable when it is damaged or gone."""
+    if not manifest.checksum:
+        return
+    file = Path(manifest.path) / "model.safetensors"
+    try:
+        found = checksum_of(file)
+    except OSError as error:
+        raise WeightsUnusable(f"weights {file} not readable: {error.strerror}") from error
+    if found != manifest.checksum:
+        raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
+
+
+__all__ = (
+    "TRANSPORTS",
+    "Compared",
+    "Loader",
+    "NotCounted",
+    "TransportFailed",
+    "WeightsDiffer",
+    "WeightsUnusable",
+    "check_manifest",
+)

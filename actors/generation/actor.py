@@ -22,7 +22,6 @@ from actors.generation.engine import (
     VersionUnknown,
 )
 from actors.generation.leasing import Leases
-from actors.generation.link import WeightsUnusable
 from actors.generation.pace import Pace
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
@@ -99,6 +98,7 @@ class Worker:
                 self._link.know(message)
             else:
                 self._leases.standing.fold(message)
+            if isinstance(message, PolicyActive):
                 self._pace.hear(message)
         while not stop.is_set():
             for entry in await tail.read(0.5):
@@ -136,11 +136,11 @@ class Worker:
                 with self._context.waiting("the trainer's turn on the GPU to end"):
                     await self._until_changed()
                 continue
-            if link.engine is None or link.broken.is_set():
+            if link.absent:
                 self._changed.clear()
                 with self._context.waiting(BOOTING):
                     await link.boot(lambda: sharing.aside)
-                if link.engine is None or link.broken.is_set():  # draining, or the trainer's turn came in between
+                if link.absent:  # draining, or the trainer's turn came in between
                     await self._until_changed()
                 continue
             order, self._order = self._order, None
@@ -148,8 +148,6 @@ class Worker:
                 try:
                     with self._context.waiting(f"activation of version {order.version.id}"):
                         await link.activate(order, lambda: self._order is not None or sharing.aside or stop.is_set())
-                except WeightsUnusable as error:
-                    await self._context.event("weights refused", str(error), level="error")
                 except (EngineUnavailable, RequestRefused) as error:
                     await link.fail(error)
                 self._leases.wake()
@@ -158,7 +156,7 @@ class Worker:
             self._changed.clear()
             if self._leases.standing.behind(link.serving):
                 await link.leave_route()
-            if self._order is None and not link.broken.is_set() and not sharing.aside and not stop.is_set():
+            if self._order is None and not link.absent and not sharing.aside and not stop.is_set():
                 await self._until_changed()
 
     async def _until_changed(self) -> None:
@@ -175,7 +173,7 @@ class Worker:
         a request on its way was unknown to the engine the first time. Ends with the last sample or with the drain time."""
         engine = self._link.engine
         while engine is not None and self._context.in_flight:
-            self._link.open.set()  # samples that wait there, or for a version, see that we are draining
+            self._link.let_go()  # samples that wait there, or for a version, see that we are draining
             self._leases.wake()
             answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
             for error in answers:
@@ -265,11 +263,11 @@ class Worker:
     ) -> ParkReason | Literal["lease", "again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
         context, link = self._context, self._link
-        await link.open.wait()  # bounded: an activation has a deadline, and the trainer a supervisor that ends its turn
+        await link.until_open()
         engine = link.engine
         if context.draining.is_set():
             return "drain"
-        if engine is None or link.broken.is_set():
+        if engine is None or link.absent:
             return "engine"
         sampling = running.task.sampling
         running.finish = None

@@ -131,6 +131,12 @@ class Engine(Protocol):
         that brings them. How many requests there are; None, and nothing is paused, where the engine cannot tell."""
         ...
 
+    def count_as_older(self, version: str) -> bool:
+        """Of an engine paused in place that cannot count: tokens of requests under way, in chunks that may hold some of `version`
+        and some of the next, count as made by `version`: staleness is over-, never understated. False where that cannot be
+        told, and their requests must end."""
+        ...
+
     async def flush(self) -> bool:
         """Empty the prefix cache; False if the engine declined because requests are at work or queued."""
         ...

@@ -282,7 +282,7 @@ class Line(asyncio.Protocol):
 class Lines:
     """Connections to one server, as many as there are requests; idle ones are kept for a moment."""
 
-    def __init__(self, base_url: str, path: str, *, connect_s: float) -> None:
+    def __init__(self, base_url: str, path: str, *, connect_s: float, token: str = "") -> None:
         url = urlsplit(base_url)
         self._host, self._ssl = url.hostname or "", url.scheme == "https"
         self._port = url.port or (443 if self._ssl else 80)
@@ -292,6 +292,8 @@ class Lines:
         if url.username is not None:
             pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
             head.append(f"Authorization: Basic {b64encode(pair.encode()).decode()}")
+        elif token:
+            head.append(f"Authorization: Bearer {token}")
         self._head = "".join(f"{line}\r\n" for line in head).encode()
         self._idle: list[Line] = []
 

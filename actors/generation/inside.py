@@ -23,6 +23,8 @@ import msgspec
 
 VARIABLE = "MILES_ASYNC_INSIDE"
 """Environment of the server: the folder of the letters."""
+TESTED = ("0.5.12",)
+"""Versions of SGLang whose scheduler this was tested with; no other is asked (inside_client.py)."""
 log = logging.getLogger(__name__)
 _DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
 
@@ -160,4 +162,4 @@ def _write(path: Path, letter: Order | Answer) -> None:
     part.replace(path)
 
 
-__all__ = ("VARIABLE", "Answer", "Order", "read", "run", "send")
+__all__ = ("TESTED", "VARIABLE", "Answer", "Order", "read", "run", "send")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from actors.generation.engine import RequestRefused
-from actors.generation.inside import Answer, Order, read, send
+from actors.generation.inside import TESTED, Answer, Order, read, send
 from actors.generation.sglang_args import INSIDE
 from bus.messages.weights import Bucket
 
@@ -31,8 +31,16 @@ class Inside:
         self._runs = False  # our function
 
     def hear(self, info: Mapping[str, Any]) -> None:
-        """What the engine says of itself: whether it runs our function, on how many GPUs."""
-        self._runs = INSIDE in (info.get("custom_weight_loader") or ())
+        """What the engine says of itself: whether it runs our function, in an SGLang that it was tested with, on how many GPUs."""
+        version, runs = info.get("version"), INSIDE in (info.get("custom_weight_loader") or ())
+        self._runs = runs and version in TESTED
+        if runs and not self._runs:
+            log.warning(
+                "SGLang %s is none that our function inside it was tested with (%s): it is not asked. Tokens of a chunk that an "
+                "update in place may divide count as the older version's",
+                version,
+                ", ".join(TESTED),
+            )
         self._gpus = int(info.get("tp_size") or 1)
 
     @property

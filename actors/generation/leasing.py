@@ -67,7 +67,7 @@ class Leases:
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
         link = self._link
-        if link.serving is None or self._ordered() or link.broken.is_set():
+        if link.serving is None or self._ordered() or link.absent:
             return 0
         if self._sharing.aside or link.released:
             return 0
@@ -100,8 +100,10 @@ class Leases:
         # Short while others run, since the next order must not wait, and while this worker is about to catch up.
         brief = self._context.in_flight or self.standing.behind(self._link.serving)
         block_s = 0.05 if brief else 0.5
-        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}"):
-            return await self.reader.read(free, block_s, streams)
+        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}") as heard:
+            if entries := await self.reader.read(free, block_s, streams):
+                heard()
+            return entries
 
     def _streams(self) -> Sequence[tuple[Stream, int]]:
         """What to read, first things first, and how many entries of each. A worker that is behind goes on with prefixes until it
@@ -178,7 +180,7 @@ class Leases:
             while True:
                 if context.draining.is_set():
                     return "drain"
-                if link.broken.is_set():
+                if link.absent:
                     return "engine"
                 verdict = standing.verdict(link.serving, step=step, last=last)
                 if verdict == "begin":

@@ -1,33 +1,57 @@
 """A worker's bond with its engine: boot, activation of versions, restart with back-off after a failure.
 
-Invariant: `serving` names the version whose weights the engine really holds, or None while that is not certain.
+    BOOTING --joined--> READY --activate--> LOADING --loaded--> SERVING --activate--> LOADING
+    SERVING, READY --activate, what the trainer sends--> WAITING --it sends--> LOADING
+                                                         WAITING --it does not, or a newer order--> as before
+    LOADING --a transport failed--> DAMAGED --whole files--> LOADING
+    READY, SERVING --release--> ASIDE --take back--> READY, SERVING         ASIDE --activate--> LOADING
+    anything --fail; DAMAGED for too long, or to be released--> BROKEN --joined--> READY
+
+Always true: `serving` names the version whose weights the engine really holds, or None while that is not certain: in WAITING and
+ASIDE the one before, in SERVING the newest, elsewhere none. No request is sent in LOADING, nor while any memory is away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
-from actors.generation.activation import Compared, Loader, NotCounted, TransportFailed, WeightsUnusable
+from actors.generation.activation import Compared, Loader, NotCounted, TransportFailed, WeightsUnusable, check_manifest
 from actors.generation.attach import Attached, check_served, describe
-from actors.generation.engine import BootRefused, Engine, EngineUnavailable, PauseMode, RequestRefused
+from actors.generation.engine import BootRefused, Engine, EngineUnavailable, RequestRefused
+from actors.generation.pausing import pause, pause_to_count
 from actors.generation.process import EngineServer
 from actors.generation.routed import RoutedEngine
-from actors.runtime.checksum import checksum_of
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.run import Refused
-from bus.errors import DeadlineExceeded
+from bus.errors import BadMessage, DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
+from bus.plans import get_plan
 
-LAST_STEP_S = 0.25  # a decode step is far shorter; what has not ended then is ended in the pause
 WEIGHTS = "weights"  # SGLang's tag of that part of an engine's memory
+
+
+class State(enum.Enum):
+    """Of an engine, as its worker knows it; see above."""
+
+    BOOTING = enum.auto()
+    READY = enum.auto()
+    SERVING = enum.auto()
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    DAMAGED = enum.auto()
+    ASIDE = enum.auto()
+    BROKEN = enum.auto()
+
+
+NO_VERSION = (State.READY, State.LOADING, State.DAMAGED, State.BROKEN)
 
 
 class EngineLink:
@@ -48,24 +72,24 @@ class EngineLink:
     ) -> None:
         self._context = context
         self._connect = connect
-        self._process = process
+        self.process = process
         self._url = url
         self._model_path = model_path
-        self._control_deadline_s = control_deadline_s
+        self.control_deadline_s = control_deadline_s
         self._verify = verify_checksum
         self._check_equal = check_equal
         self._inside = inside  # of a server that is not ours: see EngineServer
         self._failures = 0
         self._loader = Loader(context.name)
-        self._damaged_at: float | None = None  # since when the engine, paused, may hold parts of two versions
         self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
         self._taken: Activate | None = None  # the order that is being carried out, or was
+        self.state = State.BOOTING
+        self._since = context.clock.monotonic()  # in this state
+        self._open = asyncio.Event()
+        self._open.set()
         self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
-        self.broken = asyncio.Event()
-        self.open = asyncio.Event()  # cleared while weights change or memory is away: no request is sent then
-        self.open.set()
         self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
         self.salt = ""  # the version whose keys and values requests may share
         self.kind = Attached(exact=True, tp_size=1)
@@ -83,9 +107,27 @@ class EngineLink:
         return isinstance(self.engine, RoutedEngine)
 
     @property
-    def sound(self) -> bool:
-        """Whether the engine holds one version's weights only."""
-        return self._damaged_at is None and not self.broken.is_set()
+    def absent(self) -> bool:
+        """Whether the engine is to be booted, for the first time or again."""
+        return self.state in (State.BOOTING, State.BROKEN)
+
+    def enter(self, state: State) -> None:
+        """A transition that is drawn above."""
+        self.state, self._since = state, self._context.clock.monotonic()
+        if state in NO_VERSION:
+            self.serving = None
+        if state is State.LOADING or self.released:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    async def until_open(self) -> None:
+        """Until requests may be sent: an activation has a deadline, and the trainer a supervisor that ends its turn."""
+        await self._open.wait()
+
+    def let_go(self) -> None:
+        """Who waits for that looks again what it waits for: the worker is draining."""
+        self._open.set()
 
     async def boot(self, given_up: Callable[[], bool] = lambda: False) -> None:
         """Start (or reach) the engine; tries again with back-off until draining, or until `given_up`. Refused: it can never
@@ -96,19 +138,17 @@ class EngineLink:
                 if self.engine is not None:
                     await self.engine.close()
                     self.engine = None
-                url = await self._process.start() if self._process is not None else self._url
-                self.engine = self._connect(url, self._inside if self._process is None else self._process.inside)
-                async with deadline(self._control_deadline_s, f"health of the engine at {url}"):
+                url = await self.process.start() if self.process is not None else self._url
+                self.engine = self._connect(url, self._inside if self.process is None else self.process.inside)
+                async with deadline(self.control_deadline_s, f"health of the engine at {url}"):
                     health = await self.engine.health()
                     info = await self.engine.info()
-                own = self._process is not None
+                own = self.process is not None
                 self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
-                self.serving = None
-                self._damaged_at = None
                 self.released = ()
                 self._loader.forget()
-                self.broken.clear()
-                context.note = self._process.note if self._process is not None else self.kind.note
+                self.enter(State.READY)
+                context.note = self.process.note if self.process is not None else self.kind.note
                 await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
                 return
             except BootRefused as error:
@@ -128,35 +168,40 @@ class EngineLink:
         ones, never a mixture: it checks all names and shapes before it changes anything; one that may hold parts of two
         stays paused until it took whole files, and a failure whose outcome is unknown restarts it.
 
-        `given_up`: whether the wait has become pointless. A way that failed is told as an event `transport failed`; the
-        publisher then orders the version from disk. Raises EngineUnavailable, RequestRefused; WeightsUnusable for files.
+        `given_up`: whether the wait has become pointless. What failed is told as event `transport failed`, or `weights refused`
+        for files; the publisher then sees to others. Raises EngineUnavailable, RequestRefused: start the engine anew.
         """
-        way, version = order.manifest.transport, order.version.id
+        way, version, before = order.manifest.transport, order.version.id, self.state
         self._taken = order
         try:
             await (self._relabel(order) if self._holds(order.manifest) else self._activate(order, given_up))
-        except (TransportFailed, WeightsUnusable, EngineUnavailable) as error:
+        except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
-            if way == "disk":
-                raise
-            if isinstance(error, TransportFailed) and error.damaged:
-                self._damaged_at = self._context.clock.monotonic()
+            if self.state is State.LOADING and isinstance(error, TransportFailed):
+                self.enter(State.DAMAGED)
             if self.serving is None:
                 self._context.version = -1
-            await self._context.event(
-                "transport failed", f"{way}: {error}"[:300], level="warning", version=version, transport=way
-            )
-            if isinstance(error, EngineUnavailable):
+            if way != "disk":
+                text = f"{way}: {error}"[:300]
+                await self._context.event("transport failed", text, level="warning", version=version, transport=way)
+            elif not isinstance(error, EngineUnavailable):
+                path = order.manifest.path
+                await self._context.event("weights refused", str(error)[:300], level="error", version=version, path=path)
+            if isinstance(error, EngineUnavailable | RequestRefused):
                 raise
+        finally:
+            if self.state is State.WAITING:
+                self.enter(before)
 
     def has(self, order: Activate) -> bool:
         """Whether these files under this version are being loaded or were loaded last; then the order says nothing new."""
         taken = self._taken
-        return taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest) and _whole(order.manifest)
+        same = taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest)
+        return same and order.manifest.transport == "disk"
 
     def _holds(self, manifest: WeightManifest) -> bool:
         """Whether the engine serves just these files already, under another version."""
-        return self.serving is not None and self.sound and not self.released and manifest == self._files
+        return self.state is State.SERVING and manifest == self._files
 
     async def _relabel(self, order: Activate) -> None:
         """The same weights as a new version: nothing is loaded, no request waits, keys and values stay good."""
@@ -174,21 +219,20 @@ class EngineLink:
         assert engine is not None
         started = self._context.clock.monotonic()
         label = str(order.version.id)
-        plan = self._loader.plan(order.manifest, -1 if self.serving is None else self.serving.id)
-        if self._verify and (plan is None or plan.transport == "delta"):
+        plan = await self._plan(order.manifest)
+        if self._verify and plan is None:
             await asyncio.to_thread(check_manifest, order.manifest)
         self.know(order)
-        if plan is not None and plan.transport != "delta" and not await self._meet_trainer(engine, order, plan, given_up):
+        if plan is not None and not await self._meet_trainer(engine, order, plan, given_up):
             return
-        before, self.serving = self.serving, None
-        self._files = None
-        self.open.clear()
+        before, self._files = self.serving, None
+        self.enter(State.LOADING)
         compared = Compared(0)
         try:
-            async with deadline(self._control_deadline_s, f"activation of version {label}"):
+            async with deadline(self.control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
-                counted_by = await self._pause_to_count(engine, order.mode, before, plan)
-                how = "kept" if counted_by else await self._pause(engine, order.mode, before)
+                counted_by = None if self.routed else await pause_to_count(engine, self.kind, order.mode, before, plan)
+                how = "kept" if counted_by else await pause(engine, self.kind, order.mode, before)
                 fault_point(self._context.name, "receiving" if plan and plan.transport == "nccl" else "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
@@ -198,8 +242,8 @@ class EngineLink:
                 try:
                     await self._loader.load(engine, order.manifest, plan, label, counted_by)
                 except NotCounted:
-                    await engine.resume()
-                    how = await self._end_requests(engine)
+                    assert before is not None
+                    engine.count_as_older(str(before.id))
                     await self._loader.load(engine, order.manifest, plan, label)
                 if self._check_equal:
                     compared = await self._loader.compare(engine, plan, label)
@@ -213,16 +257,24 @@ class EngineLink:
                     await engine.join()
         except DeadlineExceeded as error:
             raise EngineUnavailable(str(error)) from error
-        finally:
-            if not self.released:
-                self.open.set()
         self.pause_s = resumed - paused
         self._failures = 0
-        self._damaged_at = None
-        self._files = order.manifest if _whole(order.manifest) else None
+        self._files = order.manifest if plan is None else None
         await self._activated(order, self._context.clock.monotonic() - started, compared, how)
 
+    async def _plan(self, manifest: WeightManifest) -> WeightPlan | None:
+        """What to do, read before the pause; None for whole files. WeightsUnusable when it cannot be done here."""
+        if manifest.transport == "disk":
+            return None
+        try:
+            plan = await get_plan(self._context.bus, manifest)
+        except BadMessage as error:
+            raise WeightsUnusable(str(error)) from error
+        self._loader.check(plan)
+        return plan
+
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
+        self.enter(State.SERVING)
         self.serving = order.version
         self._context.version = order.version.id
         version, step = order.version.id, order.version.step
@@ -234,91 +286,16 @@ class EngineLink:
         if compared.unable:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
 
-    async def _pause(self, engine: Engine, mode: str, before: PolicyVersion | None) -> str:
-        """Pause the engine, and what became of its requests. They go on where no chunk mixes two versions, or, paused in place,
-        where the engine counts the tokens that the version `before` made. Elsewhere they end: they keep the tokens handed out
-        and go on as new requests. Most end with the step under way, before the pause: to take them back out of the batch
-        costs SGLang 60 ms for 256, and it forgets to forget them."""
-        if self.kind.exact_in_place if mode == "in_place" else self.kind.exact:
-            await engine.pause(cast(PauseMode, mode))
-            return "ended" if mode == "abort" else "kept"
-        if mode == "in_place" and before is not None and await engine.pause_counted(str(before.id)) is not None:
-            return "kept"
-        return await self._end_requests(engine)
-
-    async def _pause_to_count(
-        self, engine: Engine, mode: str, before: PolicyVersion | None, plan: WeightPlan | None
-    ) -> str | None:
-        """Pause in place an engine that counts in the call that brings the weights: one call less while requests wait. The
-        version that made its tokens; None, and nothing is paused, where it goes otherwise."""
-        by_nccl = plan is not None and plan.transport == "nccl" and engine.counts_when_receiving and not self.routed
-        if mode != "in_place" or before is None or not by_nccl or self.kind.exact_in_place:
-            return None
-        await engine.pause("in_place")
-        return str(before.id)
-
-    async def _end_requests(self, engine: Engine) -> str:
-        await engine.end_running(LAST_STEP_S)
-        await engine.pause("retract")
-        await engine.abort_all()
-        return "sent again"
-
-    async def release(self, tags: Sequence[str]) -> None:
-        """Give the engine's memory to the trainer; requests end and wait at `open`. An engine that does not give it in time, or
-        is broken, is ended, which gives all of it."""
-        engine = self.engine
-        missing = tuple(tag for tag in tags if tag not in self.released)  # some are away after an update that failed half-way
-        if engine is None or not missing:
-            return
-        if not self.broken.is_set():
-            self.open.clear()
-            self.released = tuple(tags)
-            try:
-                async with deadline(self._control_deadline_s, "release of the engine's memory"):
-                    await engine.end_running(LAST_STEP_S)
-                    await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
-                    while not await self._released(engine, missing):
-                        await self._context.clock.sleep(0.05)
-                return
-            except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
-                await self.fail(error)
-        if self._process is not None:
-            await self._process.stop()
-
-    async def _released(self, engine: Engine, tags: Sequence[str]) -> bool:
-        """Whether it could be given back; not while a request is at work that was on its way before, or that a router sent from
-        a peer who has not heard of the turn: such a peer sends it again."""
-        try:
-            await engine.abort_all()
-            await engine.release_memory(tags)
-        except RequestRefused as error:
-            self._context.log.info("memory is not released yet: %s", error)
-            return False
-        return True
-
-    async def take_back(self) -> None:
-        """Take the memory again and go on with the weights that were served before."""
-        engine = self.engine
-        assert engine is not None
-        try:
-            async with deadline(self._control_deadline_s, "return of the engine's memory"):
-                await engine.resume_memory(self.released)
-                await engine.resume()
-        except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
-            await self.fail(error)
-            return
-        self.released = ()
-        self.open.set()
-
     async def _meet_trainer(
         self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
     ) -> bool:
         """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
+        self.enter(State.WAITING)
         await self._loader.join(engine, plan)
         version = order.version.id
         await self._context.event("ready to receive", f"version {version} by {plan.transport}", version=version)
         fault_point(self._context.name, "ready")
-        return await self._loader.wait_for(version, plan, lambda: self.broken.is_set() or given_up())
+        return await self._loader.wait_for(version, plan, lambda: self.state is State.BROKEN or given_up())
 
     def sending(self, version: int) -> None:
         """The trainer sends this version now."""
@@ -341,15 +318,15 @@ class EngineLink:
 
     async def check(self) -> None:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""
-        if self._process is not None and self.engine is not None and not self._process.alive:
+        if self.process is not None and self.engine is not None and not self.process.alive:
             await self.fail(EngineUnavailable("the engine's process has ended"))
         elif (
-            self._damaged_at is not None
-            and self._context.clock.monotonic() - self._damaged_at > self._control_deadline_s
+            self.state is State.DAMAGED
+            and self._context.clock.monotonic() - self._since > self.control_deadline_s
         ):
             await self.fail(
                 EngineUnavailable(
-                    f"no whole version came within {self._control_deadline_s:g} s after a transport failed; the engine may hold "
+                    f"no whole version came within {self.control_deadline_s:g} s after a transport failed; the engine may hold "
                     "parts of two"
                 )
             )
@@ -359,14 +336,10 @@ class EngineLink:
     async def fail(self, error: BaseException, of: Engine | None = None) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again. `of`: the engine that failed; news of one
         that has been replaced since changes nothing."""
-        if not self.broken.is_set() and of in (None, self.engine):
-            self.broken.set()
+        if self.state is not State.BROKEN and of in (None, self.engine):
+            self._taken, self.released = None, ()
+            self.enter(State.BROKEN)  # open: whoever waits there finds it
             self.interrupt()
-            self.serving = None
-            self._taken = None
-            self._damaged_at = None
-            self.released = ()
-            self.open.set()  # whoever waits there finds `broken`
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
             if self.engine is not None:
@@ -376,25 +349,8 @@ class EngineLink:
         """End the engine if it is ours."""
         if self.engine is not None:
             await self.engine.close()
-        if self._process is not None:
-            await self._process.stop()
+        if self.process is not None:
+            await self.process.stop()
 
 
-def _whole(manifest: WeightManifest) -> bool:
-    return manifest.transport == "disk"
-
-
-def check_manifest(manifest: WeightManifest) -> None:
-    """Compare the weight file with its manifest's checksum; WeightsUnusable when it is damaged or gone."""
-    if not manifest.checksum:
-        return
-    file = Path(manifest.path) / "model.safetensors"
-    try:
-        found = checksum_of(file)
-    except OSError as error:
-        raise WeightsUnusable(f"weights {file} not readable: {error.strerror}") from error
-    if found != manifest.checksum:
-        raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
-
-
-__all__ = ("EngineLink", "WeightsUnusable", "check_manifest")
+__all__ = ("EngineLink", "State")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Protocol
 
 from actors.generation.engine import BootRefused, EngineUnavailable
-from actors.runtime.child import Child
+from actors.runtime.child import PYTHON, Child
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
+from bus.private import write_secret
 
-EMBEDDED = (sys.executable, "-m", "actors.generation.embedded")
+EMBEDDED = (*PYTHON, "actors.generation.embedded")
 
 
 class EngineServer(Protocol):
@@ -46,6 +46,7 @@ class EngineProcess:
         max_running: int,
         boot_deadline_s: float,
         spare: Child | None = None,
+        token: str = "",
     ) -> None:
         self._model_path = model_path
         self._folder = folder
@@ -54,6 +55,7 @@ class EngineProcess:
         self._boot_deadline_s = boot_deadline_s
         self._child = Child()
         self._spare = spare
+        self._token = token
         self.boots = 0
         self.note = ""
         self.inside: Path | None = None
@@ -79,6 +81,8 @@ class EngineProcess:
             *("--port-file", str(port_file), "--threads", str(self._threads)),
             *("--max-running-requests", str(self._max_running)),
         ]
+        if self._token:  # in a file: a command line is everybody's to read
+            argv += ["--api-key-file", str(write_secret(self._folder / "api-key", self._token))]
         spare, self._spare = self._spare, None
         if spare is not None and spare.alive:
             self._child = spare

@@ -21,12 +21,14 @@ ROUTER_S = 5.0
 
 
 class RoutedEngine(SGLangClient):
-    """Our own engine at `base_url`, and a router before all engines. Same deadlines as SGLangClient."""
+    """Our own engine at `base_url`, and a router before all engines. Deadlines and token as SGLangClient's."""
 
     def __init__(self, base_url: str, router_url: str, *, inside: Path | None = None, **deadlines: Any) -> None:
         super().__init__(base_url, inside=inside, **deadlines)
         self._front = SGLangClient(router_url, **deadlines)
-        self._router = RouterClient(router_url, deadline_s=min(ROUTER_S, deadlines["control_deadline_s"]))
+        self._router = RouterClient(
+            router_url, deadline_s=min(ROUTER_S, deadlines["control_deadline_s"]), token=deadlines.get("token", "")
+        )
         self._peers: dict[str, SGLangClient] = {}
         self._deadlines = deadlines
         self._joined = False
@@ -54,6 +56,9 @@ class RoutedEngine(SGLangClient):
 
     async def pause_counted(self, version: str) -> int | None:
         return None  # our engine runs requests of peers, who would have to know its counts before the next chunk
+
+    def count_as_older(self, version: str) -> bool:
+        return False  # for the same reason
 
     async def join(self) -> None:
         """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from actors.generation.sglang_calls import bearer
 from bus.errors import Transient
 
 POLL_S = 0.1
@@ -23,12 +24,13 @@ class RouterGone(Transient):
 
 
 class RouterClient:
-    """The control interface of one router. Must be created inside a running event loop."""
+    """The control interface of one router. `token`: what it and its engines ask for. To be created in a running event loop."""
 
-    def __init__(self, url: str, *, deadline_s: float) -> None:
+    def __init__(self, url: str, *, deadline_s: float, token: str = "") -> None:
         self.url = url.rstrip("/")
         self._deadline_s = deadline_s
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s))
+        self._token = token
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(token))
 
     async def workers(self) -> dict[str, tuple[str, bool]]:
         """Engine URL -> (its id at the router, whether the router uses it)."""
@@ -53,7 +55,7 @@ class RouterClient:
         """Take part, and wait until the router uses this engine. Idempotent."""
         known = (await self.workers()).get(engine_url.rstrip("/"))
         if known is None:
-            body = {"url": engine_url, "worker_type": "regular"}
+            body = {"url": engine_url, "worker_type": "regular"} | ({"api_key": self._token} if self._token else {})
             status, text = await self._call("POST", "/workers", body)
             if status in (404, 405):
                 status, text = await self._call("POST", f"/add_worker?url={quote(engine_url, safe='')}")

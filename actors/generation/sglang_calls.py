@@ -20,9 +20,10 @@ _ERROR_CHARS = 300
 
 
 class Calls:
-    """One connection pool to `base_url`. `deadline_s`: a whole call. Must be created inside a running event loop."""
+    """One connection pool to `base_url`. `deadline_s`: a whole call. `token`: what the engine asks for; empty = nothing. Must be
+    created inside a running event loop."""
 
-    def __init__(self, base_url: str, *, deadline_s: float) -> None:
+    def __init__(self, base_url: str, *, deadline_s: float, token: str = "") -> None:
         self.base_url = base_url
         self._deadline_s = deadline_s
         # Concurrency is the caller's decision: a pool limit would queue requests unseen, outside of every deadline. SGLang
@@ -30,6 +31,7 @@ class Calls:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline_s),
+            headers=bearer(token),
         )
         self._waits: set[asyncio.Timeout] = set()
         self._closed = False
@@ -94,6 +96,11 @@ class Calls:
         raise EngineUnavailable(f"{self.base_url} failed {what} (HTTP {status}): {message}")
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows an engine its token."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def _timed_out(error: BaseException) -> bool:
     """By our own limit, not by one of aiohttp's."""
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
@@ -104,4 +111,4 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__} {error}".strip()
 
 
-__all__ = ("Calls", "said")
+__all__ = ("Calls", "bearer", "said")

@@ -36,6 +36,9 @@ from bus.messages.weights import Bucket, TensorMeta
 FLAT = "flattened_bucket"
 IDLE_S = 5.0  # an engine's time to end what was aborted
 LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
+BOUNDARY_CHUNKS = 2
+"""Chunks that may hold tokens of the version before the one they state: one was on its way as the weights changed, the next brings
+what had been made and not sent."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -48,6 +51,7 @@ class SGLangClient:
 
     request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
     first token included). control_deadline_s: any other call. inside: folder of the letters to our function in the server.
+    token: what the engine asks of its callers.
     Must be created inside a running event loop.
     """
 
@@ -59,18 +63,20 @@ class SGLangClient:
         token_deadline_s: float,
         control_deadline_s: float,
         inside: Path | None = None,
+        token: str = "",
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._request_deadline_s = request_deadline_s
         self._token_deadline_s = token_deadline_s
         self._control_deadline_s = control_deadline_s
-        self._calls = Calls(self.base_url, deadline_s=control_deadline_s)
-        self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s)
+        self._calls = Calls(self.base_url, deadline_s=control_deadline_s, token=token)
+        self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s, token=token)
         self._busy: set[Line] = set()
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
         self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
+        self._older: dict[str, tuple[str, int]] = {}  # request -> see count_as_older; chunks for which that holds still
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._calls.post)
         self.counts_when_receiving = False
@@ -106,6 +112,8 @@ class SGLangClient:
                     chunk = self._chunk(payload, request, seen)
                     fresh = len(chunk.token_ids)
                     whole = chunk.finish is not None
+                    if name in self._older and fresh:
+                        self._mark_boundary(name, chunk, seen + fresh)
                     if name in self._marks:
                         for part in split(chunk, seen, self._marks[name]):
                             yield part
@@ -133,6 +141,7 @@ class SGLangClient:
                     line.close()
             names.discard(name)
             self._marks.pop(name, None)
+            self._older.pop(name, None)
             if not names:
                 self._flying.pop(rid, None)
             if not self._flying:
@@ -235,6 +244,22 @@ class SGLangClient:
         for name in itertools.chain.from_iterable(self._flying.values()):
             if name in counts:
                 self._marks.setdefault(name, []).append((counts[name], version))
+
+    def count_as_older(self, version: str) -> bool:
+        for name in itertools.chain.from_iterable(self._flying.values()):
+            self._older[name] = (self._older.get(name, (version, 0))[0], BOUNDARY_CHUNKS)
+        return True
+
+    def _mark_boundary(self, name: str, chunk: Chunk, end: int) -> None:
+        """All of the request's tokens up to this chunk's `end` are the older version's, if the chunk states a newer one."""
+        version, chunks = self._older[name]
+        if chunk.weight_version == version:
+            return
+        self._marks[name] = [(end, version)]
+        if chunks > 1:
+            self._older[name] = (version, chunks - 1)
+        else:
+            del self._older[name]
 
     async def flush(self) -> bool:
         status, text = await self._calls.call("POST", "/flush_cache", {})

@@ -7,6 +7,7 @@ gave it), answers /health, and has made a token. What a start had to give up sta
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
 from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
+from actors.generation.sglang_calls import bearer
 from actors.runtime.child import Child, command_line, free_port
+from bus.private import write_secret
 
 Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
 POLL_S = 0.25
@@ -40,7 +43,8 @@ _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, 
 
 class SGLangServer:
     """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `compiling_s`: how long
-    the first sampled tokens may take before that is told."""
+    the first sampled tokens may take before that is told. `token`: what it asks of its callers; a configuration file of the
+    user's own (`config` among the flags) says that itself."""
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class SGLangServer:
         boot_deadline_s: float,
         report: Report,
         compiling_s: float = COMPILING_S,
+        token: str = "",
     ) -> None:
         self._model_path = model_path
         self._folder = folder
@@ -64,6 +69,7 @@ class SGLangServer:
         self._boot_deadline_s = boot_deadline_s
         self._report = report
         self._compiling_s = compiling_s
+        self._token = "" if "config" in launch.args else token
         self._child = Child()
         self._attempts = len(list(folder.glob("boot.*")))
         self.note = ""
@@ -109,13 +115,17 @@ class SGLangServer:
         self._attempts += 1
         port, label = free_port(), f"boot-{uuid.uuid4().hex[:12]}"
         args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
-        words = command_line(self._command, {**args, "weight-version": label})
         folder = self._folder / f"boot.{self._attempts:03d}"
+        if self._token:  # SGLang takes its key as a flag only, which every user of the host could read, or in such a file
+            args["config"] = str(folder.absolute() / "api-key.yaml")
+        words = command_line(self._command, {**args, "weight-version": label})
         self.inside = folder.absolute()
         changed = {**self._launch.env, **self._visible(), VARIABLE: str(self.inside)}
         inherited = {name: value for name, value in os.environ.items() if name not in _ACTORS_OWN}
         env = {**inherited, "PYTHONUNBUFFERED": "1", **changed}
         record = open_record(folder, words, env, changed=changed, degraded=self._launch.degraded)
+        if self._token:
+            write_secret(folder / "api-key.yaml", f"api-key: {json.dumps(self._token)}\n")
         try:
             await self._child.start(words, record.log, env)
         except OSError as error:
@@ -159,7 +169,8 @@ class SGLangServer:
 
     async def _until_ready(self, url: str, label: str, record: BootRecord) -> None:
         """Waits for /health, then for the label we gave, then for a token of each kind. The server is then as after a warm-up."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as http:
+        patience = aiohttp.ClientTimeout(total=PROBE_S)
+        async with aiohttp.ClientSession(timeout=patience, headers=bearer(self._token)) as http:
             while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
                 await asyncio.sleep(POLL_S)
             model = await _json(http, "GET", f"{url}/model_info")

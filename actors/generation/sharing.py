@@ -8,9 +8,13 @@ back, it has not been started, or its process has ended. Samples under way stay 
 
 from __future__ import annotations
 
-from actors.generation.link import EngineLink
+from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
+from actors.generation.link import EngineLink, State
+from actors.generation.pausing import LAST_STEP_S
 from actors.runtime.context import Context
+from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from bus.errors import DeadlineExceeded
 from bus.messages.policy import Turn
 
 TURN = "policy.turn"
@@ -52,7 +56,7 @@ class Sharing:
         if self._told == number:
             return
         began = self._context.clock.monotonic()
-        await self._link.release(self._tags)
+        await self._release()
         fault_point(self._context.name, "released")
         if self._turn.number != number or not self.aside or number == 0:
             return
@@ -63,8 +67,58 @@ class Sharing:
     async def come_back(self) -> None:
         """Take the memory again in the engines' turn; unless a version is on its way, whose weights come first."""
         awaited = self._turn.publishes and self._context.clock.monotonic() - self._heard_at < ORDER_S
-        if self._link.released and self._link.sound and not awaited:
-            await self._link.take_back()
+        if self._link.state is State.ASIDE and not awaited:
+            await self._take_back()
+
+    async def _release(self) -> None:
+        """Requests end and wait until the link is open again. An engine that does not give its memory in time, is broken, or may
+        hold parts of two versions is ended, which gives all of it."""
+        link = self._link
+        engine = link.engine
+        missing = tuple(tag for tag in self._tags if tag not in link.released)  # some are away after an update that failed
+        if engine is None or not missing:
+            return
+        if link.state is State.DAMAGED:
+            await link.fail(EngineUnavailable("the trainer takes its turn, and the engine may hold parts of two versions"))
+        if link.state is not State.BROKEN:
+            link.released = self._tags
+            link.enter(State.ASIDE)
+            try:
+                async with deadline(link.control_deadline_s, "release of the engine's memory"):
+                    await engine.end_running(LAST_STEP_S)
+                    await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
+                    while not await self._given(engine, missing):
+                        await self._context.clock.sleep(0.05)
+                return
+            except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
+                await link.fail(error)
+        if link.process is not None:
+            await link.process.stop()
+
+    async def _given(self, engine: Engine, tags: tuple[str, ...]) -> bool:
+        """Whether it could be given back; not while a request is at work that was on its way before, or that a router sent from
+        a peer who has not heard of the turn: such a peer sends it again."""
+        try:
+            await engine.abort_all()
+            await engine.release_memory(tags)
+        except RequestRefused as error:
+            self._context.log.info("memory is not released yet: %s", error)
+            return False
+        return True
+
+    async def _take_back(self) -> None:
+        """Take the memory again and go on with the weights that were served before."""
+        link, engine = self._link, self._link.engine
+        assert engine is not None
+        try:
+            async with deadline(link.control_deadline_s, "return of the engine's memory"):
+                await engine.resume_memory(link.released)
+                await engine.resume()
+        except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
+            await link.fail(error)
+            return
+        link.released = ()
+        link.enter(State.READY if link.serving is None else State.SERVING)
 
 
 __all__ = ("TURN", "Sharing")

@@ -50,6 +50,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of a sample for a worker of the tail's lane; then any worker takes it."""
     inside: str = ""
     """Folder of the letters to our function inside the server at `engine_url`, if it runs it (inside.py)."""
+    token: str = ""
+    """What the engines and the router of this run ask of their callers; empty = nothing. Made by the launcher."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
@@ -63,12 +65,13 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
     }
 
     def connect(url: str, inside: Path | None) -> Engine:
+        """The client of an engine that runs."""
         from actors.generation.routed import RoutedEngine
         from actors.generation.sglang_client import SGLangClient
 
         if spec.router_url:
-            return RoutedEngine(url, spec.router_url, inside=inside, **deadlines)
-        return SGLangClient(url, inside=inside, **deadlines)
+            return RoutedEngine(url, spec.router_url, inside=inside, token=spec.token, **deadlines)
+        return SGLangClient(url, inside=inside, token=spec.token, **deadlines)
 
     return EngineLink(
         context,
@@ -93,6 +96,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
             max_running=spec.max_running,
             boot_deadline_s=spec.boot_deadline_s,
             spare=spare,
+            token=spec.token,
         )
     if spec.engine != "sglang":
         return None
@@ -117,6 +121,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         gpus=spec.gpus,
         boot_deadline_s=spec.boot_deadline_s,
         report=report,
+        token=spec.token,
     )
 
 

@@ -55,8 +55,9 @@ class PartialBuffer:
                 tasks.create_task(self._follow(tail, stop))
                 try:
                     while not context.draining.is_set():
-                        with context.waiting("an entry of parked"):
-                            entries = await self._reader.read(256, 0.5)
+                        with context.waiting("an entry of parked") as heard:
+                            if entries := await self._reader.read(256, 0.5):
+                                heard()
                         await self._place(entries)
                 finally:
                     stop.set()

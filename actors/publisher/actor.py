@@ -1,12 +1,16 @@
-"""Publisher room: decides who serves which version, and says who does.
+"""Publisher room: decides who serves which version and which way it gets there, and says who does.
 
-Reads  policy (log), reports of workers in events    Writes  active    Owns  nothing: rebuilt from policy, active and reports
+Reads  policy (log), events (log)    Writes  active    Owns  nothing: rebuilt from policy, vitals and reports
 The trainer never waits for it, and a slow or dead engine never holds back the others: each worker activates on its own
 engine and reports; a version counts as active when the first report of it arrives.
 
-A version that the trainer sends itself (nccl, ipc), or whose files hold changes only (delta), is not for everyone: workers
-whose engine is new, that have another version, or whom that way failed get whole files. Where none are there yet, the
-event `files wanted` asks the trainer for them.
+    trainer     PolicyAnnounced: in files, or held by it (nccl, ipc)
+    publisher   held: Send, to the engines that can take it so; Send of files once anybody else needs the version
+    trainer     WeightsReady, or SendFailed: then the version goes to all by files
+    publisher   Activate, to those for whom it is ready       worker    `activated`, or why not
+
+Files that a worker refuses, or that are gone, are written anew, at most TRIES times for one version; when nobody could load
+the last ones the run ends with the reason. Engines of a Send that are lost are left out of it by another one.
 """
 
 from __future__ import annotations
@@ -16,26 +20,32 @@ from pathlib import Path
 
 import msgspec
 
-from actors.publisher.plan import choose_ways, next_wave, worth_saying
+from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
+from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from bus import Out, Tail
-from bus.messages.control import BOOTING, Event, Vitals
+from actors.runtime.run import RunEnds
+from bus import Entry, Out, Tail
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import (
     Activate,
+    Finished,
     PolicyActive,
     PolicyAnnounced,
     Restored,
+    Seat,
+    Send,
+    SendFailed,
     StepDone,
     WeightManifest,
-    WeightsOnDisk,
+    WeightsReady,
 )
 from bus.messages.versions import PolicyVersion
-from bus.messages.weights import WeightPlan
-from bus.plans import read_plan
+from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 
-ASK_AGAIN_S = 5.0
+BLOCK_S = 0.5  # longest wait of one read
+PAGE = 256  # entries of one read
 
 
 class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,20 +67,14 @@ class Publisher:
         self._forget()
 
     def _forget(self) -> None:
-        self._announced: dict[int, PolicyAnnounced] = {}
-        self._newest: PolicyAnnounced | None = None
-        self._plan: WeightPlan | None = None  # of the newest; None = whole files
-        self._files: WeightsOnDisk | None = None  # the newest version in files, beside its plan
-        self._files_only: set[str] = set()  # workers that have activated nothing since their engine came or a way failed
-        self._asked: tuple[int, float] = (0, 0.0)  # version whose files were asked for, wall time
-        self._serving: dict[str, int] = {}  # worker -> version id, -1 = none yet
-        self._slots: dict[str, int] = {}  # worker -> samples it takes at once, as it said last
+        self._announced: dict[int, PolicyVersion] = {}
+        self._target: Target | None = None
+        self._members = Members(self._spec.worker_timeout_s)
+        self._why = ""  # files were refused last
+        self._aside: set[str] = set()  # workers of which it was told that they get files, or nothing
         self._masked: tuple[int, float] = (-1, 0.0)  # newest step done, share of its batch's tokens over the bound
-        self._heard: dict[str, float] = {}  # worker -> wall time of its last word
-        self._waits: dict[str, str] = {}  # worker -> what it said it waits for
-        self._late: set[str] = set()  # workers that let the deadline of their last order pass
-        self._ordered: dict[str, tuple[int, float]] = {}  # worker -> (version id, wall time)
         self._lost: set[int] = set()  # versions of a future that a restored trainer does not have
+        self._trainer_at = -1  # version of the living trainer; -1 while it loads
         self._active: PolicyVersion | None = None
         self._said: PolicyActive | None = None
 
@@ -83,139 +87,148 @@ class Publisher:
             while not context.draining.is_set():
                 if self._restarts != context.bus.link.server_restarts:
                     await self._rebuild(tail)
+                began = context.clock.monotonic()
                 with context.waiting("announcements and reports"):
-                    entries = await tail.read(0.5)
+                    entries = await tail.read(BLOCK_S, PAGE)
+                now = context.clock.monotonic()
                 for entry in entries:
-                    self._fold(await context.bus.message(entry))
-                await self._act()
+                    self._fold(await context.bus.message(entry), entry, now)
+                self._members.expire(now, unread_s=max(0.0, now - began - 2 * BLOCK_S))
+                if len(entries) < PAGE:  # else there is more to know first
+                    await self._act(now)
         finally:
             await tail.close()
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything from the bus; again after a restart of the server, which may have lost what was said last."""
-        bus = self._context.bus
+        bus, now = self._context.bus, self._context.clock.monotonic()
         self._restarts = bus.link.server_restarts
         self._forget()
         newest_event = await bus.last(EVENTS)
         tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
+        silences = await bus.silences()
         for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
-            self._hear(msgspec.msgpack.decode(raw, type=Vitals), name)
+            heard = now - silences.get(name, 0.0)
+            self._members.fold(msgspec.msgpack.decode(raw, type=Vitals), heard)
 
-    def _fold(self, message: object) -> None:
+    def _fold(self, message: object, entry: Entry, now: float) -> None:
+        target = self._target
         match message:
             case PolicyAnnounced():
-                self._announced[message.version.id] = message
-                self._newest, self._files = message, None
-                self._plan = self._read_plan(message.manifest)
+                self._announced[message.version.id] = message.version
+                self._target = Target(message.version, message.manifest)
             case StepDone():
                 self._masked = (message.step, message.metrics.get("rollout/masked_fraction", 0.0))
-            case WeightsOnDisk():
-                self._take_files(message)
+            case WeightsReady() if target is not None and message.version.id == target.version.id:
+                target.take(message)
+            case SendFailed():
+                self._members.unseat(message.workers)
+                if target is not None and message.version.id == target.version.id:
+                    target.only_files()
+                    self._members.withdraw(message.version.id)
+            case Finished() if target is not None and target.sent is None:
+                target.only_files()
             case Restored():
                 self._active = None
-                self._newest = None  # the restored trainer announces its version again
-                self._lost |= {
-                    said.version.id for said in self._announced.values() if said.version.step > message.step
-                }
-            case Vitals():
-                self._hear(message, message.actor)
-            case Event(kind="activated"):
-                self._report(message)
-            case Event(kind="transport failed" | "engine stalled"):
-                self._files_only.add(message.actor)
-                self._ordered.pop(message.actor, None)
-            case Event(kind="joined"):
-                self._files_only.add(message.actor)
-                self._serving[message.actor] = -1
-                self._heard[message.actor] = message.wall
-                self._ordered.pop(message.actor, None)
+                self._target = None  # the restored trainer announces its version again
+                self._lost |= {version.id for version in self._announced.values() if version.step > message.step}
+            case Event(kind="weights refused"):
+                self._members.fold(message, now)
+                if target is not None and target.spoiled(str(message.data.get("path", ""))):
+                    self._members.withdraw(target.version.id)
+                self._why = f"{message.actor}: {message.text}"
+            case Vitals(role="trainer"):
+                self._trainer_at = message.version
+            case Vitals() | Event():
+                self._members.fold(message, now, entry.id)
 
-    def _read_plan(self, manifest: WeightManifest) -> WeightPlan | None:
-        """None for whole files. A plan that is gone or damaged is good for nobody: its workers get files."""
-        if manifest.transport == "disk":
-            return None
-        try:
-            return read_plan(Path(manifest.path))
-        except (OSError, msgspec.DecodeError):
-            return WeightPlan(transport=manifest.transport, buckets=(), workers=("nobody",))
-
-    def _take_files(self, message: WeightsOnDisk) -> None:
-        newest = self._newest
-        if newest is None or newest.version.id != message.version.id:
+    async def _act(self, now: float) -> None:
+        context, spec, target, members = self._context, self._spec, self._target, self._members
+        for name, number in members.overdue(now, spec.activation_deadline_s):
+            waits = members.all[name].waits
+            why = f"it waits for {waits}" if waits else "it does not say why"
+            late = f"{name} has not served version {number} within {spec.activation_deadline_s:g} s"
+            await context.event("activation late", f"{late}: {why}; ordered again, in files", level="warning")
+        if target is None:
             return
-        if not message.instead:
-            self._files = message
-            return
-        self._newest = msgspec.structs.replace(newest, manifest=message.manifest)
-        self._plan = self._files = None
-        # Whoever waits for the first way is ordered anew.
-        self._ordered = {n: order for n, order in self._ordered.items() if order[0] != message.version.id}
-
-    def _hear(self, vitals: Vitals, name: str) -> None:
-        if vitals.role != "generation":
-            return
-        if vitals.state in ("stopped", "failed", "draining"):
-            self._serving.pop(name, None)
-            self._ordered.pop(name, None)
-            return
-        self._serving[name] = vitals.version
-        self._slots[name] = vitals.slots
-        if vitals.version < 0:
-            self._files_only.add(name)
-        self._heard[name] = max(self._heard.get(name, 0.0), vitals.wall)
-        self._waits[name] = vitals.waits_for
-
-    def _report(self, event: Event) -> None:
-        self._serving[event.actor] = int(event.data.get("version", -1))
-        self._files_only.discard(event.actor)
-        self._late.discard(event.actor)
-        self._heard[event.actor] = event.wall
-        self._ordered.pop(event.actor, None)
-
-    async def _act(self) -> None:
-        context, spec, newest = self._context, self._spec, self._newest
-        if newest is None:
-            return
-        now = context.clock.wall()
-        for name in [n for n, heard in self._heard.items() if now - heard > spec.worker_timeout_s]:
-            self._serving.pop(name, None)
-            self._ordered.pop(name, None)
-            del self._heard[name]
-        for name, (version, ordered_at) in list(self._ordered.items()):
-            if self._waits.get(name) == BOOTING:
-                self._ordered[name] = (version, now)
-            elif now - ordered_at > spec.activation_deadline_s:
-                del self._ordered[name]
-                self._files_only.add(name)
-                self._late.add(name)
-                why = f"it waits for {self._waits[name]}" if self._waits.get(name) else "it does not say why"
-                late = f"{name} has not served version {version} within {spec.activation_deadline_s:g} s"
-                await context.event("activation late", f"{late}: {why}; ordered again, in files", level="warning")
-        if not self._usable(newest):
-            return
-        target = newest.version.id
-        in_progress = [n for n, (version, _) in self._ordered.items() if version == target and n in self._serving]
-        together = self._plan is not None and bool(self._plan.workers)  # the trainer waits for all of them
-        fraction = 1.0 if together else spec.wave_fraction
+        version = target.version.id
+        serving, able = members.serving, members.able(target.transport, target.host, now)
+        hopeless = members.hopeless(now)
+        if hopeless >= members.all.keys():
+            hopeless = set()  # nobody else is there
+        refusers = {n for n, m in members.all.items() if target.files is not None and m.refused == target.files.path}
+        await self._tell_who_is_aside(members.aside(now) if target.host else set(), hopeless)
         wave = next_wave(
-            serving=self._serving, target=target, fraction=fraction, in_progress=in_progress, late=self._late
+            serving=serving,
+            target=version,
+            fraction=1.0 if target.host else spec.wave_fraction,  # the trainer sends to all together
+            in_progress=[n for n, m in members.all.items() if m.ordered is not None and m.ordered[0] == version],
+            late=[n for n, m in members.all.items() if m.late],
         )
-        ways = choose_ways(
-            wave,
-            serving=self._serving,
-            plan=self._plan,
-            files_only=self._files_only,
-            have_files=self._files is not None,
-        )
-        await self._order(newest.version, newest.manifest, ways.announced, now)
-        if self._files is not None:
-            await self._order(newest.version, self._files.manifest, ways.files, now)
-        if ways.lacking and (self._asked[0] != target or now - self._asked[1] > ASK_AGAIN_S):
-            self._asked = (target, now)
-            names = ", ".join(ways.lacking)
-            await context.event("files wanted", f"version {target} in files, for {names}", version=target)
-        await self._say()
-        self._sweep()
+        wave = [name for name in wave if name not in hopeless | refusers]
+        if wave and target.files is not None and self._are_gone(target.files):
+            if self._trainer_at < version:
+                wave = []  # those of an ended run: the trainer announces its version again
+            else:
+                target.spoiled(target.files.path)
+        await self._ask_to_send(target, wave, able, serving)
+        ways = choose_ways(wave, target, able)
+        if target.sent is not None:
+            await self._order(target.version, target.sent, ways.sent, now)
+        if target.files is not None:
+            await self._order(target.version, target.files, ways.files, now)
+        if ways.lacking:
+            await self._ask_for_files(target, ways.lacking, now)
+        if refusers and target.attempt >= TRIES and refusers >= serving.keys() and version not in serving.values():
+            raise RunEnds(
+                f"no engine can load version {version}, whose files were written anew {TRIES} times. {self._why} "
+                "Look at the memory and the disk of the trainer's host; the run goes on from its last checkpoint."
+            )
+        await self._say(serving)
+        self._sweep(serving)
+
+    async def _ask_to_send(
+        self, target: Target, wave: list[str], able: dict[str, Seat], serving: dict[str, int]
+    ) -> None:
+        """Once for a version, with all who can be sent to; again with those that are left when one is lost."""
+        if target.seats is None and wave:
+            target.seats = {name: able[name] for name in wave if name in able}
+            if not target.seats:
+                return
+        elif target.seats:
+            version = target.version.id
+            left = {n: s for n, s in target.seats.items() if able.get(n) == s or serving.get(n) == version}
+            if left == target.seats:
+                return
+            target.seats = left
+        else:
+            return
+        await self._send(Send(version=target.version, transport=target.transport, seats=tuple(target.seats.values())))
+
+    async def _ask_for_files(self, target: Target, names: list[str], now: float) -> None:
+        if target.asked_at is not None:
+            if now - target.asked_at < self._spec.activation_deadline_s:
+                return
+            waited = f"{now - target.asked_at:.0f} s for files of version {target.version.id}"
+            text = f"{', '.join(names)} wait {waited}, which the trainer was asked to write; it is asked again"
+            await self._context.event("files late", text, level="warning")
+        elif target.attempt:
+            text = f"version {target.version.id} is written anew, time {target.attempt} of {TRIES} at most. {self._why}"
+            await self._context.event("files anew", text[:300], level="warning", version=target.version.id)
+        target.asked_at = now
+        await self._send(Send(version=target.version, transport="disk", attempt=target.attempt))
+
+    async def _send(self, order: Send) -> None:
+        await self._context.bus.append([Out(ACTIVE, order)], repeatable=True)
+
+    async def _tell_who_is_aside(self, by_files: set[str], without: set[str]) -> None:
+        told, self._aside = self._aside, by_files | without
+        for name in sorted(self._aside - told):
+            if name in without:
+                text = f"{name} gets no version for {ASIDE_S / 60:g} minutes: it refused {REFUSALS + 1} in a row. {self._why}"
+            else:
+                text = f"{name} gets files for {ASIDE_S / 60:g} minutes: what was sent failed {STRIKES} times in a row"
+            await self._context.event("worker aside", text[:300], level="warning", worker=name)
 
     async def _order(self, version: PolicyVersion, manifest: WeightManifest, workers: list[str], now: float) -> None:
         if not workers:
@@ -226,28 +239,28 @@ class Publisher:
         order = Activate(version=version, manifest=manifest, mode=mode, workers=tuple(workers))
         await context.bus.append([Out(ACTIVE, order)], repeatable=True)
         fault_point(context.name, "after_order")
-        self._ordered |= dict.fromkeys(workers, (version.id, now))
+        for name in workers:
+            self._members.all[name].ordered = (version.id, now)
 
-    def _usable(self, announced: PolicyAnnounced) -> bool:
-        """Whether weight files that the trainer wrote here are still there: those of an ended run are not."""
-        path = Path(announced.manifest.path)
-        ours = bool(self._spec.weights_dir) and path.resolve().parent == Path(self._spec.weights_dir).resolve()
-        return path.exists() or not ours
+    def _are_gone(self, files: WeightManifest) -> bool:
+        """Whether files that the trainer wrote here are not there any more."""
+        if not self._spec.weights_dir:
+            return False
+        path = Path(files.path).resolve()
+        return path.is_relative_to(Path(self._spec.weights_dir).resolve()) and not path.exists()
 
-    async def _say(self) -> None:
+    async def _say(self, serving: dict[str, int]) -> None:
         """Tell who serves what, when it changed. Engines may still serve a lost future; it frees no slot."""
-        serving = [v for v in self._serving.values() if v in self._announced and v not in self._lost]
-        versions = [self._announced[v].version for v in serving]
+        versions = [self._announced[v] for v in serving.values() if v in self._announced and v not in self._lost]
         if not versions:
             return
         best = max(versions)
         if self._active is None or best.id > self._active.id:
             self._active = best
-        serving_now = dict(sorted(self._serving.items()))
         said = PolicyActive(
             version=self._active,
-            serving=serving_now,
-            slots={name: slots for name in serving_now if (slots := self._slots.get(name, 0))},
+            serving=serving,
+            slots={name: slots for name in serving if (slots := self._members.all[name].slots)},
             masked_fraction=self._masked[1],
             masked_step=self._masked[0],
         )
@@ -256,17 +269,16 @@ class Publisher:
             await self._context.bus.append([Out(ACTIVE, said)], repeatable=True)
             self._context.version = self._active.id
 
-    def _sweep(self) -> None:
-        """Delete weight files that nobody serves and nobody will be ordered to."""
+    def _sweep(self, serving: dict[str, int]) -> None:
+        """Delete weight files that nobody serves and nobody will be ordered to: what the trainer wrote here, never a checkpoint
+        of the user."""
         if not self._spec.weights_dir:
             return
-        keep = set(sorted(self._announced)[-self._spec.keep_versions :]) | set(self._serving.values())
-        keep |= {version for version, _ in self._ordered.values()}
-        root = Path(self._spec.weights_dir).resolve()
+        keep = set(sorted(self._announced)[-self._spec.keep_versions :]) | set(serving.values())
+        keep |= {member.ordered[0] for member in self._members.all.values() if member.ordered is not None}
         for version in [v for v in self._announced if v not in keep]:
-            path = Path(self._announced.pop(version).manifest.path)
-            if path.resolve().parent == root:  # only what the trainer wrote here, never a checkpoint of the user
-                shutil.rmtree(path, ignore_errors=True)
+            del self._announced[version]
+            shutil.rmtree(version_dir(Path(self._spec.weights_dir), version), ignore_errors=True)
 
 
 async def run(context: Context, spec: PublisherSpec) -> None:

@@ -7,35 +7,66 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus.messages.policy import PolicyActive
-from bus.messages.weights import WeightPlan
+from bus.messages.policy import PolicyActive, Seat, WeightManifest, WeightsReady
+from bus.messages.versions import PolicyVersion
 
+TRIES = 3  # files that are written anew for one version
 SLOTS_TOLD = 0.1  # change of a worker's slots, since they were said, that is worth saying
 
 
-class Ways(NamedTuple):
-    """Workers to order by the way that was announced; by files beside it; and those that files must still be written for."""
+class Target:
+    """The newest version, and the ways in which it can be had.
 
-    announced: list[str]
+    `seats`: engines that the trainer was asked to send it to; None = not asked yet, empty = by files alone. `sent`: the way they
+    take, once the trainer is ready. `files`: whole ones, of their writing number `attempt`; None = there are none to load.
+    """
+
+    def __init__(self, version: PolicyVersion, manifest: WeightManifest) -> None:
+        self.version = version
+        self.transport, self.host = manifest.transport, manifest.host
+        self.files = manifest if manifest.transport == "disk" else None
+        self.attempt = 0
+        self.asked_at: float | None = None  # when files were asked for that are not there yet
+        self.seats: dict[str, Seat] | None = None if self.files is None else {}
+        self.sent: WeightManifest | None = None
+
+    def take(self, ready: WeightsReady) -> None:
+        """The trainer's answer to an order."""
+        if ready.manifest.transport != "disk":
+            self.sent = ready.manifest
+            self.seats = self.seats or {}  # of a publisher before us: nobody knows for whom it was
+        elif ready.attempt >= self.attempt:
+            self.files, self.attempt, self.asked_at = ready.manifest, ready.attempt, None
+
+    def only_files(self) -> None:
+        """It is not sent, or not any more."""
+        self.seats, self.sent = {}, None
+
+    def spoiled(self, path: str) -> bool:
+        """These files are not to be loaded: they are to be written anew, unless that was done TRIES times. Whether it is so;
+        False also for files that are not the newest writing."""
+        if self.files is None or self.files.path != path or self.attempt >= TRIES:
+            return False
+        self.files, self.asked_at = None, None
+        self.attempt += 1
+        return True
+
+
+class Ways(NamedTuple):
+    """Workers to order now: by what the trainer sends, and by files; and those that files must still be written for."""
+
+    sent: list[str]
     files: list[str]
     lacking: list[str]
 
 
-def choose_ways(
-    wave: Sequence[str],
-    *,
-    serving: Mapping[str, int],
-    plan: WeightPlan | None,
-    files_only: Collection[str],
-    have_files: bool,
-) -> Ways:
-    """The way of each worker of a wave. `plan` None: whole files were announced, good for all. `files_only`: workers whose
-    engine is new or whom another way failed; they get files until they activated a version."""
-    if plan is None:
-        return Ways(list(wave), [], [])
-    announced = [name for name in wave if name not in files_only and plan.suits(name, serving[name])]
-    rest = [name for name in wave if name not in announced]
-    return Ways(announced, rest, []) if have_files else Ways(announced, [], rest)
+def choose_ways(wave: Sequence[str], target: Target, able: Mapping[str, Seat]) -> Ways:
+    """The way of each worker of a wave. One that is asked for in `target.seats` waits there until the trainer is ready."""
+    seats = target.seats or {}
+    seated = [name for name in wave if name in seats and able.get(name) == seats[name]]
+    rest = [name for name in wave if name not in seated]
+    ready = seated if target.sent is not None else []
+    return Ways(ready, rest, []) if target.files is not None else Ways(ready, [], rest)
 
 
 def next_wave(
@@ -64,4 +95,4 @@ def worth_saying(new: PolicyActive, said: PolicyActive | None) -> bool:
     return any(abs(slots - said.slots[name]) > SLOTS_TOLD * said.slots[name] for name, slots in new.slots.items())
 
 
-__all__ = ("Ways", "choose_ways", "next_wave", "worth_saying")
+__all__ = ("TRIES", "Target", "Ways", "choose_ways", "next_wave", "worth_saying")

@@ -198,7 +198,11 @@ async def run(context: Context, spec: RewardSpec) -> None:
         rm_url=spec.rm_url,
         n_workers=spec.n_workers,
         boot_deadline_s=spec.boot_deadline_s,
+        count=context.count,
     )
+    if scorers.lacks_second_look:
+        text = "math-verify is not installed: our own reading of an answer decides alone (pip install 'miles-async[math]')"
+        await context.event("math rule", text)
     async with AsyncExitStack() as open_:
         await open_.enter_async_context(scorers)
         teacher = await open_.enter_async_context(Teacher(spec.teacher_urls)) if spec.teacher_urls else None

@@ -1,11 +1,12 @@
 """From a response's text to its final answer, and is that answer the reference (pure)? LaTeX and plain text.
 
-Numbers must be given as numbers: where the reference is a number, an unevaluated `3+4` or an unreduced `8/2` is not it, so
-that repeating the question earns nothing.
+Repeating the question earns nothing: where the reference is a number, an unreduced `8/2` is not it, nor is anything unevaluated
+that uses a number of the question.
 """
 
 from __future__ import annotations
 
+import math
 import re
 
 from actors.reward.mathexpr import Node, NoExpression, is_literal, is_reduced, parse, same_value
@@ -21,6 +22,13 @@ _UNICODE = str.maketrans(
 _COMMANDS = (
     (re.compile(r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
+    (re.compile(r"\\leq?(?:slant)?(?![A-Za-z])|≤"), "<="),
+    (re.compile(r"\\geq?(?:slant)?(?![A-Za-z])|≥"), ">="),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
+    (re.compile(r"\\(?:emptyset|varnothing)(?![A-Za-z])|∅"), r"\\{\\}"),
     (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;: ]|\\\\|~"), " "),
@@ -42,6 +50,12 @@ _UNIT = re.compile(
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _LEFT_SIDE = re.compile(r"^(?:[A-Za-z]|[A-Za-z]\([A-Za-z]\)|[A-Za-z]_\{?\w\}?)\s*=\s*([^=]+)$")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+_RELATION = re.compile(r"(<=|>=|<|>)")
+_OR = re.compile(r"(?<=[\s\d)}])(?:or|and)(?=\s)")
+_PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]+(?!\S)")  # `it is 5` is a sentence, not a product
@@ -122,6 +136,7 @@ def normalize(answer: str) -> str:
     for pattern, plain in _COMMANDS:
         text = pattern.sub(plain, text)
     text = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), text.strip())
+    text = _REPEATING.sub(_fraction, _OR.sub(",", text))
     text = _UNIT.sub("", text.strip().rstrip(".").strip())
     if side := _LEFT_SIDE.match(text):
         text = side.group(1)
@@ -130,44 +145,97 @@ def normalize(answer: str) -> str:
     return " ".join(text.split())
 
 
+def _fraction(repeating: re.Match[str]) -> str:
+    """0.1\\overline{6} as a fraction."""
+    whole, once, again = repeating.groups()
+    low = (10 ** len(again) - 1) * 10 ** len(once)
+    top = int(whole + once + again) - int(f"0{whole}{once}")
+    common = math.gcd(top, low)
+    return rf"\frac{{{top // common}}}{{{low // common}}}"
+
+
 def _fold(text: str) -> str:
     """Spaces go where they part nothing (`1 2` is not 12); case goes from words and choices only (2x is not 2X)."""
     text = _IDLE_SPACE.sub("", text)
     return text.casefold() if _WORD.search(text) or text.isalpha() else text
 
 
+def _is_text(text: str) -> bool:
+    """Words are compared as words, never as products of letters."""
+    return bool(_WORD.search(_ENVIRONMENT.sub("", text))) or (text.isalpha() and not _PRODUCT.fullmatch(text))
+
+
 def _expression(text: str) -> Node | None:
     text = normalize(text)
-    if _WORD.search(text) or text.isalpha():
-        return None  # words are compared as words, never as products of letters
+    if _is_text(text):
+        return None
     try:
         return parse(text)
     except NoExpression:
         return None
 
 
-def same_answer(given: str, wanted: str) -> bool:
+def same_answer(given: str, wanted: str, question: str = "") -> bool:
     """Is `given` the reference `wanted`? Texts by spelling, numbers by value, formulas by identity, lists and sets by parts."""
     if len(given) > MAX_ANSWER_CHARS or len(wanted) > MAX_ANSWER_CHARS:
         return given.strip() == wanted.strip()
-    return _same(normalize(given), normalize(wanted), 0)
+    return _same(normalize(given), normalize(wanted), question, 0)
 
 
-def _same(given: str, wanted: str, depth: int) -> bool:
+def undecided(given: str, wanted: str, question: str = "") -> bool:
+    """Whether what `same_answer` did not find equal may still be, to a reader that knows more mathematics. Words, numbers written
+    out and the question repeated are decided."""
+    if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
+        return False
+    mine, theirs = normalize(given), normalize(wanted)
+    if not mine or not theirs or _is_text(mine) or _is_text(theirs):
+        return False
+    left, right = _expression(mine), _expression(theirs)
+    if right is None or not is_literal(right):
+        return True
+    return not (left is not None and is_literal(left)) and not _repeats(mine, question)
+
+
+def _repeats(text: str, question: str) -> bool:
+    """Whether `text` takes a number from the question. `12+7` may not come back as `7+12`, `12+7+0` or `12+6+1`."""
+    asked = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), question.translate(_UNICODE))
+    return not set(_PLAIN_NUMBER.findall(text)).isdisjoint(_PLAIN_NUMBER.findall(asked))
+
+
+def _same(given: str, wanted: str, question: str, depth: int) -> bool:
     if not given or not wanted:
         return False
     if _fold(given) == _fold(wanted):
         return True
+    (letter, given), (other, wanted) = _interval(given), _interval(wanted)
+    if letter and other and letter != other:
+        return False
     if depth < 3:
         mine, theirs = _parts(given), _parts(wanted)
         if mine is not None or theirs is not None:
-            return mine is not None and theirs is not None and _same_parts(mine, theirs, depth + 1)
+            return mine is not None and theirs is not None and _same_parts(mine, theirs, question, depth + 1)
     left, right = _expression(given), _expression(wanted)
     if left is None or right is None:
         return False
-    if is_literal(right) and not (is_literal(left) and is_reduced(left)):
+    if is_literal(right) and not (is_reduced(left) if is_literal(left) else not _repeats(given, question)):
         return False
     return same_value(left, right)
+
+
+def _interval(text: str) -> tuple[str, str]:
+    """Letter and interval: `1 <= x < 3` as x in [1,3) and `2 > x` as x in (-\\infty,2); other text as it is, with no letter."""
+    terms = [term.strip() for term in _RELATION.split(text)]
+    if len(terms) not in (3, 5) or len({term[0] for term in terms[1::2]}) > 1:
+        return "", text
+    if terms[1][0] == ">":
+        terms = [term.replace(">", "<") for term in reversed(terms)]
+    if len(terms) == 3:
+        left_is_letter = len(terms[0]) == 1 and terms[0].isalpha()
+        terms = ["-\\infty", "<", *terms] if left_is_letter else [*terms, "<", "\\infty"]
+    low, below, letter, above, high = terms
+    if len(letter) != 1 or not letter.isalpha() or not low or not high:
+        return "", text
+    return letter, f"{'[' if below == '<=' else '('}{low},{high}{']' if above == '<=' else ')'}"
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
@@ -209,18 +277,18 @@ def _split(text: str) -> list[str]:
     return [*members, text[start:].strip()]
 
 
-def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], depth: int) -> bool:
+def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], question: str, depth: int) -> bool:
     if given[0] != wanted[0] or len(given[1]) != len(wanted[1]):
         return False
     if given[0] != "{}":
-        return all(_same(a, b, depth) for a, b in zip(given[1], wanted[1], strict=True))
+        return all(_same(a, b, question, depth) for a, b in zip(given[1], wanted[1], strict=True))
     open_parts = list(wanted[1])
     for part in given[1]:
-        found = next((n for n, other in enumerate(open_parts) if _same(part, other, depth)), None)
+        found = next((n for n, other in enumerate(open_parts) if _same(part, other, question, depth)), None)
         if found is None:
             return False
         del open_parts[found]
     return True
 
 
-__all__ = ("final_answer", "last_boxed", "normalize", "reference_answer", "same_answer")
+__all__ = ("final_answer", "last_boxed", "normalize", "reference_answer", "same_answer", "undecided")

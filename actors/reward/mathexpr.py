@@ -20,7 +20,7 @@ MAX_BITS = 4096  # of an exact numerator or denominator
 POINTS = 3  # a polynomial identity that is false survives one point with probability < degree / 1000
 
 Number = Fraction | float
-Kind = Literal["number", "symbol", "neg", "+", "*", "/", "^", "root", "frac", "mixed"]
+Kind = Literal["number", "symbol", "neg", "+", "*", "/", "^", "root", "frac", "mixed", "binom", "!", "abs"]
 
 
 class NoExpression(Exception):
@@ -38,7 +38,7 @@ class Node:
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^(){}\[\]|]))"
+    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^!(){}\[\]|]))"
 )
 _GREEK = frozenset(
     f"\\{name}"
@@ -144,6 +144,9 @@ class _Parser:
 
     def _power(self, depth: int) -> Node:
         base = self._atom(depth + 1)
+        while self.peek() == "!":
+            self._next()
+            base = Node("!", (base,))
         if self.peek() != "^":
             return base
         self._next()
@@ -166,8 +169,13 @@ class _Parser:
             if self._next() != _OPEN[token]:
                 raise NoExpression(f"{token} is not closed")
             return node
-        if token == "\\frac":
-            return Node("frac", (self._argument(depth), self._argument(depth)))
+        if token in ("\\frac", "\\binom"):
+            return Node("frac" if token == "\\frac" else "binom", (self._argument(depth), self._argument(depth)))
+        if token == "|":
+            node = Node("abs", (self.sum(depth + 1),))
+            if self._next() != "|":
+                raise NoExpression("| is not closed")
+            return node
         if token == "\\sqrt":
             index = Node("number", number=Fraction(2))
             if self.peek() == "[":
@@ -193,12 +201,17 @@ def _is_count(node: Node) -> bool:
 
 
 def is_literal(node: Node) -> bool:
-    """A number written out: whole, decimal, fraction or mixed. `3+4` and `2*5` are not: a question is no answer."""
+    """A number written out: whole, decimal, fraction, mixed, or a power of ten with its factor. `3+4` and `2*5` are not."""
     if node.kind == "neg":
         return is_literal(node.args[0]) and node.args[0].kind != "neg"
     if node.kind == "frac":
         top = node.args[0].args[0] if node.args[0].kind == "neg" else node.args[0]
         return _is_count(top) and _is_count(node.args[1])
+    if node.kind == "*":
+        return node.args[0].kind == "number" and node.args[1].kind == "^" and is_literal(node.args[1])
+    if node.kind == "^":
+        top = node.args[1].args[0] if node.args[1].kind == "neg" else node.args[1]
+        return node.args[0] == Node("number", number=Fraction(10)) and _is_count(top)
     return node.kind in ("number", "mixed")
 
 
@@ -230,6 +243,11 @@ def _evaluate(node: Node, point: int) -> Number:
             return Fraction(mixed % 1009 + 2, (mixed >> 16) % 31 + 3)
         case "neg":
             return -_evaluate(node.args[0], point)
+        case "abs":
+            value = _evaluate(node.args[0], point)
+            return value if value >= 0 else -value
+        case "!":
+            return Fraction(math.factorial(_count(_evaluate(node.args[0], point))))
     left, right = (_evaluate(arg, point) for arg in node.args)
     match node.kind:
         case "+" | "mixed":
@@ -240,8 +258,17 @@ def _evaluate(node: Node, point: int) -> Number:
             return _bounded(left / right)
         case "^":
             return _power(left, right)
+        case "binom":
+            return Fraction(math.comb(_count(left), _count(right)))
         case _:
             return _root(left, right)
+
+
+def _count(value: Number) -> int:
+    """For factorials and binomials: a whole number whose factorial stays within MAX_BITS."""
+    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_BITS // 8:
+        raise NoExpression("not a small count")
+    return value.numerator
 
 
 def _bounded(value: Number) -> Number:

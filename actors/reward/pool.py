@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
+from actors.reward.leftovers import end_orphans
 from actors.reward.process import Bystander, NoBoot, VerifierProcess
 from actors.reward.sample import Sample, ScorerFailed, Value
 from actors.runtime.run import Refused
@@ -37,14 +38,18 @@ class _Seat:
 
 
 class VerifierPool:
-    """`n_workers` processes with the hook `path`. Use as `async with`; entering boots one and refuses a hook that does not
-    load. The others start when there is work for them."""
+    """`n_workers` processes with the hook `path`, which `setting` names. Use as `async with`; entering boots one and refuses a hook
+    that does not load. The others start when there is work for them; the first too unless `eager`, for a hook that is not async."""
 
     name = "custom"
     default_key = ""
 
-    def __init__(self, path: str, *, n_workers: int, boot_deadline_s: float) -> None:
+    def __init__(
+        self, path: str, *, n_workers: int, boot_deadline_s: float, setting: str = "custom_rm_path", eager: bool = True
+    ) -> None:
         self._path = path
+        self._setting = setting
+        self._eager = eager
         self._boot_deadline_s = boot_deadline_s
         self._tasks = asyncio.TaskGroup()
         self._seats = [_Seat() for _ in range(max(1, n_workers))]
@@ -54,13 +59,17 @@ class VerifierPool:
         self.capacity = 1
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(end_orphans)
         await self._tasks.__aenter__()
+        if not self._eager:
+            self._slots = asyncio.Semaphore(len(self._seats))
+            return self
         try:
             first = await VerifierProcess.boot(self._path, self._tasks, deadline_s=self._boot_deadline_s)
         except NoBoot as error:
             await self.__aexit__()
             raise Refused(
-                f"custom_rm_path {self._path!r} does not load: {error} Correct the function or its path."
+                f"{self._setting} {self._path!r} does not load: {error} Correct the function or its path."
             ) from error
         except BaseException:
             await self.__aexit__()

@@ -16,10 +16,13 @@ from typing import Self
 
 import msgspec
 
+from actors.reward.leftovers import MARK, end_marked, new_mark
 from actors.reward.sample import Sample, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
+from actors.runtime.child import PYTHON
 from bus.errors import DeadlineExceeded, InvariantBroken
 
+SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN")
 CANCEL_GRACE_S = 1.0
 KILL_DEADLINE_S = 5.0
 
@@ -35,8 +38,10 @@ class Bystander(Exception):
 class VerifierProcess:
     """A running verifier with a loaded hook."""
 
-    def __init__(self, child: asyncio.subprocess.Process, path: str, is_async: bool, tasks: asyncio.TaskGroup) -> None:
-        self._child = child
+    def __init__(
+        self, child: asyncio.subprocess.Process, mark: str, path: str, is_async: bool, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._child, self._mark = child, mark
         self._path = path
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
@@ -48,11 +53,12 @@ class VerifierProcess:
     @classmethod
     async def boot(cls, path: str, tasks: asyncio.TaskGroup, *, deadline_s: float) -> Self:
         """Start a process and wait until its hook is loaded. Raises NoBoot."""
+        mark = new_mark()
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "actors.reward.verifier", path, str(os.getpid())),
+            *(*PYTHON, "actors.reward.verifier", path, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)},
+            env=_environment() | {MARK: mark},
             start_new_session=True,  # what the hook starts is killed with it
         )
         try:
@@ -64,12 +70,12 @@ class VerifierProcess:
             if ready.error:
                 raise NoBoot(ready.error)
         except TimeoutError as error:
-            await _end(child)
+            await _end(child, mark)
             raise NoBoot(f"not ready within {deadline_s:g} s") from error
         except BaseException:
-            await _end(child)
+            await _end(child, mark)
             raise
-        return cls(child, path, ready.is_async, tasks)
+        return cls(child, mark, path, ready.is_async, tasks)
 
     @property
     def alive(self) -> bool:
@@ -128,7 +134,7 @@ class VerifierProcess:
             if isinstance(answer, Answer) and (future := self._open.get(answer.number)) and not future.done():
                 future.set_result(answer)
         on_purpose, self._ending = self._ending, True
-        await _end(self._child)
+        await _end(self._child, self._mark)
         waiting = [future for future in self._open.values() if not future.done()]
         for future in waiting:
             if len(waiting) == 1 and not on_purpose:
@@ -139,12 +145,18 @@ class VerifierProcess:
     async def kill(self) -> None:
         """End the process and all that it started. Idempotent."""
         self._ending = True
-        await _end(self._child)
+        await _end(self._child, self._mark)
         await asyncio.wait([self._listener], timeout=KILL_DEADLINE_S)
         self._listener.cancel()
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
+def _environment() -> dict[str, str]:
+    """Ours, without what a hook has no business with."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
+    return kept | {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
+
+
+async def _end(child: asyncio.subprocess.Process, mark: str) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -153,6 +165,7 @@ async def _end(child: asyncio.subprocess.Process) -> None:
             await child.wait()
     except TimeoutError as error:
         raise InvariantBroken(f"verifier process {child.pid} does not die of SIGKILL; look at it with ps.") from error
+    await asyncio.to_thread(end_marked, mark)
 
 
 async def _read(child: asyncio.subprocess.Process) -> bytes | None:

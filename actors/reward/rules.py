@@ -11,7 +11,9 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from actors.reward.mathanswer import final_answer, last_boxed, reference_answer, same_answer
+import msgspec
+
+from actors.reward.mathanswer import final_answer, last_boxed, reference_answer, same_answer, undecided
 from actors.reward.sample import BadLabel, Sample, Value
 from actors.runtime.seeds import rng_for
 
@@ -39,34 +41,55 @@ def contains(sample: Sample) -> Value:
     return float(bool(sample.label.strip()) and sample.label.strip() in sample.response)
 
 
-def math_answer(sample: Sample) -> Value:
-    """1 when the final answer (last box, `answer is`, last number) equals the label."""
-    answer = final_answer(sample.response)
-    return float(answer is not None and same_answer(answer, reference_answer(sample.label)))
+class MathRule(msgspec.Struct, frozen=True):
+    """A rule that compares one answer with the label. `answer`: what a response answers, None or empty = nothing; `value`: what
+    right and wrong earn. Called as every rule it judges alone; MathScorer asks further where `undecided` gives a pair."""
+
+    answer: Callable[[Sample], str | None]
+    value: Callable[[bool], Value] = float
+
+    def __call__(self, sample: Sample) -> Value:
+        return self.value(self.right(sample))
+
+    def right(self, sample: Sample) -> bool:
+        """Whether the answer is the label."""
+        given = self.answer(sample)
+        return bool(given) and same_answer(given or "", reference_answer(sample.label), sample.prompt)
+
+    def undecided(self, sample: Sample) -> tuple[str, str] | None:
+        """Answer and reference of a sample that is not right here and may still be."""
+        given, wanted = self.answer(sample) or "", reference_answer(sample.label)
+        return (given, wanted) if undecided(given, wanted, sample.prompt) else None
 
 
-def math_whole(sample: Sample) -> Value:
-    """1 when the whole response, as mathematics, equals the label: `19` and nothing around it."""
-    return float(same_answer(sample.response, reference_answer(sample.label)))
-
-
-def dapo(sample: Sample) -> Value:
-    """score +1 or -1 and acc 1 or 0, from the last `Answer: ...` line in the last 300 characters."""
+def _dapo_answer(sample: Sample) -> str | None:
     found = _DAPO_ANSWER.findall(sample.response[-_DAPO_TAIL_CHARS:])
     answer = found[-1].strip().strip("*").strip() if found else ""
     boxed = last_boxed(answer)
-    right = bool(answer) and same_answer(boxed if boxed is not None else answer, reference_answer(sample.label))
+    return answer if boxed is None else boxed
+
+
+def _dapo_value(right: bool) -> Value:
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
 
 
-def deepscaler(sample: Sample) -> Value:
-    """1 when the box after the thinking (`</think>` or `###Response`) equals the label; without such an end 0."""
+def _box_after_thinking(sample: Sample) -> str | None:
     for mark in ("</think>", "###Response"):
         _, found, solution = sample.response.rpartition(mark)
         if found:
-            answer = last_boxed(solution)
-            return float(answer is not None and same_answer(answer, reference_answer(sample.label)))
-    return 0.0
+            return last_boxed(solution)
+    return None
+
+
+MATH_RULES: dict[str, MathRule] = {
+    "math": MathRule(lambda sample: final_answer(sample.response)),
+    "math_whole": MathRule(lambda sample: sample.response),
+    "dapo": MathRule(_dapo_answer, _dapo_value),
+    "deepscaler": MathRule(_box_after_thinking),
+}
+"""What equals the label: math: the final answer (last box, `answer is`, last number). math_whole: the whole response, `19` and
+nothing around it. dapo: the last `Answer: ...` line in the last 300 characters; gives a table. deepscaler: the box after the
+thinking (`</think>` or `###Response`)."""
 
 
 def f1(sample: Sample) -> Value:
@@ -160,25 +183,22 @@ def finished(sample: Sample) -> Value:
 
 
 RULES: dict[str, Rule] = {
+    **MATH_RULES,
     "contains": contains,
-    "dapo": dapo,
-    "deepscaler": deepscaler,
     "deterministic_random": deterministic_random,
     "exact_match": exact_match,
     "f1": f1,
     "finished": finished,
     "gpqa": gpqa,
     "length": length,
-    "math": math_answer,
-    "math_whole": math_whole,
     "random": random_bit,
 }
 """Every shipped rule by the name that `rm_type` gives it."""
 
-BOXED_RULES: dict[str, Rule] = {**RULES, "math": math_whole}
+BOXED_RULES: dict[str, Rule] = {**RULES, "math": MATH_RULES["math_whole"]}
 """What follows the prefix `boxed_`: the content of the box is all of the answer already."""
 
 DEFAULT_KEYS: dict[str, str] = {"dapo": "score"}
 """Which part of a rule's table is the reward when no reward_key is set."""
 
-__all__ = ("BOXED_RULES", "DEFAULT_KEYS", "RULES", "Rule", "chosen_letter")
+__all__ = ("BOXED_RULES", "DEFAULT_KEYS", "MATH_RULES", "RULES", "MathRule", "Rule", "chosen_letter")

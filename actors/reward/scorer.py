@@ -6,21 +6,24 @@ the content of the last \\boxed{} (nothing without one).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
 import msgspec
 
+from actors.reward import second_look
 from actors.reward.mathanswer import last_boxed
 from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteScorer
-from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, RULES, Rule
-from actors.reward.sample import Sample, Value
+from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, MathRule, Rule
+from actors.reward.sample import Sample, ScorerFailed, Value
 from actors.runtime.run import Refused
-from bus.errors import Poison
+from bus.errors import DeadlineExceeded, Poison
 
 BOXED = "boxed_"
 REMOTE = "remote_rm"
+SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
 RM_TYPES: tuple[str, ...] = tuple(sorted((*RULES, REMOTE, *(f"{BOXED}{name}" for name in (*RULES, REMOTE)))))
 """Every name that `rm_type` may have."""
 
@@ -60,6 +63,31 @@ class RuleScorer:
         return self._rule(sample)
 
 
+class MathScorer(RuleScorer):
+    """A shipped math rule, and on its no a second look by math-verify in a verifier process, where there is one."""
+
+    def __init__(self, name: str, rule: MathRule, pool: VerifierPool | None, count: Callable[[str], None]) -> None:
+        super().__init__(name, rule)
+        self._math = rule
+        self._pool = pool
+        self._count = count
+
+    async def score(self, sample: Sample, deadline_s: float) -> Value:
+        if self._math.right(sample):
+            return self._math.value(True)
+        pair = self._math.undecided(sample)
+        if self._pool is None or pair is None:
+            return self._math.value(False)
+        asked = Sample(sample_id=sample.sample_id, prompt="", response=pair[0], label=pair[1])
+        try:
+            right = await self._pool.score(asked, min(deadline_s, SECOND_LOOK_S)) == 1.0
+        except (ScorerFailed, DeadlineExceeded):  # what it chokes on is not shown to be right
+            self._count("second_look/failed")
+            return self._math.value(False)
+        self._count(f"second_look/{'right' if right else 'wrong'}")
+        return self._math.value(right)
+
+
 class BoxedScorer:
     """Another scorer on the content of the last box."""
 
@@ -84,6 +112,7 @@ class Scorers:
         rm_url: str = "",
         n_workers: int = 1,
         boot_deadline_s: float = 60.0,
+        count: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._default = rm_type
         self._custom = (
@@ -93,8 +122,21 @@ class Scorers:
         )
         self._remote = RemoteScorer(rm_url) if rm_url else None
         self._stack = AsyncExitStack()
-        self._table: dict[str, Scorer] = {name: RuleScorer(name, rule) for name, rule in RULES.items()}
-        self._table |= {BOXED + name: BoxedScorer(RuleScorer(name, rule)) for name, rule in BOXED_RULES.items()}
+        self._second_look: VerifierPool | None = None
+        if self._custom is None and second_look.installed():
+            self._second_look = VerifierPool(
+                second_look.HOOK,
+                n_workers=n_workers,
+                boot_deadline_s=boot_deadline_s,
+                setting="math-verify (the extra `math`)",
+                eager=rm_type.removeprefix(BOXED) in MATH_RULES,
+            )
+
+        def scorer(name: str, rule: Rule) -> Scorer:
+            return MathScorer(name, rule, self._second_look, count) if isinstance(rule, MathRule) else RuleScorer(name, rule)
+
+        self._table: dict[str, Scorer] = {name: scorer(name, rule) for name, rule in RULES.items()}
+        self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
         if self._remote is not None:
             self._table |= {REMOTE: self._remote, BOXED + REMOTE: BoxedScorer(self._remote)}
 
@@ -105,7 +147,7 @@ class Scorers:
             except UnknownScorer as error:
                 raise Refused(str(error)) from error
         async with AsyncExitStack() as stack:
-            for part in (self._custom, self._remote):
+            for part in (self._custom, self._remote, self._second_look):
                 if part is not None:
                     await stack.enter_async_context(part)
             self._stack = stack.pop_all()
@@ -113,6 +155,11 @@ class Scorers:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
+
+    @property
+    def lacks_second_look(self) -> bool:
+        """Whether the default is a math rule that has our own reading of an answer alone."""
+        return self._custom is None and self._second_look is None and self._default.removeprefix(BOXED) in MATH_RULES
 
     @property
     def capacity(self) -> int | None:
@@ -137,4 +184,4 @@ class Scorers:
         )
 
 
-__all__ = ("RM_TYPES", "BoxedScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")
+__all__ = ("RM_TYPES", "BoxedScorer", "MathScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")

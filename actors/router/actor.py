@@ -8,14 +8,14 @@ send requests straight to them. So its death costs no sample, only balance for a
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
 from pathlib import Path
 
 import msgspec
 
-from actors.router.args import DEFAULTS, MODULE
+from actors.router.args import DEFAULTS, KEY
 from actors.router.probe import answers
-from actors.runtime.child import ArgValue, Child, command_line
+from actors.runtime.child import PYTHON, ArgValue, Child, command_line
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.run import Refused
@@ -26,7 +26,8 @@ BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`args`: sglang-router's own flags without dashes, passed on as they are."""
+    """`args`: sglang-router's own flags without dashes, passed on as they are. `token`: what it asks of its callers; a `command` of
+    the user's own gets it in the environment, as MILES_ASYNC_ROUTER_KEY."""
 
     host: str = "127.0.0.1"
     port: int
@@ -34,6 +35,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     args: dict[str, ArgValue] = {}
     boot_deadline_s: float = 60.0
+    token: str = ""
 
 
 class Router:
@@ -77,14 +79,14 @@ class Router:
         context, spec = self._context, self._spec
         await self._child.stop()
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = spec.command or (sys.executable, "-m", MODULE)
+        command = spec.command or (*PYTHON, "actors.router.launch")
         address: dict[str, ArgValue] = {
             "host": spec.host,
             "port": spec.port,
             "prometheus-host": spec.host,
             "prometheus-port": spec.prometheus_port,
         }
-        await self._child.start(command_line(command, DEFAULTS | spec.args | address), self._log)
+        await self._child.start(command_line(command, DEFAULTS | spec.args | address), self._log, {**os.environ, KEY: spec.token})
         try:
             async with deadline(spec.boot_deadline_s, f"boot of the router (log: {self._log})"):
                 while self._child.alive and not await answers(spec.host, spec.port):  # noqa: ASYNC110

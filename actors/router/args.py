@@ -3,6 +3,7 @@
 from actors.runtime.child import ArgValue
 
 MODULE = "sglang_router.launch_router"
+KEY = "MILES_ASYNC_ROUTER_KEY"
 # Siblings of a group share their prompt, so they belong on one engine; new groups go where least is running.
 DEFAULTS: dict[str, ArgValue] = {
     "policy": "manual",
@@ -12,4 +13,4 @@ DEFAULTS: dict[str, ArgValue] = {
     "log-level": "warn",
 }
 
-__all__ = ("DEFAULTS", "MODULE")
+__all__ = ("DEFAULTS", "KEY", "MODULE")

@@ -1,6 +1,7 @@
-"""A server program as a child of an actor: started, watched, ended with everything it started itself.
+"""Processes: the one place that starts, watches and ends those that a process of ours answers for.
 
-Always true: a child is in a session of its own and dies when the actor dies, also by SIGKILL.
+Always true: a child is in a session of its own, so that what it started ends with it. One that a parent keeps dies with its
+parent, also by SIGKILL; one made to outlive it is found again by its pid (`adopt`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 ArgValue = bool | int | float | str | tuple[str, ...]
 """Value of a program's flag: True is the bare flag, False leaves it out, a tuple follows its flag word by word."""
 
+# A program of ours, as a module. Not from the current folder: one named `bus` or `actors` there would be taken for ours.
+PYTHON = (sys.executable, "-P", "-m")
 STOP_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
@@ -29,14 +34,18 @@ def _die_with_parent() -> None:
 
 
 class Child:
-    """One process and its descendants, its output in a file. `start` may be called again after `stop`."""
+    """One process and its descendants, its output in a file. `start` may be called again after `stop`. `outlives`: it goes
+    on when this process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, outlives: bool = False) -> None:
+        self._outlives = outlives
         self._process: asyncio.subprocess.Process | None = None
+        self._adopted = 0
+        self._code: Awaitable[int | None] | None = None
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
+        return self._process.pid if self._process is not None else self._adopted
 
     @property
     def exit_code(self) -> int | None:
@@ -44,11 +53,17 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process.returncode is None if self._process is not None else is_alive(self._adopted)
 
-    async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def adopt(self, pid: int, code: Awaitable[int | None] | None = None) -> None:
+        """Answer for a process that somebody else started. `code`: who can tell its exit status, else it stays unknown."""
+        self._process, self._adopted, self._code = None, pid, code
+
+    async def start(
+        self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, append: bool = False
+    ) -> None:
         """Run `words`; OSError when there is no such program."""
-        with log.open("wb") as out:
+        with log.open("ab" if append else "wb") as out:
             await self._run(words, asyncio.subprocess.DEVNULL, out, env)
 
     async def start_spare(self, words: Sequence[str]) -> None:
@@ -62,6 +77,7 @@ class Child:
         self._process.stdin.close()
 
     async def _run(self, words: Sequence[str], stdin: int, out: IO[Any], env: Mapping[str, str] | None) -> None:
+        self._adopted, self._code = 0, None
         self._process = await asyncio.create_subprocess_exec(
             *words,
             stdin=stdin,
@@ -69,29 +85,85 @@ class Child:
             stderr=out,
             env=dict(env) if env is not None else None,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=None if self._outlives else _die_with_parent,
         )
 
     async def wait(self) -> int | None:
-        """Its exit status, once it ended."""
-        return await self._process.wait() if self._process is not None else None
+        """Its exit status, once it ended; None where nobody can tell."""
+        if self._process is not None:
+            return await self._process.wait()
+        pid, code = self._adopted, self._code
+        known = await code if code is not None else None
+        if known is None:
+            await ended(pid)
+        return known
 
-    async def stop(self, patience_s: float = STOP_S) -> None:
-        """End it and all it started, politely first."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), patience_s)
-            except TimeoutError:
-                pass
+    def ask_to_end(self) -> None:
+        """SIGTERM, if it lives."""
+        if self.alive:
+            _signal(self.pid, signal.SIGTERM)
+
+    async def stop(self, patience_s: float = STOP_S) -> bool:
+        """End it and all it started, politely first. False when it had to be killed."""
+        self.ask_to_end()
+        pid, process = self.pid, self._process
+        self._process, self._adopted = None, 0
+        if not pid:
+            return True
+        obeyed = await ended(pid, patience_s)
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # its session: helpers that it left behind hold the GPU
+            os.killpg(pid, signal.SIGKILL)  # its session: helpers that it left behind hold the GPU
         except (ProcessLookupError, PermissionError):
             pass
-        await process.wait()
+        if process is not None:
+            await process.wait()
+        return obeyed
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host is there; a zombie that nobody has collected has ended."""
+    try:
+        return pid > 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+async def ended(pid: int, timeout_s: float | None = None) -> bool:
+    """Waits for the end of any process of this host; False when it has not come within `timeout_s`. Woken by the kernel,
+    where it can tell the end of another's child (Linux), else by asking."""
+    over = asyncio.Event()
+    try:
+        async with asyncio.timeout(timeout_s):
+            handle = _handle_of(pid)
+            if handle < 0:
+                while is_alive(pid):  # noqa: ASYNC110 - nothing wakes us here
+                    await asyncio.sleep(0.1)
+                return True
+            loop = asyncio.get_running_loop()
+            loop.add_reader(handle, over.set)
+            try:
+                await over.wait()
+            finally:
+                loop.remove_reader(handle)
+                os.close(handle)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _handle_of(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
 
 
 # Above, Linux takes ports for connections that go out, unless it is set up otherwise. SGLang opens a second one 10,000 higher.
@@ -138,4 +210,4 @@ def flag_name(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
-__all__ = ("ArgValue", "Child", "command_line", "flag_name", "free_port")
+__all__ = ("PYTHON", "ArgValue", "Child", "command_line", "ended", "flag_name", "free_port", "is_alive")

@@ -17,8 +17,8 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.retry import decide
 from actors.runtime.run import RunEnds
 from bus import Commit, Entry, Out, Reader, Stream
+from bus.dead import letter_of
 from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
-from bus.messages.control import DeadLetter
 from bus.topology import DEAD
 
 Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
@@ -79,8 +79,9 @@ class Consumer:
                 slots.release()
                 self._note_server_restart()
                 free = min(self._batch, slots._value) if self._concurrency > 1 else self._batch
-                with context.waiting(f"an entry of {self._names}"):
-                    entries = await self.reader.read(free, 0.5)
+                with context.waiting(f"an entry of {self._names}") as heard:
+                    if entries := await self.reader.read(free, 0.5):
+                        heard()
                 for entry in entries:
                     if self._concurrency == 1:
                         await self._one(entry)
@@ -148,25 +149,17 @@ def header_number(entry: Entry, field: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-async def bury(
-    context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead
-) -> None:
+async def bury(context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead) -> None:
     """Move an entry to the dead letters together with what must follow, in one step."""
-    letter = DeadLetter(
-        stream=entry.stream.name,
-        entry_id=entry.id,
+    letter = letter_of(
+        entry,
         actor=context.name,
         error=f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error))[-4000:],
-        deliveries=entry.deliveries,
-        fields=dict(entry.fields),
-        body=entry.body[:65536],
+        traceback="".join(traceback.format_exception(error)),
         wall=context.clock.wall(),
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
     )
     follow = on_dead(entry, message, str(error)[:500])
-    await context.bus.commit(
+    result = await context.bus.commit(
         Commit(
             ack=(entry, *follow.ack),
             append=(Out(DEAD, letter), *follow.append),
@@ -176,6 +169,9 @@ async def bury(
         )
     )
     reader.forget([entry])
+    if not result.done:  # a peer finished it: there is no letter
+        context.count("moved", len(result.moved))
+        return
     context.count("dead_letters")
     await context.event("dead letter", f"{letter.stream} {letter.sample_id}: {letter.error}"[:300], level="error")
 

@@ -6,18 +6,22 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 
 from bus import Bus, BusConfig, Out
+from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
 from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
 AT_ONCE_S = 0.02
+STOP_WISH = "stop"
+"""Field of the run's state: who asked the whole run to stop; empty = nobody. Every actor looks at each heartbeat, so that it
+is heard without a launcher too."""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,18 +67,24 @@ class Context:
         self.counters[name] = self.counters.get(name, 0.0) + by
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Say what this actor waits for while the body runs; the doctor reads it."""
+    def waiting(self, what: str) -> Iterator[Callable[[], None]]:
+        """Say what this actor waits for while the body runs; the doctor reads it. The body calls what it is given when it got
+        something: the next wait is another one then. A loop that asks again after an empty answer waits all along."""
         now = self.clock.wall()
         before, since, ended = self._last_wait
-        # A loop that reads again after an empty read has been waiting all along.
         item = (what, since if before == what and now - ended < AT_ONCE_S else now)
+        answered = False
+
+        def heard() -> None:
+            nonlocal answered
+            answered = True
+
         self._waits.append(item)
         try:
-            yield
+            yield heard
         finally:
             self._waits.remove(item)
-            self._last_wait = (*item, self.clock.wall())
+            self._last_wait = ("", 0.0, 0.0) if answered else (*item, self.clock.wall())
 
     def vitals(self) -> Vitals:
         """The present state as a message."""
@@ -90,11 +100,11 @@ class Context:
             state=state,
             wall=self.clock.wall(),
             version=self.version,
-            waits_for=waits_for,
+            waits_for=printable(waits_for),
             waits_since=since,
             in_flight=self.in_flight,
             counters=dict(self.counters),
-            note=self.note,
+            note=printable(self.note),
             slots=self.slots,
         )
 
@@ -103,7 +113,7 @@ class Context:
     ) -> None:
         """Tell the operator something worth finding later."""
         self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
-        event = Event(actor=self.name, kind=kind, text=text, wall=self.clock.wall(), level=level, data=data)
+        event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
     async def beat(self) -> None:
@@ -113,4 +123,4 @@ class Context:
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
 
 
-__all__ = ("ActorSpec", "Context")
+__all__ = ("STOP_WISH", "ActorSpec", "Context")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,15 @@ def load_hook(path: str, kind: Any = None) -> Any:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
+            if os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())  # last: what lies there by the name of a package of ours is not ours
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
         hook = getattr(module, name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise Refused(f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function.") from error
+        raise Refused(
+            f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function."
+        ) from error
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook

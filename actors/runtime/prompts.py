@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,12 @@ class Tokenizer:
         rendered: Any = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         text = str(rendered)
         return text, self._chat.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids to text, special tokens shown; ids that no token has are left out."""
+        if self._chat is not None:
+            return str(self._chat.decode(list(ids)))
+        return str(self._fast.decode([i for i in ids if i >= 0], skip_special_tokens=False))
 
 
 def load_prompts(spec: DataSpec) -> tuple[list[Prompt], int]:

@@ -1,6 +1,6 @@
 """One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
 
-Shutdown, in order: 1 SIGTERM or SIGINT sets `draining` (a second one within the drain ends at once) · 2 the room finishes
+Shutdown, in order: 1 SIGTERM, SIGINT or the wish on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
 Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
@@ -10,21 +10,23 @@ restarted) · 70 crashed · 75 the bus went away (restart).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from bus import Bus
-from bus.errors import BusRefused, BusUnreachable, MilesAsyncError
+from bus.errors import BusRefused, BusUnreachable, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
@@ -58,8 +60,15 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
 
 
 def log_to_stderr() -> None:
-    """One line per event with time and actor."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    """One line per event with time and actor; nothing in it that a terminal would obey."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Printable("%(asctime)s %(name)s %(levelname)s %(message)s"))
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
@@ -77,12 +86,28 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
             log.error("%s: %s", type(error).__name__, error)
         else:
             log.error("%s crashed", spec.name, exc_info=error)
-            log.error("%s: %s", type(error).__name__, error)
+            log.error("%s: %s", type(error).__name__, disk_text(error, (spec.run_dir, "/dev/shm")) or error)
         if isinstance(error, Refused):
             return EXIT_REFUSED
         if isinstance(error, RunEnds):
             return EXIT_RUN_ENDS
         return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
+
+
+def disk_text(error: BaseException, places: Sequence[str]) -> str:
+    """What is full and what to do, of an error that a full disk made; empty for any other. Libraries wrap the system's."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not full and "No space left on device" not in str(error):
+        return ""
+    name = getattr(error, "filename", None)
+    free = {place: shutil.disk_usage(place).free for place in (name, *places) if place and os.path.exists(place)}
+    least = ", ".join(
+        f"{place} has {n / 1e6:.0f} MB free" for place, n in sorted(free.items(), key=lambda item: item[1])
+    )
+    what = f" for {name}" if name else ""
+    return (
+        f"no space left{what}: {least}. Free space there (a container's /dev/shm: --shm-size); the same command goes on"
+    )
 
 
 async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
@@ -95,6 +120,9 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
         signals += 1
         if signals > 1:
             raise SystemExit(EXIT_CRASHED)
+        drain()
+
+    def drain() -> None:
         context.state = "draining"
         context.draining.set()
 
@@ -112,7 +140,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(work(), name=context.name)
-            tasks.create_task(_heartbeat(context, over), name="heartbeat")
+            tasks.create_task(_heartbeat(context, over, drain), name="heartbeat")
             tasks.create_task(context.live_knobs.follow(over), name="knobs")
             tasks.create_task(_drain_watch(context, over), name="drain")
     except* Exception as group:
@@ -125,10 +153,12 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     return EXIT_DONE
 
 
-async def _heartbeat(context: Context, over: asyncio.Event) -> None:
-    """Waits for the next beat or the end; woken by either."""
+async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], None]) -> None:
+    """Waits for the next beat or the end; woken by either. Each beat hears whether the whole run is to stop."""
     while not over.is_set():
         await context.beat()
+        if not context.draining.is_set() and await context.bus.state(STOP_WISH):
+            drain()
         try:
             await asyncio.wait_for(over.wait(), context.spec.heartbeat_s)
         except TimeoutError:
@@ -175,6 +205,7 @@ __all__ = (
     "EXIT_RUN_ENDS",
     "Refused",
     "RunEnds",
+    "disk_text",
     "log_to_stderr",
     "main",
     "run_actor",

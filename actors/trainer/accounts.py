@@ -16,7 +16,7 @@ from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Entry
 from bus.messages.groups import GroupKept, OpenGroup
-from bus.messages.versions import VersionSpan, staleness
+from bus.messages.versions import staleness
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -34,17 +34,22 @@ def consumed_by(
     found: list[Consumed] = []
     position = 0
     for key, part, group in batch:
-        trained = result.trained_tokens[position : position + len(group.samples)]
+        trained = result.trained_spans[position : position + len(group.samples)]
         position += len(group.samples)
         reason = "outlasted" if part.came == step else "stale"
         aged_samples = aged_tokens = masked_samples = masked_tokens = 0
+        versions: dict[int, int] = {}
         for scored, kept in zip(group.samples, trained, strict=True):
-            response = scored.rollout.response
-            gone = response.n_tokens - kept
-            old = min(gone, over_age(response.spans, step=step, bound=bound))
+            old = 0
+            for span, n in zip(scored.rollout.response.spans, kept, strict=True):
+                if staleness(step, span.step) > bound:
+                    old += span.n - n
+                else:
+                    masked_tokens += span.n - n
+                if n:
+                    versions[span.version] = versions.get(span.version, 0) + n
             aged_tokens += old
-            masked_tokens += gone - old
-            if kept == 0:
+            if not any(kept):
                 aged_samples += old > 0
                 masked_samples += old == 0
         found.append(
@@ -52,20 +57,15 @@ def consumed_by(
                 key,
                 len(trained) - aged_samples - masked_samples,
                 masked_samples,
-                sum(trained),
+                sum(versions.values()),
                 masked_tokens,
-                trained_versions([s.rollout.response.spans for s in group.samples], trained),
+                tuple(sorted(versions.items())),
                 tuple(s.rollout.task.index for s in group.samples),
                 {reason: (aged_samples, aged_tokens)} if aged_tokens else {},
                 tuple(s.reward for s in group.samples) if len(group.samples) < len(part.group.samples) else (),
             )
         )
     return found
-
-
-def over_age(spans: Sequence[VersionSpan], *, step: int, bound: int) -> int:
-    """Tokens over the bound, in steps."""
-    return sum(span.n for span in spans if staleness(step, span.step) > bound)
 
 
 def booked(trained: Sequence[Trained]) -> dict[str, int]:
@@ -84,20 +84,6 @@ def booked(trained: Sequence[Trained]) -> dict[str, int]:
             moves[f"dropped/{reason}"] = moves.get(f"dropped/{reason}", 0) + samples
             moves[f"tokens/dropped/{reason}"] = moves.get(f"tokens/dropped/{reason}", 0) + tokens
     return {account: n for account, n in moves.items() if n}
-
-
-def trained_versions(
-    spans: Sequence[Sequence[VersionSpan]], trained: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Trained tokens by version: `trained[i]` tokens of sample i, the newest ones, because masks take the oldest."""
-    found: dict[int, int] = {}
-    for sample, left in zip(spans, trained, strict=True):
-        for span in reversed(sample):
-            n = min(span.n, left)
-            left -= n
-            if n:
-                found[span.version] = found.get(span.version, 0) + n
-    return tuple(sorted(found.items()))
 
 
 def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[str, bytes]:
@@ -120,4 +106,4 @@ def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[s
     return left
 
 
-__all__ = ("Trained", "booked", "consumed_by", "over_age", "remaining", "trained_versions")
+__all__ = ("Trained", "booked", "consumed_by", "remaining")

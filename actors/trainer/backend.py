@@ -90,13 +90,18 @@ class StepBatch:
 @dataclass(slots=True)
 class StepResult:
     """`packing`: positions of samples in each micro-batch, in order. `flags`: reason -> sample ids, counted events.
-    `trained_tokens` / `masked_tokens`: response tokens with and without gradient, per sample position."""
+    `trained_spans`: response tokens with gradient, per sample position and version span of the sample."""
 
     metrics: dict[str, float]
     packing: tuple[tuple[int, ...], ...]
-    trained_tokens: list[int]
+    trained_spans: list[tuple[int, ...]]
     flags: dict[str, list[str]] = field(default_factory=dict)
     skipped: bool = False  # non-finite gradient: weights unchanged, the data kept
+
+    @property
+    def trained_tokens(self) -> list[int]:
+        """Response tokens with gradient, per sample position."""
+        return [sum(spans) for spans in self.trained_spans]
 
 
 class Snapshot(Protocol):
@@ -104,6 +109,11 @@ class Snapshot(Protocol):
 
     def write(self, directory: Path) -> None:
         """Write every file, fsync each."""
+        ...
+
+    def write_hf(self, directory: Path) -> None:
+        """The model alone, in the type that engines serve, as a Hugging Face directory with tokenizer; all at once. Raises
+        OSError, FileExistsError for a directory that is no earlier export."""
         ...
 
 

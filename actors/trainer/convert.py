@@ -15,9 +15,8 @@ from bus.messages.samples import Scored
 from bus.messages.versions import staleness
 
 
-def to_sample(scored: Scored, *, step: int, known: tuple[float, ...] = ()) -> BatchSample:
-    """One scored rollout; `known`: see GroupKept. Spans carry `step - staleness`, so that tokens of a lost future age on the
-    right side."""
+def to_sample(scored: Scored, *, known: tuple[float, ...] = ()) -> BatchSample:
+    """One scored rollout; `known`: see GroupKept."""
     rollout = scored.rollout
     response, task = rollout.response, rollout.task
     tokens, taught = np.frombuffer(response.tokens, dtype=np.int32), scored.teacher_logprobs
@@ -34,15 +33,15 @@ def to_sample(scored: Scored, *, step: int, known: tuple[float, ...] = ()) -> Ba
             loss_mask=np.frombuffer(response.loss_mask, dtype=np.uint8),
             rollout_logp=np.frombuffer(response.logprobs, dtype=np.float32),
             teacher_logp=None if taught is msgspec.UNSET else np.frombuffer(taught, dtype=np.float32),
-            spans=[(step - staleness(step, s.step), s.n) for s in response.spans],
+            spans=[(s.step, s.n) for s in response.spans],
             known_rewards=known,
         ),
     )
 
 
-def to_samples(groups: Sequence[GroupKept], *, step: int) -> list[BatchSample]:
+def to_samples(groups: Sequence[GroupKept]) -> list[BatchSample]:
     """All samples in group order."""
-    return [to_sample(scored, step=step, known=group.known) for group in groups for scored in group.samples]
+    return [to_sample(scored, known=group.known) for group in groups for scored in group.samples]
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:

@@ -1,28 +1,29 @@
-"""Versions on their way from the trainer to the engines.
+"""Versions on their way from the trainer to the engines: it holds the newest one and brings it where the publisher says.
 
-Writes  policy (announced, on_disk, sending)    Reads  events (log)    Owns  flat buffers, the broadcast group, the weights' files
+Reads  active (send), events (log)    Writes  policy (announced, ready, failed, sending)
+Owns   flat buffers, the broadcast group, the weights' files
 
-    disk    whole files in shared memory, then PolicyAnnounced; whoever wants loads them
-    delta   the same with the tensors that changed; engines with another version than the base get whole files
-    nccl    flat buffers, broadcast to a group of engines
-    ipc     flat buffers, which engines of this host map
+    disk    whole files in shared memory, then PolicyAnnounced; written anew from the copy that is kept
+    nccl    flat buffers, broadcast to a group of engines; files beside for others
+    ipc     flat buffers, which engines of this host map; files beside for others
 
-nccl and ipc, for the engines that activated a version before (`Fleet`); the group is made anew when they come or go:
+    EMPTY --publish--> HELD --Send--> GATHERING --all are ready--> SENDING --sent, or all reported--> HELD
+                                      GATHERING --one left or is late, the next version waits--> HELD, SendFailed
 
-    trainer     PolicyAnnounced with a plan, and opens the group         publisher   Activate, to the plan's workers
-    worker      joins, event `ready to receive`; its engine goes on with the old weights
-    trainer     Sending once all are ready, and broadcasts               worker      pauses on Sending, loads, resumes, `activated`
+    publisher   Send, with the engines that can take it          trainer     makes or keeps the group, WeightsReady with a plan
+    publisher   Activate                                         worker      joins, event `ready to receive`; its engine goes on
+    trainer     Sending once all are ready, and broadcasts       worker      pauses, loads, resumes, `activated`
 
 Always true: engines are asked to load only between Sending and their report, and the buffers do not change in that time
-(nccl: until the broadcast ended). A wait has the plan's deadline. When one of them leaves, fails or is late before
-Sending, or the broadcast breaks, the version goes to disk (WeightsOnDisk, instead) and the run goes on with that; when the
-next version is there first, this one is skipped. `files wanted` by the publisher puts it on disk beside.
+(nccl: until the broadcast ended). A wait has the plan's deadline. Who is in it is the publisher's word alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
+import ipaddress
 import os
 import shutil
 import socket
@@ -34,21 +35,31 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.backend import TrainBackend, WeightCopy
-from actors.trainer.fleet import ASIDE_S, STRIKES, Fleet, Seat
-from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from actors.trainer.transports.spec import CourierSpec
 from bus import Out, Tail
+from bus.messages.base import Message
 from bus.messages.control import Event
-from bus.messages.policy import PolicyAnnounced, Sending, WeightManifest, WeightsOnDisk
+from bus.messages.policy import PolicyAnnounced, Seat, Send, SendFailed, Sending, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
-from bus.topology import EVENTS, POLICY
+from bus.messages.weights import WeightPlan
+from bus.plans import put_plan, version_dir
+from bus.topology import ACTIVE, EVENTS, POLICY
 
 PATIENCE_S = 1.0  # for a version whose engines are not ready when the next one is
-WHOLE = "whole"  # directory of whole files inside a version's own
+PLANS_KEPT = 4  # a worker may come late to an order, and is to find what it names
 InThread = Callable[..., Awaitable[Any]]
+
+
+class Stage(enum.Enum):
+    """What may happen to the version in hand; see above."""
+
+    EMPTY = enum.auto()
+    HELD = enum.auto()
+    GATHERING = enum.auto()
+    SENDING = enum.auto()
 
 
 class Courier:
@@ -62,54 +73,66 @@ class Courier:
         self._backend = backend
         self._in_thread = in_thread
         self._weights_dir = weights_dir
-        self._fleet = Fleet()
-        self._aside: set[str] = set()  # workers of which it was told
+        self._tail = Tail(context.bus, [ACTIVE, EVENTS], start="$")
         self._stop = asyncio.Event()
-        self._news = asyncio.Event()  # something of the events log, or the next version waits
-        self._next_waits = False
-        self._ready: set[str] = set()  # workers ready for the version under way
-        self._reported: set[str] = set()  # workers that activated it, or could not
+        self._news = asyncio.Event()  # something of the logs, or the next version waits
+        self._stage = Stage.EMPTY
         self._version = PolicyVersion(id=0, step=0)
-        self._task: asyncio.Task[None] | None = None
-        self._sending = False
-        self._held: WeightCopy | None = None  # the version under way: in the buffers (nccl, ipc) or in host memory (delta)
-        self._whole: WeightManifest | None = None  # its whole files, once they are there
+        self._held: WeightCopy | None = None  # the version in hand; its tensors are here, or in the buffers
+        self._asked: Send | None = None  # who it is sent to, as was said last
+        self._ready: set[str] = set()  # workers ready for it
+        self._reported: set[str] = set()  # workers that activated it, or could not
+        self._next_waits = False
+        self._task: asyncio.Task[None] | None = None  # writes or sends it
+        self._written: tuple[int, WeightManifest] | None = None  # its whole files, and the number of that writing
         self._files = asyncio.Lock()  # one writer of whole files
         self._copying = asyncio.Lock()  # the buffers do not change while they are copied
         self._buffers = FlatBuffers(spec.buffer_bytes, shared=weights_dir / "flat" if spec.transport == "ipc" else None)
-        self._delta = DeltaWriter()
+        self._plans: list[str] = []  # blobs of the newest plans
         self._nccl: NcclSender | None = None
-        self._group_of: dict[str, Seat] = {}  # members of the present group
         self._ipc: IpcSender | None = None
+        self._group_of: tuple[Seat, ...] = ()  # members of the present group, or whom the handles are for
         if spec.transport == "nccl":
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # read when NCCL starts; engines run with it, and both must
 
-    # -- the events log -----------------------------------------------------------------------------------------
+    # -- the logs -----------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Before the first version: what is said from now on is read."""
+        await self._tail.open()
 
     async def follow(self) -> None:
-        """Until `stop`: who can be sent to, who is ready, who wants files; woken by the blocking read."""
-        tail = Tail(self._context.bus, [EVENTS], start="$")
-        await tail.open()
+        """Until `stop`: what the publisher asks for, who is ready, who reported; woken by the blocking read."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not self._stop.is_set():
-                    for entry in await tail.read(0.5):
+                    for entry in await self._tail.read(0.5):
                         message = await self._context.bus.message(entry)
-                        self._fleet.fold(message)
+                        if isinstance(message, Send) and message.version == self._version:
+                            self._obey(message, tasks)
                         if isinstance(message, Event) and message.data.get("version") == self._version.id:
-                            self._hear(message, tasks)
+                            self._hear(message)
                     self._news.set()
         finally:
-            await tail.close()
+            await self._tail.close()
 
-    def _hear(self, event: Event, tasks: asyncio.TaskGroup) -> None:
+    def _obey(self, order: Send, tasks: asyncio.TaskGroup) -> None:
+        if order.transport == "disk":
+            tasks.create_task(self._to_disk(order.version, order.attempt), name="files")
+            return
+        first, self._asked = self._asked is None, order  # later ones name who is left
+        if first and self._stage is Stage.HELD and self._held is not None and order.transport == self._spec.transport:
+            self._stage = Stage.GATHERING
+            self._task = tasks.create_task(self._deliver(order), name="send")
+        elif first:
+            tasks.create_task(self._say(SendFailed(version=order.version, text="it is not held any more")))
+
+    def _hear(self, event: Event) -> None:
         match event.kind:
             case "ready to receive":
                 self._ready.add(event.actor)
             case "activated" | "transport failed":
                 self._reported.add(event.actor)
-            case "files wanted" if self._held is not None:
-                tasks.create_task(self._to_disk(self._version, instead=False), name="files")
 
     def stop(self) -> None:
         """Let `follow` end."""
@@ -132,155 +155,176 @@ class Courier:
         written, or its broadcast ended; if its engines are not ready, PATIENCE_S."""
         await self._make_room()
         began = self._context.clock.monotonic()
-        self._version, self._whole, self._sending = version, None, False
+        self._version, self._asked, self._written = version, None, None
         self._ready, self._reported = set(), set()
-        target = self._weights_dir / f"v{version.id:08d}"
+        target = version_dir(self._weights_dir, version.id)
         await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
-        await self._tell_who_is_aside()
-        members = self._members()
-        if not members:
-            copied: WeightCopy = await self._in_thread(self._backend.copy_weights)
-            self._held = copied if self._spec.transport == "delta" else None
-            self._task = tasks.create_task(self._write(version, copied, target, began), name="publish")
+        if self._spec.transport == "disk":
+            self._held = await self._in_thread(self._backend.copy_weights)
+            self._stage = Stage.HELD
+            self._task = tasks.create_task(self._write(version, began), name="publish")
             return
-        manifest = await self._in_thread(self._fill, target, members)
-        self._task = tasks.create_task(self._deliver(version, manifest, members, began), name="publish")
+        await asyncio.to_thread(target.mkdir, parents=True)  # a successor counts on from the newest of these names
+        manifest = await self._in_thread(self._fill)
+        self._stage = Stage.HELD
+        await self._announce(version, manifest, began)
 
     async def wait(self, *, last: bool = False) -> None:
         """Until the version under way is written or sent. `last`: whoever comes later finds it in files."""
+        if last and self._spec.transport != "disk":
+            await self._to_disk(self._version, 0)
         if self._task is not None:
             with self._context.waiting("the version to be published"):
                 await self._task
-        if last and self._held is not None:
-            await self._to_disk(self._version, instead=False)
-            self._held = None  # told: nothing of it is said once the run has finished
+        if last:  # told: nothing of it is said once the run has finished
+            self._held, self._stage = None, Stage.EMPTY
 
     async def _make_room(self) -> None:
-        task = self._task
-        if task is None:
-            return
         with self._context.waiting("the former version to be published"):
-            if self._held is not None and not self._sending:
+            task = self._task
+            if task is not None and self._stage is Stage.GATHERING:
                 await asyncio.wait([task], timeout=PATIENCE_S)
             self._next_waits = True
             self._news.set()
             try:
-                await task
+                if task is not None:
+                    await task
                 async with self._copying:  # a copy from the buffers may be under way
-                    self._held = None
+                    self._held, self._stage = None, Stage.EMPTY
             finally:
                 self._next_waits = False
 
-    async def _tell_who_is_aside(self) -> None:
-        if self._spec.transport not in ("nccl", "ipc"):
-            return  # the publisher sees to others
-        aside, before = self._fleet.aside(self._context.clock.wall()), self._aside
-        self._aside = aside
-        for name in sorted(aside - before):
-            text = f"{name} gets files for {ASIDE_S / 60:g} minutes: {self._spec.transport} failed {STRIKES} times in a row"
-            await self._context.event("files instead", text, level="warning", worker=name)
-
-    def _members(self) -> dict[str, Seat]:
-        """Engines that the next version is sent to; none = files."""
-        able = self._fleet.able(self._context.clock.wall())
-        if self._spec.transport == "nccl":
-            return able
-        if self._spec.transport != "ipc":
-            return {}
-        here = {name: seat for name, seat in able.items() if seat.host == socket.gethostname()}
-        gpus = max((seat.gpus for seat in here.values()), default=0)
-        return {name: seat for name, seat in here.items() if seat.gpus == gpus}  # handles are made per rank
-
-    def _fill(self, target: Path, members: dict[str, Seat]) -> WeightManifest:
-        """In the training's thread: weights into the buffers, and the plan."""
+    def _fill(self) -> WeightManifest:
+        """In the training's thread: weights into the buffers."""
         live = self._backend.copy_weights(live=True)
-        whole = str(target / WHOLE) if self._spec.check_equal else ""
-        cuda = next(iter(live.tensors.values())).is_cuda
-        manifest: WeightManifest
-        if self._spec.transport == "nccl":
-            sender = self._group(members, backend="nccl" if cuda else "gloo")
-            manifest = sender.prepare(live.tensors, target, whole=whole)
-        else:
-            tp_size = next(iter(members.values())).gpus
-            if self._ipc is None or self._group_of != members:
-                self._ipc, self._group_of = IpcSender(tp_size=tp_size, buffers=self._buffers), members
-            manifest = self._ipc.prepare(
-                live.tensors, target, workers=tuple(members), deadline_s=self._spec.deadline_s, whole=whole
-            )
+        self._buffers.fill(live.tensors)
         live.tensors = {}  # from now on they are in the buffers
         self._held = live
-        if cuda:
-            import torch
+        buckets = self._buffers.buckets
+        n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
+        return WeightManifest(
+            transport=self._spec.transport, host=socket.gethostname(), n_tensors=n_tensors, n_bytes=n_bytes
+        )
 
-            torch.cuda.synchronize()  # others read the buffers on streams of their own
+    async def _announce(self, version: PolicyVersion, manifest: WeightManifest, began: float) -> None:
+        prepared = self._context.clock.monotonic() - began
+        fault_point(self._context.name, "before_announce")
+        await self._say(PolicyAnnounced(version=version, manifest=manifest, prepare_s=prepared))
+        fault_point(self._context.name, "after_announce")
+
+    async def _say(self, message: Message) -> None:
+        await self._context.bus.append([Out(POLICY, message)], repeatable=True)
+
+    # -- in files -----------------------------------------------------------------------------------------------
+
+    async def _write(self, version: PolicyVersion, began: float) -> None:
+        async with self._files:
+            manifest = await self._whole_files(version, 0)
+        if manifest is not None:
+            await self._announce(version, manifest, began)
+
+    async def _to_disk(self, version: PolicyVersion, attempt: int) -> None:
+        """Whole files of the version in hand, and word of them. Nothing when the next one has come meanwhile."""
+        async with self._files:
+            manifest = await self._whole_files(version, attempt)
+        if manifest is not None and self._written is not None:
+            await self._say(WeightsReady(version=version, manifest=manifest, attempt=self._written[0]))
+
+    async def _whole_files(self, version: PolicyVersion, attempt: int) -> WeightManifest | None:
+        """Written once for each attempt; None when the weights are another version's by now."""
+        async with self._copying:
+            if version != self._version or self._held is None:
+                return None
+            if self._written is not None and self._written[0] >= attempt:
+                return self._written[1]
+            held: Any = self._held
+            if self._buffers.flat:
+                held = dataclasses.replace(held, tensors=await asyncio.to_thread(self._buffers.on_host))
+        target = version_dir(self._weights_dir, version.id)
+        if attempt or self._buffers.flat:
+            target = target / f"files-{attempt}"
+        manifest: WeightManifest = await asyncio.to_thread(held.write, target)
+        if version != self._version:
+            return None
+        self._written = attempt, manifest
         return manifest
 
-    def _group(self, members: dict[str, Seat], *, backend: str) -> NcclSender:
-        if self._nccl is not None and self._nccl.is_open and self._group_of == members:
-            return self._nccl
-        if self._nccl is not None:
-            self._nccl.close()
-        own = all(seat.host == socket.gethostname() for seat in members.values())
-        self._group_of = members
-        self._nccl = NcclSender(
-            {name: seat.gpus for name, seat in members.items()},
-            name=f"{self._context.bus.config.run}-{os.getpid()}-{self._version.id}",
-            address="127.0.0.1" if own else socket.gethostbyname(socket.gethostname()),
-            backend=backend,
-            deadline_s=self._spec.deadline_s,
-            buffers=self._buffers,
-        )
-        return self._nccl
+    # -- to engines ---------------------------------------------------------------------------------------------
 
-    # -- ways ---------------------------------------------------------------------------------------------------
-
-    async def _write(self, version: PolicyVersion, copied: Any, target: Path, began: float) -> None:
-        """Files, for everyone."""
-        if self._spec.transport == "delta":
-            whole = str(target / WHOLE) if self._spec.check_equal else ""
-            manifest = await asyncio.to_thread(self._delta.write, copied, target, version.id, whole=whole)
-            if manifest.transport == "disk":
-                self._held = None
-            elif whole:
-                async with self._files:
-                    await self._whole_files(version)
-        else:
-            manifest = await asyncio.to_thread(copied.write, target)
-        await self._announce(version, manifest, began)
-
-    async def _deliver(
-        self, version: PolicyVersion, manifest: WeightManifest, members: dict[str, Seat], began: float
-    ) -> None:
-        """By the group or the buffers; by files when that fails."""
-        nccl = self._nccl if self._spec.transport == "nccl" else None
+    async def _deliver(self, order: Send) -> None:
+        """By the group or the buffers; word of it when that fails."""
+        version, members = order.version, {seat.worker for seat in order.seats}
         try:
+            whole = ""
             if self._spec.check_equal:
                 async with self._files:
-                    await self._whole_files(version)
-            await self._announce(version, manifest, began)
+                    filed = await self._whole_files(version, 0)
+                whole = filed.path if filed is not None else ""
+            plan = await asyncio.to_thread(self._prepare, order.seats, whole)
+            nccl = self._nccl
+            manifest = await put_plan(self._context.bus, plan)
+            self._plans.append(manifest.plan)
+            await self._context.bus.blobs.delete(self._plans[:-PLANS_KEPT])
+            del self._plans[:-PLANS_KEPT]
+            await self._say(WeightsReady(version=version, manifest=manifest))
             opening = beside(nccl.open) if nccl is not None and not nccl.is_open else None
-            if not await self._gather(set(members), opening):
+            if not await self._gather(members, opening):
                 self._context.count("versions_skipped")
+                skipped = tuple(sorted(members - self._ready))  # or they would hold up the next one too
+                await self._say(SendFailed(version=version, workers=skipped, text="the next version was there first"))
                 return
             fault_point(self._context.name, "before_sending")
-            self._sending = True
-            message = Sending(version=version, workers=tuple(members))
-            await self._context.bus.append([Out(POLICY, message)], repeatable=True)
+            self._stage = Stage.SENDING
+            await self._say(Sending(version=version, workers=tuple(sorted(members))))
             if nccl is not None:
                 await beside(nccl.send)
             else:
-                await self._until_reported(version, set(members))
+                await self._until_reported(version)
         except GroupBroken as error:
-            if nccl is not None:
-                nccl.close()
             # Of a group that broke nobody tells who is gone: all take this version from files first.
-            for name in members.keys() if nccl is not None else members.keys() - self._ready:
-                self._fleet.drop(name)
+            blamed = members if self._nccl is not None else members - self._ready
+            if self._nccl is not None:
+                self._nccl.close()
             text = f"version {version.id} goes by files: {error}"
             await self._context.event("transfer failed", text[:300], level="warning", version=version.id)
-            await self._to_disk(version, instead=True)
+            await self._say(SendFailed(version=version, workers=tuple(sorted(blamed)), text=text[:300]))
         finally:
-            self._sending = False
+            self._stage = Stage.HELD
+
+    def _prepare(self, seats: tuple[Seat, ...], whole: str) -> WeightPlan:
+        """The group or the handles for these engines, and the plan. Makes them anew when other engines are to be reached."""
+        if self._spec.transport == "ipc":
+            if self._ipc is None or self._group_of != seats:
+                self._ipc, self._group_of = IpcSender(tp_size=seats[0].gpus, buffers=self._buffers), seats
+            workers = tuple(seat.worker for seat in seats)
+            return self._ipc.plan(workers=workers, deadline_s=self._spec.deadline_s, whole=whole)
+        if self._nccl is None or not self._nccl.is_open or self._group_of != seats:
+            if self._nccl is not None:
+                self._nccl.close()
+            address = "127.0.0.1"
+            if any(seat.host != socket.gethostname() for seat in seats):
+                address = self._context.bus.link.local_address
+                if not address or ipaddress.ip_address(address).is_loopback:
+                    raise GroupBroken(
+                        "engines on other hosts cannot reach this one by the address of its bus connection "
+                        f"({address or 'a socket'}): give --bus-url an address of the network they share"
+                    )
+            self._nccl, self._group_of = (
+                NcclSender(
+                    {seat.worker: seat.gpus for seat in seats},
+                    name=f"{self._context.bus.config.run}-{os.getpid()}-{self._version.id}",
+                    address=address,
+                    backend="nccl" if self._buffers.flat[0].is_cuda else "gloo",
+                    deadline_s=self._spec.deadline_s,
+                    buffers=self._buffers,
+                ),
+                seats,
+            )
+        return self._nccl.plan(whole=whole)
+
+    def _left(self) -> set[str]:
+        """Engines that the publisher still counts on."""
+        return {seat.worker for seat in self._asked.seats} if self._asked is not None else set()
 
     async def _gather(self, members: set[str], opening: asyncio.Future[None] | None) -> bool:
         """Until all are ready and in the group. False: the next version is there first. GroupBroken: one left, or is late."""
@@ -289,10 +333,8 @@ class Courier:
                 while not members <= self._ready:
                     self._news.clear()
                     if self._next_waits:
-                        for name in members - self._ready:
-                            self._fleet.drop(name)  # or it would hold up the next one too
                         return False
-                    if gone := members - self._fleet.able(self._context.clock.wall()).keys():
+                    if gone := members - self._left():
                         raise GroupBroken(f"{', '.join(sorted(gone))} left before it was sent")
                     await self._news.wait()
                 if opening is not None:
@@ -302,50 +344,17 @@ class Courier:
             raise GroupBroken(f"{late} not ready within {self._spec.deadline_s:g} s") from None
         return True
 
-    async def _until_reported(self, version: PolicyVersion, members: set[str]) -> None:
+    async def _until_reported(self, version: PolicyVersion) -> None:
         """Until no engine can be reading the buffers any more: each activated, failed or is gone, at the latest well after
         the deadline that its worker has too."""
         try:
             async with asyncio.timeout(2 * self._spec.deadline_s):
-                while members & self._fleet.able(self._context.clock.wall()).keys() - self._reported:
+                while self._left() - self._reported:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            late = ", ".join(sorted(members - self._reported))
+            late = ", ".join(sorted(self._left() - self._reported))
             await self._context.event("transfer late", f"version {version.id}: no report of {late}", level="warning")
-
-    async def _to_disk(self, version: PolicyVersion, *, instead: bool) -> None:
-        """Whole files of the version under way, and word of them. Nothing when the next one has come meanwhile."""
-        async with self._files:
-            manifest = await self._whole_files(version)
-            if manifest is not None:
-                message = WeightsOnDisk(version=version, manifest=manifest, instead=instead)
-                await self._context.bus.append([Out(POLICY, message)], repeatable=True)
-
-    async def _whole_files(self, version: PolicyVersion) -> WeightManifest | None:
-        """Written once; None when the weights are another version's by now."""
-        async with self._copying:
-            if version != self._version or self._held is None:
-                return None
-            if self._whole is not None:
-                return self._whole
-            held: Any = self._held
-            if not held.tensors:  # in the buffers
-                held = dataclasses.replace(held, tensors=await asyncio.to_thread(self._buffers.on_host))
-        target = self._weights_dir / f"v{version.id:08d}" / WHOLE
-        manifest: WeightManifest = await asyncio.to_thread(held.write, target)
-        if version != self._version:
-            return None
-        self._whole = manifest
-        return manifest
-
-    async def _announce(self, version: PolicyVersion, manifest: WeightManifest, began: float) -> None:
-        context = self._context
-        prepared = context.clock.monotonic() - began
-        fault_point(context.name, "before_announce")
-        said = PolicyAnnounced(version=version, manifest=manifest, prepare_s=prepared)
-        await context.bus.append([Out(POLICY, said)], repeatable=True)
-        fault_point(context.name, "after_announce")
 
 
 def beside(call: Callable[[], None]) -> asyncio.Future[None]:

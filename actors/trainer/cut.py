@@ -43,10 +43,6 @@ class Part(msgspec.Struct):
         left = tuple(at for at, s in enumerate(group.samples) if index_of(s.rollout.task.sample_id) not in without)
         return Part(group, left, came, tuple(map(steps_of, group.samples)))
 
-    def left_members(self) -> tuple[int, ...]:
-        """Indexes, within the prompt group, of the samples left."""
-        return tuple(self.group.samples[at].rollout.task.index for at in self.left)
-
     def age(self, step: int, at: int) -> int:
         """Steps since the first token of one sample, 0 without tokens; below 0 in a lost future, whose turn is yet to come."""
         span = self.steps[at]

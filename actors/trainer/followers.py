@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Awaitable
 from pathlib import Path
 
-from actors.runtime.child import Child, free_port
+from actors.runtime.child import PYTHON, Child, free_port
 from actors.runtime.run import EXIT_CRASHED
 from bus.errors import MilesAsyncError
 
@@ -51,7 +50,7 @@ class Followers:
             child = self._children[rank] = Child()
             environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # The log's path as an argument tells process lists which run this is.
-            await child.start([sys.executable, "-m", MODULE, str(self._log(rank))], self._log(rank), environment)
+            await child.start([*PYTHON, MODULE, str(self._log(rank))], self._log(rank), environment)
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"trainer-rank-{rank}.log"

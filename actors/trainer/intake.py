@@ -17,8 +17,8 @@ from actors.trainer.accounts import Trained, booked, remaining
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Commit, Entry, Out, Reader
+from bus.dead import letter_of
 from bus.errors import BadMessage
-from bus.messages.control import DeadLetter
 from bus.messages.groups import OpenGroup, Turned
 from bus.messages.policy import Checkpointed, GroupsGivenUp
 from bus.topology import DEAD, GROUPS, POLICY
@@ -87,7 +87,7 @@ class Intake:
         self._context.count("duplicates")
         consumed = self._settled.get(key)
         if consumed is not None:
-            listed = await bus.link.run("HGET", bus.keys.open_groups, key)
+            listed = await bus.open_group(key)
             again = Trained(step=0, entry=entry, consumed=consumed)
             # The sampler may have issued it again from a cursor that fell back.
             samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
@@ -115,21 +115,11 @@ class Intake:
         note = entry.fields.get("note", "").removeprefix("samples=")
         n_samples = int(note) if note.isdecimal() else 0
         tokens = header_number(entry, "tokens")
-        letter = DeadLetter(
-            stream=GROUPS.name,
-            entry_id=entry.id,
-            actor=self._context.name,
-            error=str(error),
-            deliveries=entry.deliveries,
-            fields=dict(entry.fields),
-            body=entry.body[:65536],
-            wall=self._context.clock.wall(),
-            group_id=group_id,
-        )
-        listed = await self._context.bus.link.run("HGET", self._context.bus.keys.open_groups, key) if key else None
+        letter = letter_of(entry, actor=self._context.name, error=str(error), wall=self._context.clock.wall())
+        listed = await self._context.bus.open_group(key) if key else None
         samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
         given_up = GroupsGivenUp(groups=((group_id, "malformed"),), samples=samples)
-        await self._context.bus.commit(
+        result = await self._context.bus.commit(
             Commit(
                 ack=(entry,),
                 append=(Out(DEAD, letter), Out(POLICY, given_up)),
@@ -138,7 +128,8 @@ class Intake:
             )
         )
         self.reader.forget([entry])
-        await self._context.event("dead letter", f"groups {key}: {error}", level="error")
+        if result.done:
+            await self._context.event("dead letter", f"groups {key}: {error}", level="error")
 
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
         """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of

@@ -34,8 +34,8 @@ class NullBackend:
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Count tokens as if they were trained."""
-        lengths = [len(sample.response_tokens) for sample in batch.samples]
-        return StepResult(metrics={}, packing=(), trained_tokens=lengths)
+        spans = [tuple(n for _, n in sample.train.spans or ()) for sample in batch.samples]
+        return StepResult(metrics={}, packing=(), trained_spans=spans)
 
     def copy_weights(self, *, live: bool = False) -> WeightCopy:
         return SameWeights(self._directory)

@@ -9,24 +9,12 @@ from typing import Literal
 
 import msgspec
 
-Estimator = Literal[
-    "grpo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "maxrl",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "ppo",
-    "on_policy_distillation",
-]
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
+
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
 Reduction = Literal["per_sample", "per_token", "constant"]
 Level = Literal["token", "sequence", "geometric"]
 Bounding = Literal["truncate", "clip", "mask"]
-
-NEEDS_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-
 
 class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything the objective needs to know; frozen, so one value serves one step.
@@ -36,7 +24,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     advantage_estimator: str = "grpo"
-    """Key of `advantages.ADVANTAGES`; also chooses the group baseline (`rewards.BASELINES`)."""
+    """Key of `objective_estimators.ESTIMATORS`."""
     rewards_normalization: bool = True
     """Subtract the group baseline from rewards where the estimator has one."""
     grpo_std_normalization: bool = True
@@ -54,7 +42,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opd_kl_coef: float = 1.0
 
     policy_loss: str | None = None
-    """Key of `losses.POLICY_LOSSES`. None: follows the estimator (gspo, cispo), else ppo."""
+    """Key of `losses.POLICY_LOSSES`. None: the estimator's."""
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     """Upper clip width; None: equal to eps_clip. DAPO's clip-higher uses 0.28."""
@@ -100,6 +88,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rs_upper_bound: float | None = None
     rs_lower_bound: float | None = None
     rs_veto_threshold: float | None = None
+    """One trained token with a ratio below it rejects its whole sample; None and 0: none does."""
     use_opsm: bool = False
     opsm_delta: float = 1e-4
     max_staleness: int | None = None
@@ -123,6 +112,11 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In place of the group baseline."""
 
     @property
+    def estimator(self) -> Estimator:
+        """Its record; an empty one for an unknown name, which `check` refuses."""
+        return ESTIMATORS.get(self.advantage_estimator, Estimator())
+
+    @property
     def clip_high(self) -> float:
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
@@ -130,12 +124,12 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def loss_name(self) -> str:
         if self.policy_loss is not None:
             return self.policy_loss
-        return self.advantage_estimator if self.advantage_estimator in ("gspo", "cispo") else "ppo"
+        return self.estimator.policy_loss
 
     @property
     def whiten(self) -> bool:
         if self.normalize_advantages is None:
-            return self.advantage_estimator in NEEDS_WHITENING
+            return self.estimator.whitens
         return self.normalize_advantages
 
     @property
@@ -143,7 +137,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether anything bounds the influence of data from an older policy."""
         return (
             (self.correction != "none" and not self.report_only)
-            or self.use_opsm
+            or (self.use_opsm and self.proximal != "current")
             or self.proximal in ("rollout", "interpolate")
             or self.keep_old_actor
             or self.loss_name == "dppo"
@@ -156,7 +150,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def needs_student_logp(self) -> bool:
-        return self.use_opd or self.advantage_estimator == "on_policy_distillation"
+        return self.use_opd or self.estimator.teacher
 
     @property
     def needs_ref_logp(self) -> bool:

@@ -66,7 +66,7 @@ def batch_of(record: RecordedBatch) -> StepBatch:
     """The backend's view of a recorded step."""
     step = record.done.step - 1
     return StepBatch(
-        samples=to_samples(record.groups, step=step), step=step, seed=record.done.seed, knobs=record.knobs
+        samples=to_samples(record.groups), step=step, seed=record.done.seed, knobs=record.knobs
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from actors.trainer.accounts import Trained, booked
 from actors.trainer.backend import Snapshot
 from actors.trainer.checkpoint import BusState, finish, iter_dir
 from actors.trainer.intake import Intake
+from actors.trainer.record import path_of
 from bus.errors import MilesAsyncError
 from bus.messages.policy import Checkpointed
 from bus.messages.versions import PolicyVersion
@@ -29,11 +30,12 @@ class Saver:
     """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval."""
 
     def __init__(
-        self, context: Context, intake: Intake, *, save: Path, keep_last: int, fingerprint: str
+        self, context: Context, intake: Intake, *, save: Path, keep_last: int, fingerprint: str, save_hf: str = ""
     ) -> None:
         self._context = context
         self._intake = intake
         self._save = save
+        self._save_hf = save_hf
         self._keep_last = keep_last
         self._fingerprint = fingerprint
         self._task: asyncio.Task[None] | None = None
@@ -45,13 +47,18 @@ class Saver:
         return self._task is not None and not self._task.done()
 
     async def begin(
-        self, tasks: asyncio.TaskGroup, copy: Callable[[], Snapshot], *, version: PolicyVersion, metrics: dict[str, float]
+        self,
+        tasks: asyncio.TaskGroup,
+        copy: Callable[[], Awaitable[Snapshot]],
+        *,
+        version: PolicyVersion,
+        metrics: dict[str, float],
     ) -> None:
-        """Copy state now, write later. Waits for a save that is still under way."""
+        """Copy state now, write later. Waits for a save that is still under way. `copy` runs where all of the backend does."""
         await self.wait()
         context = self._context
         began = context.clock.monotonic()
-        snapshot = await asyncio.to_thread(copy)
+        snapshot = await copy()
         bus_state = await self._bus_state(version, metrics)
         fault_point(context.name, "checkpoint_copied")
         self._task = tasks.create_task(self._write(snapshot, bus_state, began), name=f"checkpoint {version.step}")
@@ -104,6 +111,19 @@ class Saver:
         await self._intake.acknowledge(state.step, done)
         await self._trim_policy(max(2, self._keep_last))
         await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
+        if self._save_hf:
+            await self._export(snapshot, state.step)
+
+    async def _export(self, snapshot: Snapshot, step: int) -> None:
+        """The model for others; a failure costs only this export."""
+        target = path_of(self._save_hf, step)
+        try:
+            await asyncio.to_thread(snapshot.write_hf, target)
+        except OSError as error:
+            text = f"step {step} not exported to {target}: {error.strerror or error}. Training goes on; correct --save-hf."
+            await self._context.event("export failed", text, level="error")
+        else:
+            await self._context.event("export", f"step {step} as a Hugging Face model in {target}", step=step)
 
     async def no_checkpoint(self, step: int) -> None:
         """As the end of a step of which no checkpoint will ever be written: nobody goes back, and who starts late needs the

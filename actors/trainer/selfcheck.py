@@ -13,6 +13,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 
 VALUE, LIMIT = "train/selfcheck/", "train/selfcheck_limit/"
+ENGINE = "forward_logp_abs_diff"  # trainer against engine, also where the loss takes the engine's log-probs for its own
 PASSES = "the log-prob pass and the training pass differ (dropout, another temperature, another packing)."
 REFERENCE = (
     "up to 1e-4 is kernel noise; about 0.8 per token is a chat template mismatch; above 1 the reference checkpoint or its "
@@ -25,7 +26,7 @@ CHECKS: dict[str, tuple[float, str]] = {
     "pg_clipfrac": (1e-10, PASSES),
     "kl_loss": (1e-9, REFERENCE),
     "ref_logprob_abs_diff": (1e-8, REFERENCE),
-    "train_rollout_logprob_abs_diff": (
+    ENGINE: (
         0.03,
         "the engine does not serve the trained weights (compare checksums), samples at another temperature, or tokenizes "
         "the prompt differently.",
@@ -38,7 +39,6 @@ CHECKS: dict[str, tuple[float, str]] = {
     "loss": (FINITE, "half-precision overflow or a corrupt checkpoint."),
 }
 """Metric of the step -> largest absolute value allowed, likely cause of a larger one."""
-BASELINES = ("grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus_baseline")
 
 
 def measure(report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig) -> dict[str, float]:
@@ -48,7 +48,7 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     the loss is a mean."""
     own = objective.proximal in ("recompute", "current")
     shaped = objective.custom_reward_post_process_path or objective.custom_advantage_function_path or objective.use_opd
-    centred = objective.advantage_estimator in BASELINES and not shaped and not objective.custom_loss_function_path
+    centred = bool(objective.estimator.baseline) and not shaped and not objective.custom_loss_function_path
     applies = {
         "ppo_kl": own,
         "pg_clipfrac": own,
@@ -58,7 +58,7 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     for name, (limit, _) in CHECKS.items():
         if name in report and applies.get(name, True):
             found[VALUE + name] = report[name]
-            found[LIMIT + name] = config.logprob_tolerance if name == "train_rollout_logprob_abs_diff" else limit
+            found[LIMIT + name] = config.logprob_tolerance if name == ENGINE else limit
     return found
 
 

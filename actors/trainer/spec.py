@@ -24,6 +24,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights_dir: str
     num_rollout: int
     save: str = ""
+    save_hf: str = ""  # path with {rollout_id}: with each checkpoint, the model as a Hugging Face directory
     load: str = ""
     fingerprint: str = ""
     keep_last: int = 2

@@ -75,24 +75,28 @@ class Turns:
 
     async def _until_released(self, tail: Tail) -> None:
         missing = set(self._spec.workers)
+        clock = self._context.clock
+        heard = dict.fromkeys(missing, clock.monotonic())  # by our own clock
         what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
         with self._context.waiting(what):
             async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
-                while missing := missing - await self._gone(missing):
+                while missing := missing - await self._gone(missing, heard):
                     for entry in await tail.read(0.5):
                         message = await self._context.bus.message(entry)
+                        if message.actor in heard:
+                            heard[message.actor] = clock.monotonic()
                         if isinstance(message, Event) and message.data.get("turn") == self._number:
                             missing.discard(message.actor)
 
-    async def _gone(self, workers: set[str]) -> set[str]:
-        """Those that end with their engines and will say nothing more."""
+    async def _gone(self, workers: set[str], heard: dict[str, float]) -> set[str]:
+        """Those that end with their engines and will say nothing more. `heard`: when a word of each came last."""
         if not workers:
             return set()
         known = await self._context.bus.hash_of(self._context.bus.keys.vitals)
         found: set[str] = set()
         for name in workers & known.keys():
             vitals = msgspec.msgpack.decode(known[name], type=Vitals)
-            silent = self._context.draining.is_set() and self._context.clock.wall() - vitals.wall > SILENT_S
+            silent = self._context.draining.is_set() and self._context.clock.monotonic() - heard[name] > SILENT_S
             if silent or vitals.state in ("draining", "stopped"):
                 found.add(name)
         return found

@@ -2,7 +2,7 @@
 
 A reference is "<store>:<id>:<bytes>", for example "file:3f2a...:2400000". The life of a blob is tied to its entry: it is
 written before the entry that names it and deleted after the acknowledgement of that entry. What a crash leaves behind in
-between is an orphan, found by comparing with the references that the streams still hold.
+between is an orphan, which `bus.sweep` finds by comparing with the references that the streams still hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class BlobStore(Protocol):
         ...
 
     async def list_ids(self) -> list[tuple[str, float]]:
-        """All references with their age in seconds, for the orphan scan."""
+        """All bodies with the seconds since they were written or read, for `sweep_orphans`. Store and id of a reference are true;
+        its size is not asked for."""
         ...
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bus.blobs.api import parse_ref
 from bus.errors import BadMessage, BusFull
+from bus.private import private_directory
 
 _INLINE_IO_BYTES = 1 << 20  # below this a thread costs more than the copy into shared memory
 _HEAD_BYTES, _ID_CHARACTERS = 64, 32
@@ -29,7 +30,7 @@ class FileBlobs:
     """Write to a temporary name, rename: a reader sees all of a body or none of it."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(directory)
         self._directory = str(directory)
         self._recycle = _file_system(directory.resolve()) in _LOCAL  # others' caches may show a file's former body
         self._known: dict[int, list[str]] = {}
@@ -120,7 +121,7 @@ class FileBlobs:
             try:
                 self._give_back(self._path(blob_id), blob_id, _class_of(size))
             except FileNotFoundError:
-                continue
+                _unlink(f"{self._directory}/{blob_id}.part")
 
     def _give_back(self, path: str, blob_id: str, kind: int) -> None:
         """Into the spares of its class, or away when there are enough."""
@@ -152,15 +153,12 @@ class FileBlobs:
     async def list_ids(self) -> list[tuple[str, float]]:
         now = time.time()
         found: list[tuple[str, float]] = []
-        for path in Path(self._directory).glob("*.blob"):
+        for path in Path(self._directory).glob("*.*"):  # also what a killed writer left of a body
             try:
-                age = now - path.stat().st_mtime
-                with path.open("rb") as file:
-                    head = file.read(_HEAD_BYTES)
+                facts = path.stat()
             except FileNotFoundError:
                 continue
-            size = head[_ID_CHARACTERS:]
-            found.append((f"file:{path.stem}:{int(size) if size.isdigit() else 0}", age))
+            found.append((f"file:{path.stem}:{max(0, facts.st_size - _HEAD_BYTES)}", now - facts.st_mtime))
         return found
 
 

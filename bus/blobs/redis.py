@@ -3,12 +3,13 @@ does not hold up the small messages of everyone else."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from bus.blobs.api import ids_of, parse_ref
 from bus.errors import BadMessage
 from bus.streams.keys import Keys
-from bus.streams.link import Link, call
+from bus.streams.link import Link
 
 PIECE_BYTES = 512 * 1024
 
@@ -26,7 +27,7 @@ class RedisBlobs:
     async def _put(self, body: bytes) -> str:
         blob_id = uuid.uuid4().hex  # a new one at each attempt: after a lost reply a piece could be there twice
         for start in range(0, max(1, len(body)), PIECE_BYTES):
-            await call(self._link.client, "RPUSH", self._keys.blob(blob_id), body[start : start + PIECE_BYTES])
+            await self._link.bulk("RPUSH", self._keys.blob(blob_id), body[start : start + PIECE_BYTES])
         return f"redis:{blob_id}:{len(body)}"
 
     async def get(self, ref: str) -> bytes:
@@ -53,11 +54,9 @@ class RedisBlobs:
         cursor = b"0"
         while True:
             cursor, keys = await self._link.run("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            for key in keys:
-                pieces = await self._link.run("LRANGE", key, 0, -1)
-                idle_s = await self._link.run("OBJECT", "IDLETIME", key)
-                ref = f"redis:{key.decode().rpartition(':')[2]}:{sum(len(piece) for piece in pieces)}"
-                found.append((ref, float(idle_s or 0)))
+            asked = [self._link.run("OBJECT", "IDLETIME", key) for key in keys]
+            for key, idle_s in zip(keys, await asyncio.gather(*asked), strict=True):
+                found.append((f"redis:{key.decode().rpartition(':')[2]}:0", float(idle_s or 0)))
             if cursor == b"0":
                 return found
 

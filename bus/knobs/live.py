@@ -39,18 +39,6 @@ class KnobValues(msgspec.Struct, frozen=True):
         except KeyError:
             raise AttributeError(f"no knob {name!r} in the initial values of this run") from None
 
-    def whole(self, name: str) -> int:
-        """An int knob."""
-        return int(self.values[name])
-
-    def number(self, name: str) -> float:
-        """A float knob."""
-        return float(self.values[name])
-
-    def text(self, name: str) -> str:
-        """A text knob."""
-        return str(self.values[name])
-
 
 class KnobDifference(msgspec.Struct, frozen=True):
     """A live value that stays although the settings say otherwise."""
@@ -182,7 +170,7 @@ async def _append(bus: Bus, patch: KnobPatch) -> bool:
 
 def _no_knobs(bus: Bus) -> str:
     return (
-        f"run {bus.config.run} has no knobs at {bus.link.url}: it was never started there. Start it with miles-async "
+        f"run {bus.config.run} has no knobs at {bus.link.shown}: it was never started there. Start it with miles-async "
         "train, or correct --name and --bus-url."
     )
 

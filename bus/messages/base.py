@@ -1,8 +1,8 @@
 """What all messages share: frozen, map-keyed, tagged, numbered.
 
 Rules that keep old bytes readable for ever: add fields at the end with a default; never rename, retype or remove one;
-unknown fields are ignored (rolling upgrades). `schema` is raised when a field is added, and golden bytes of every number
-lie in tests/wire.
+unknown fields are ignored (rolling upgrades). `schema` is raised only when a message means something else than an older reader
+takes it for; that reader then refuses it as content it cannot judge. Golden bytes of every number lie in tests/wire.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from bus.errors import BadMessage
-from bus.messages.base import Message
+from bus.messages.base import SCHEMA, Message
 
 MAX_BODY_BYTES = 1 << 30
 
@@ -35,10 +35,15 @@ class Decoder(Generic[M]):
         if len(body) > MAX_BODY_BYTES:
             raise BadMessage(f"message of {len(body)} bytes on stream {self._stream} exceeds {MAX_BODY_BYTES}")
         try:
-            return self._decoder.decode(body)
+            message = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = str(error).encode("unicode_escape").decode()  # it may quote the sender's bytes: one line, no control codes
             raise BadMessage(f"undecodable message on stream {self._stream}: {reason}") from error
+        if (schema := getattr(message, "schema", SCHEMA)) > SCHEMA:
+            raise BadMessage(
+                f"message on stream {self._stream} is of schema {schema}, this release reads up to {SCHEMA}: update it here"
+            )
+        return message
 
 
 __all__ = ("MAX_BODY_BYTES", "Decoder", "encode")

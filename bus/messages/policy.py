@@ -11,13 +11,16 @@ from bus.messages.versions import PolicyVersion
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
-    """Where a version's weights lie and how to verify them."""
+    """Where a version's weights lie and how to verify them. Transport nccl or ipc: its plan (bus.plans); without one the trainer
+    on `host` holds the version and has not been asked to send it yet."""
 
     transport: str = "disk"
-    path: str = ""  # directory with safetensors files
+    path: str = ""  # disk: directory with safetensors files
     checksum: str = ""  # hex digest over the bytes of model.safetensors; empty = not to be compared
     n_tensors: int = 0
     n_bytes: int = 0
+    plan: str = ""  # nccl, ipc: the blob that holds the plan
+    host: str = ""
 
 
 class PolicyAnnounced(Message, frozen=True, kw_only=True, tag="policy.announced"):
@@ -31,16 +34,27 @@ class PolicyAnnounced(Message, frozen=True, kw_only=True, tag="policy.announced"
         return Header(id=f"v{self.version.id}", version=self.version.id, note=f"step={self.version.step}")
 
 
-class WeightsOnDisk(Message, frozen=True, kw_only=True, tag="policy.on_disk"):
-    """A version that was announced another way lies in files too. trainer -> publisher, for workers that the first way
-    does not reach. `instead`: the first way is withdrawn."""
+class WeightsReady(Message, frozen=True, kw_only=True, tag="policy.on_disk"):
+    """The answer to `Send`: workers may be told to load this version so. trainer -> publisher. `attempt`: that of the order."""
 
     version: PolicyVersion
     manifest: WeightManifest
-    instead: bool = False
+    attempt: int = 0
 
     def header(self) -> Header:
-        return Header(id=f"v{self.version.id}", version=self.version.id, note="instead" if self.instead else "beside")
+        return Header(id=f"v{self.version.id}", version=self.version.id, note=self.manifest.transport)
+
+
+class SendFailed(Message, frozen=True, kw_only=True, tag="policy.send_failed"):
+    """The answer to `Send` where it could not be done, or broke off. trainer -> publisher. `workers`: those that may be why; they
+    take files before they are sent to again."""
+
+    version: PolicyVersion
+    workers: tuple[str, ...] = ()
+    text: str = ""
+
+    def header(self) -> Header:
+        return Header(id=f"v{self.version.id}", version=self.version.id, note=f"workers={len(self.workers)}")
 
 
 class Sending(Message, frozen=True, kw_only=True, tag="policy.sending"):
@@ -159,6 +173,32 @@ class Finished(Message, frozen=True, kw_only=True, tag="policy.finished"):
         return Header(id="finished", version=self.version.id)
 
 
+class Seat(msgspec.Struct, frozen=True):
+    """An engine that can be sent to: its GPUs (ranks in a broadcast group), its host, and which incarnation it is: an engine
+    that was away is in no group any more."""
+
+    worker: str
+    gpus: int = 1
+    host: str = ""
+    stint: str = ""
+
+
+class Send(Message, frozen=True, kw_only=True, tag="active.send"):
+    """Bring this version to these engines. publisher -> trainer, which answers `WeightsReady` or `SendFailed`.
+
+    `transport` disk: write whole files, anew where `attempt` is higher than that of those written. nccl, ipc: said once for a
+    version, and again with those that are left when an engine was lost; a trainer that has begun to send goes on with the rest.
+    """
+
+    version: PolicyVersion
+    transport: str
+    seats: tuple[Seat, ...] = ()
+    attempt: int = 0
+
+    def header(self) -> Header:
+        return Header(id=f"send{self.version.id}", version=self.version.id, note=self.transport)
+
+
 class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
     """Serve this version. publisher -> generation. `workers` empty = all."""
 
@@ -193,9 +233,12 @@ __all__ = (
     "PolicyActive",
     "PolicyAnnounced",
     "Restored",
+    "Seat",
+    "Send",
+    "SendFailed",
     "Sending",
     "StepDone",
     "Turn",
     "WeightManifest",
-    "WeightsOnDisk",
+    "WeightsReady",
 )

@@ -7,7 +7,7 @@ steps, so that samples of a lost future keep a meaningful age.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -52,25 +52,4 @@ def staleness(trained_step: int, made_step: int) -> int:
     return abs(trained_step - made_step)
 
 
-def oldest_staleness(trained_step: int, spans: Iterable[VersionSpan]) -> int:
-    """Largest staleness over the spans; 0 for no tokens."""
-    return max((staleness(trained_step, s.step) for s in spans), default=0)
-
-
-def fresh_mask(trained_step: int, spans: Iterable[VersionSpan], bound: int) -> list[int]:
-    """1 for each token within the bound, 0 for each older one; length = total tokens of the spans."""
-    mask: list[int] = []
-    for span in spans:
-        mask += [1 if staleness(trained_step, span.step) <= bound else 0] * span.n
-    return mask
-
-
-__all__ = (
-    "PolicyVersion",
-    "VersionSpan",
-    "extend_spans",
-    "fresh_mask",
-    "oldest_staleness",
-    "spans_cover",
-    "staleness",
-)
+__all__ = ("PolicyVersion", "VersionSpan", "extend_spans", "spans_cover", "staleness")

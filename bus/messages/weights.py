@@ -1,7 +1,7 @@
 """How the tensors of one policy version travel when they are not one whole file: the plan that trainer, publisher and
 workers share.
 
-It lies as `plan.json` in the directory a manifest names (bus.plans). Handles are opaque to us: they are passed on to the
+It lies in the blob that a manifest names (bus.plans). Handles are opaque to us: they are passed on to the
 engine they were made for and never opened here.
 """
 
@@ -37,8 +37,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     """transport ipc: buckets with handles. nccl: buckets in the order of their broadcasts, and the group to be in:
-    rank 0 is the trainer, `ranks` is worker -> first rank of its engine. delta: `buckets` names the tensors that changed
-    since version `base`; they lie beside the plan in model.safetensors."""
+    rank 0 is the trainer, `ranks` is worker -> first rank of its engine."""
 
     transport: str
     buckets: tuple[Bucket, ...]
@@ -49,15 +48,8 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: dict[str, int] = {}
     backend: str = "nccl"
     workers: tuple[str, ...] = ()  # who may load it this way; empty = everyone
-    base: int = 0  # delta: version id that an engine must hold
     deadline_s: float = 60.0  # longest wait of a worker for the broadcast, and of the trainer for all workers
     whole: str = ""  # directory with the same version in files, to compare with (check_weight_update_equal)
-
-    def suits(self, worker: str, serving: int) -> bool:
-        """Whether an engine of this worker, which holds version id `serving` (-1 = none), may load this way."""
-        if self.transport == "delta":
-            return serving == self.base
-        return not self.workers or worker in self.workers
 
 
 __all__ = ("Bucket", "FileHandle", "TensorMeta", "WeightPlan")

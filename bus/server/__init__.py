@@ -1,7 +1,7 @@
 """The Redis behind the bus: find a binary, run a private one, connect safely, refuse an unfit one."""
 
 from bus.server.binary import MINIMUM_VERSION, ServerBinary, find_server, parse_version
-from bus.server.checks import ServerFacts, check_server, connect, without_secrets
+from bus.server.checks import ServerFacts, check_server
 from bus.server.embedded import EmbeddedRedis
 
 __all__ = (
@@ -10,8 +10,6 @@ __all__ = (
     "ServerBinary",
     "ServerFacts",
     "check_server",
-    "connect",
     "find_server",
     "parse_version",
-    "without_secrets",
 )

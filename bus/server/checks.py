@@ -1,4 +1,4 @@
-"""Connects to a Redis with settings that are safe for a bus, and refuses one that would lose entries.
+"""Looks at a Redis before a run trusts it, and refuses one that would lose entries.
 
 Every refusal is one line: what, where, why, what to do. Passwords never appear in it.
 """
@@ -12,10 +12,7 @@ import ssl
 from typing import Any
 
 import msgspec
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.connection import parse_url
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -27,11 +24,10 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
 from bus.errors import BusRefused, BusUnreachable
 from bus.server.binary import MINIMUM_VERSION
 
-SCHEMES = ("redis", "rediss", "unix")
-CONNECT_DEADLINE_S = 5.0
 CHECK_DEADLINE_S = 10.0
 _LEAVE_OUT = "or leave --bus-url out to run an embedded one"
 
@@ -45,48 +41,6 @@ class ServerFacts(msgspec.Struct, frozen=True):
     append_only: bool
     max_memory_bytes: int  # 0 = no limit
     warnings: tuple[str, ...] = ()
-
-
-def without_secrets(url: str) -> str:
-    """The URL with user and password hidden and its query dropped, fit for messages."""
-    scheme, separator, rest = url.partition("?")[0].partition("://")
-    if not separator:
-        scheme, rest = "", url
-    authority, slash, path = rest.partition("/") if scheme == "unix" else (rest, "", "")
-    login, at, host = authority.rpartition("@")  # a password may hold a slash or an @ that should have been quoted
-    return f"{scheme}{separator}{'***' if login else ''}{at}{host}{slash}{path}"
-
-
-def connect(url: str) -> Redis:
-    """A client for unix://, redis:// or rediss://, with nothing dialled yet.
-
-    No socket timeout and no silent retry: a repeated command whose outcome is unknown would append twice, so deadlines
-    and repetition belong to the caller. Replies are bytes (RESP2). Raises BusRefused for a URL that cannot be used.
-    """
-    scheme = url.partition("://")[0]
-    if scheme not in SCHEMES or "://" not in url:
-        raise BusRefused(
-            f"bus URL {without_secrets(url)!r} refused: its scheme must be one of redis, rediss, unix. "
-            f"Write e.g. redis://host:6379/0 or unix:///path/redis.sock, {_LEAVE_OUT}."
-        )
-    try:
-        options: dict[str, Any] = dict(parse_url(url))
-    except (ValueError, TypeError) as error:
-        raise BusRefused(f"bus URL {without_secrets(url)!r} refused: {error}. Correct --bus-url.") from error
-    if scheme == "unix" and not options.get("path"):
-        raise BusRefused(f"bus URL {url!r} refused: it names no socket. Write unix:///absolute/path/redis.sock.")
-    # Ours last: an option in the URL's query must not undo what delivery relies on.
-    options.update(
-        protocol=2,
-        decode_responses=False,
-        socket_timeout=None,
-        socket_connect_timeout=CONNECT_DEADLINE_S,
-        health_check_interval=0,
-        retry=Retry(NoBackoff(), 0),
-    )
-    if scheme != "unix":
-        options.setdefault("socket_keepalive", True)
-    return Redis.from_pool(ConnectionPool(**options))
 
 
 async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S) -> ServerFacts:
@@ -188,8 +142,8 @@ def _version(text: str) -> tuple[int, int, int]:
 
 def _login_refused(where: str, error: BaseException) -> BusRefused:
     return BusRefused(
-        f"bus at {where} refused the login: {_line(error)}. Put user and password into the URL: "
-        "redis://user:secret@host/0, each percent-encoded."
+        f"bus at {where} refused the login: {_line(error)}. Put the user into --bus-url (redis://user@host/0) and the "
+        f"password into the variable {PASSWORD}, or into a file that {PASSWORD_FILE} names."
     )
 
 
@@ -210,4 +164,4 @@ def _why(error: BaseException) -> str:
     return _line(error)
 
 
-__all__ = ("SCHEMES", "ServerFacts", "check_server", "connect", "judge", "without_secrets")
+__all__ = ("ServerFacts", "check_server", "judge")

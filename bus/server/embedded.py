@@ -25,6 +25,7 @@ from redis.retry import Retry
 
 from bus.clock import Clock, SystemClock
 from bus.errors import BusRefused, BusUnreachable
+from bus.private import is_private, private_directory
 from bus.server.binary import ServerBinary, find_server
 
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path, less its closing zero
@@ -91,7 +92,8 @@ class EmbeddedRedis:
         """
         if self.is_alive():
             return
-        self._make_directories()
+        private_directory(self.directory)
+        private_directory(self.home)
         end = self._clock.monotonic() + deadline_s
         while True:
             lock = self._take_lock()
@@ -111,6 +113,11 @@ class EmbeddedRedis:
                     f"({self._last_log_line()}). Wait for it or end it, then start again."
                 )
             time.sleep(_PAUSE_S)
+
+    def adopt(self) -> bool:
+        """Take over a server that owns the directory and answers; False when there is none. Starts nothing."""
+        self._pid = self._ask_owner() if self._owned() else None
+        return self._pid is not None
 
     def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
         """Ends the server in order (its file is flushed), or by force when it does not obey. No-op when not running."""
@@ -137,16 +144,6 @@ class EmbeddedRedis:
         return self._owned()
 
     # -- internals ---------------------------------------------------------------------------------------------------
-
-    def _make_directories(self) -> None:
-        try:
-            self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.directory.chmod(0o700)
-            self.home.chmod(0o700)
-        except OSError as error:
-            raise BusRefused(
-                f"cannot use {self.directory} for the embedded bus: {error.strerror}. Choose another run directory."
-            ) from error
 
     def _take_lock(self) -> int | None:
         """A file descriptor that holds the directory's lock, or None while a living server (or starter) holds it."""
@@ -228,7 +225,7 @@ class EmbeddedRedis:
         if not _fits(socket):
             link, known = socket, socket.is_symlink()
             socket = link.readlink() if known else link
-            if not known or not _private(socket.parent):
+            if not known or not is_private(socket.parent):
                 socket = Path(tempfile.mkdtemp(prefix="miles-async-")) / "redis.sock"
                 link.unlink(missing_ok=True)
                 link.symlink_to(socket)
@@ -237,7 +234,7 @@ class EmbeddedRedis:
 
     def _remove_short_socket(self) -> None:
         link = self.directory / "redis.sock"
-        if link.is_symlink() and _private(link.readlink().parent):
+        if link.is_symlink() and is_private(link.readlink().parent):
             shutil.rmtree(link.readlink().parent)
             link.unlink()
 
@@ -315,15 +312,6 @@ class EmbeddedRedis:
 
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= SOCKET_PATH_MAX_BYTES
-
-
-def _private(directory: Path) -> bool:
-    """Whether the directory is ours alone; anything else could be somebody's trap."""
-    try:
-        found = directory.lstat()
-    except OSError:
-        return False
-    return directory.is_dir() and found.st_uid == os.geteuid() and found.st_mode & 0o077 == 0
 
 
 def _quoted(path: Path) -> str:

@@ -4,8 +4,7 @@
 -- ARGV  lane, mark: what this call leaves in the marks of its sender, so that a repetition after a lost reply is known
 --       n, then n commits, each a list of counted sections:
 --   guard   0 | 1 field expect value
---   acks    n, then n x (stream key, readers, shared, bytes, m, m x entry id in order)     shared = 1: other readers exist,
---           do not delete
+--   acks    n, then n x (stream key, readers, bytes, m, m x entry id in order)
 --   appends n, then n x (stream key, bytes, bound, blob key or '', cap, m, m x field/value)
 --   more    0 | 1 and the rest:
 --   ledger  n, then n x (field, delta)
@@ -67,7 +66,7 @@ local function hop(done)
   if take() == '1' then guard = {take(), take(), take()} end
   local n_acks = number()
   local acks = i + 1
-  for _ = 1, n_acks do i = i + 4; span(number()) end
+  for _ = 1, n_acks do i = i + 3; span(number()) end
   local n_outs = number()
   local outs = i + 1
   for _ = 1, n_outs do i = i + 5; span(number()) end
@@ -98,23 +97,21 @@ local function hop(done)
     at = at + 6 + a[at + 5]
   end
   at = acks
-  local alone = n_acks == 1 and a[acks + 4] == '1'
+  local alone = n_acks == 1 and a[acks + 3] == '1'
   if not alone then -- a single acknowledgement is its own check, below
-    for _ = 1, n_acks do -- at: stream key, readers, shared, bytes, m, ids
-      local moved = still_pending(a[at], a[at + 1], at + 5, at + 4 + a[at + 4])
+    for _ = 1, n_acks do -- at: stream key, readers, bytes, m, ids
+      local moved = still_pending(a[at], a[at + 1], at + 4, at + 3 + a[at + 3])
       if moved then return moved end
-      at = at + 5 + a[at + 4]
+      at = at + 4 + a[at + 3]
     end
     at = acks
   end
 
   for _ = 1, n_acks do
-    local key, last = a[at], at + 4 + a[at + 4]
-    if call('XACK', key, a[at + 1], unpack(a, at + 5, last)) == 0 and alone then return {'moved', a[last]} end
-    if a[at + 2] == '0' then
-      call('XDEL', key, unpack(a, at + 5, last))
-      move_bytes(key, -a[at + 3])
-    end
+    local key, last = a[at], at + 3 + a[at + 3]
+    if call('XACK', key, a[at + 1], unpack(a, at + 4, last)) == 0 and alone then return {'moved', a[last]} end
+    call('XDEL', key, unpack(a, at + 4, last))
+    move_bytes(key, -a[at + 2])
     at = last + 1
   end
   local reply = {'ok'}
@@ -189,7 +186,8 @@ end
 for key, delta in pairs(moves) do
   if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
 end
-if effective and last <= 0 and call('HSET', marks, a[1], a[2] .. ':' .. table.concat(flags)) == 1 then
-  call('EXPIRE', marks, 86400)
+if effective and last <= 0 then
+  call('HSET', marks, a[1], a[2] .. ':' .. table.concat(flags))
+  call('EXPIRE', marks, 86400) -- each time: the marks of a sender outlive its last call by a day
 end
 return replies

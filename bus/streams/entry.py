@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -72,15 +71,4 @@ class RunSnapshot(msgspec.Struct, frozen=True):
     open_groups: dict[str, bytes]
 
 
-class ReadersInfo(msgspec.Struct, frozen=True):
-    """One consumer group: entries delivered and not acknowledged, entries not yet delivered, consumers."""
-
-    stream: str
-    readers: str
-    pending: int
-    lag: int
-    oldest_pending: str = ""
-    consumers: dict[str, Any] = {}
-
-
-__all__ = ("Commit", "CommitResult", "Entry", "Guard", "Out", "ReadersInfo", "RunSnapshot")
+__all__ = ("Commit", "CommitResult", "Entry", "Guard", "Out", "RunSnapshot")

@@ -43,7 +43,7 @@ def hop_args(
     if len(commit.ack) == 1:  # the common case
         entry = commit.ack[0]
         named.append(stream_keys[entry.stream.name])
-        args += (1, named[0], entry.readers, int(len(entry.stream.readers) > 1), entry.size, 1, entry.id)
+        args += (1, named[0], entry.readers, entry.size, 1, entry.id)
     else:
         groups: dict[tuple[str, str], list[Entry]] = {}
         for entry in commit.ack:
@@ -52,10 +52,9 @@ def hop_args(
         for (name, readers), group in groups.items():
             named.append(stream_keys[name])
             group.sort(key=lambda entry: id_key(entry.id))
-            shared = int(len(group[0].stream.readers) > 1)
             for start in range(0, len(group), ACKS):
                 part = group[start : start + ACKS]
-                args += (named[-1], readers, shared, sum(e.size for e in part), len(part))
+                args += (named[-1], readers, sum(e.size for e in part), len(part))
                 args += [e.id for e in part]
     args.append(len(placed))
     for one in placed:

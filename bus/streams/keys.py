@@ -68,6 +68,11 @@ class Keys(msgspec.Struct, frozen=True):
         return self._key("vitals")
 
     @property
+    def heard(self) -> str:
+        """Hash actor -> when its last vitals came, in milliseconds of the server's clock."""
+        return self._key("heard")
+
+    @property
     def identity(self) -> str:
         """What run this is: JSON of the settings that must not differ when it is joined again."""
         return self._key("identity")

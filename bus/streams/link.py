@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -28,15 +27,17 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
 from bus.clock import Clock
 from bus.errors import BusFull, BusRefused, BusUnreachable, InvariantBroken
-from bus.streams.wire import Command, Wire, make_client
+from bus.streams.wire import Command, Wire
 
 log = logging.getLogger("bus")
 T = TypeVar("T")
 Waiting = asyncio.Future[Any]
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED")  # the last: a blocking read whose server became a replica
 BATCH = 128  # commands in one pipelined write
+LOGIN = f"Put the user into --bus-url and the password into {PASSWORD} or a file named by {PASSWORD_FILE}."
 JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
 
 
@@ -63,11 +64,6 @@ class Job:
         self.fixed, self.keys, self.args = fixed, keys, args
 
 
-async def call(client: Redis, *command: Any) -> Any:
-    """One command with its plain reply."""
-    return await client.execute_command(*command)  # type: ignore[no-untyped-call]
-
-
 def refuses_writes(reply: object) -> bool:
     """Whether this reply says that the server takes no writes at present; the command has done nothing."""
     if not isinstance(reply, RedisError):
@@ -75,31 +71,32 @@ def refuses_writes(reply: object) -> bool:
     return isinstance(reply, OutOfMemoryError | ReadOnlyError) or str(reply).startswith(_REFUSALS)
 
 
-def translate(error: RedisError, url: str) -> Exception:
-    """A server's refusal as an error of ours."""
+def translate(error: RedisError, shown: str) -> Exception:
+    """A server's refusal as an error of ours. `shown`: its address without secrets."""
     text = str(error)
     if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
-        return BusRefused(f"Redis at {url} refuses us: {text}. Put user and password into --bus-url.")
+        return BusRefused(f"Redis at {shown} refuses us: {text}. {LOGIN}")
     if refuses_writes(error) and (isinstance(error, OutOfMemoryError) or text.startswith("OOM")):
         return BusFull(
-            f"Redis at {url} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
+            f"Redis at {shown} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
         )
     if refuses_writes(error):
         return BusFull(
-            f"Redis at {url} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
+            f"Redis at {shown} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
             "acknowledged is lost."
         )
-    return InvariantBroken(f"Redis at {url} answered {text!r} to a command of ours")
+    return InvariantBroken(f"Redis at {shown} answered {text!r} to a command of ours")
 
 
 class Link:
-    """The shared command connection. Callers queue commands; one task writes them in pipelines in order."""
+    """The shared command connection. Callers queue commands; one task writes them in pipelines in order. `shown` is the server's
+    address for messages: nothing else of it may be printed."""
 
     def __init__(self, url: str, clock: Clock, *, deadline_s: float, scripts: Sequence[Script]) -> None:
-        self.url = url
+        self._url = url
+        self.shown = without_secrets(url)
         self.clock = clock
         self.deadline_s = deadline_s
-        self.client = make_client(url)
         self.server_restarts = 0
         self._scripts = {script.sha: script for script in scripts}
         self._run_id = ""
@@ -108,6 +105,11 @@ class Link:
         self._calls = 0
         self._queue: list[tuple[Command | Job, Waiting]] = []
         self._writer: asyncio.Task[None] | None = None
+
+    @property
+    def local_address(self) -> str:
+        """See Wire."""
+        return self._wire.local_address
 
     async def run(self, *command: Any) -> Any:
         """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
@@ -134,12 +136,12 @@ class Link:
                 replies = await self._send(commands)
             except (ConnectionError, TimeoutError, OSError) as error:
                 raise BusUnreachable(
-                    f"connection to Redis at {self.url} was lost while appending ({error}); whether it was stored is "
+                    f"connection to Redis at {self.shown} was lost while appending ({error}); whether it was stored is "
                     "unknown, so it is not repeated"
                 ) from error
         for reply in replies:
             if isinstance(reply, RedisError):
-                raise translate(reply, self.url) from reply
+                raise translate(reply, self.shown) from reply
 
     async def run_script(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """A call of a script that is safe to repeat."""
@@ -156,7 +158,7 @@ class Link:
                     replies = [error] * len(commands)
                 for futures, reply in zip(waiting, replies, strict=True):
                     if isinstance(reply, RedisError):
-                        reply = translate(reply, self.url)
+                        reply = translate(reply, self.shown)
                     joined = isinstance(futures, list) and not isinstance(reply, Exception)
                     futures = futures if isinstance(futures, list) else [futures]
                     parts = reply if joined else [reply] * len(futures)
@@ -216,7 +218,7 @@ class Link:
     async def _wait_for_writes(self, refusal: RedisError, pause_s: float) -> float:
         """Pause before a refused command is sent again; 0 at the first time, which is told. Returns the next pause."""
         if pause_s == 0:
-            log.warning("%s; trying again for %.0f s", translate(refusal, self.url), self.deadline_s)
+            log.warning("%s; trying again for %.0f s", translate(refusal, self.shown), self.deadline_s)
         await self.clock.sleep(max(pause_s, 0.05))
         return min(1.0, 2 * max(pause_s, 0.05))
 
@@ -235,6 +237,11 @@ class Link:
         async with self._bulk_turn:
             return await self._accepted(self._bulk, commands)
 
+    async def bulk(self, *command: Any) -> Any:
+        """One attempt of one command, on the connection for large bodies."""
+        async with self._bulk_turn:
+            return await self._bulk.call(*command)
+
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
@@ -248,28 +255,36 @@ class Link:
                         await self._note_restart()
                     return await attempt()
             except AuthenticationError as error:
-                raise translate(error, self.url) from error
+                raise translate(error, self.shown) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 lost = True
                 if self.clock.monotonic() >= until:
                     raise BusUnreachable(
-                        f"Redis at {self.url} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
+                        f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
                 await self.clock.sleep(pause_s * (0.5 + random.random()))  # jitter only: decides nothing
                 pause_s = min(1.0, pause_s * 2)
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:
-                    raise translate(error, self.url) from error
+                    raise translate(error, self.shown) from error
                 refused_s = await self._wait_for_writes(error, refused_s)
 
     async def _note_restart(self) -> None:
         """Count a server that came back as another process: what it lost with its last second must be rebuilt."""
-        info = await call(self.client, "INFO", "server")
+        info = await self._aside("INFO", "server")
         run_id = next((line[7:] for line in info.decode().splitlines() if line.startswith("run_id:")), "")
         if self._run_id and run_id != self._run_id:
             self.server_restarts += 1
         self._run_id = run_id
+
+    async def _aside(self, *command: Any) -> Any:
+        """One command on a connection of its own: the others may be waiting for a server that takes no writes."""
+        wire = Wire(self._url)
+        try:
+            return await wire.call(*command)
+        finally:
+            await wire.close()
 
     async def open(self) -> None:
         """Connect, remember which server this is, load the scripts."""
@@ -277,7 +292,7 @@ class Link:
         async def first() -> None:
             await self._note_restart()
             for script in self._scripts.values():
-                await call(self.client, "SCRIPT", "LOAD", script.source)
+                await self._aside("SCRIPT", "LOAD", script.source)
 
         await self.retry(first)
 
@@ -287,7 +302,6 @@ class Link:
             await asyncio.gather(self._writer, return_exceptions=True)
         await self._wire.close()
         await self._bulk.close()
-        await self.client.aclose()
 
 
-__all__ = ("BATCH", "JOB_BYTES", "Command", "Job", "Link", "Script", "call", "make_client", "translate")
+__all__ = ("BATCH", "JOB_BYTES", "Command", "Job", "Link", "Script", "translate")

@@ -7,5 +7,5 @@ if #held == 0 then return 0 end
 redis.call('RPUSH', KEYS[2], ARGV[4])
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
 redis.call('HSET', KEYS[3], ARGV[5], ARGV[6])
-redis.call('EXPIRE', KEYS[3], 3600)
+redis.call('EXPIRE', KEYS[3], 86400)
 return 1

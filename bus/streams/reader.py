@@ -234,7 +234,7 @@ class Reader:
             return await self._wire.call(*command)
         except ResponseError as error:
             if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
-                raise translate(error, self._bus.config.url) from error
+                raise translate(error, self._bus.link.shown) from error
             await self.open()  # a server that lost its last second may have lost the group too
             return await self._wire.call(*command)
         except (ConnectionError, TimeoutError, OSError):
@@ -286,9 +286,8 @@ class Tail:
 def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:
     if not reply:
         return {}
-    pairs = reply.items() if isinstance(reply, dict) else reply
     rows: dict[str, list[Any]] = {}
-    for key, entries in pairs:
+    for key, entries in reply:
         name = _str(key).rpartition("}:")[2]
         if all(name != s.name for s in streams):
             raise InvariantBroken(f"Redis answered for stream {name!r}, which was not asked for")

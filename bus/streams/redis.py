@@ -20,14 +20,15 @@ from bus.clock import Clock, SystemClock
 from bus.errors import DeadlineExceeded, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
+from bus.messages.control import DeadLetter
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
 from bus.streams.hop import Placed, hop_args
 from bus.streams.keys import Keys, StreamKeys
 from bus.streams.link import BATCH, Job, Link, Script
-from bus.topology import BY_NAME, STREAMS, Stream
+from bus.topology import STREAMS, Stream
 
-COMMIT, TRIM, PREFIX = Script("commit.lua"), Script("trim.lua"), Script("prefix.lua")
-SNAPSHOT = Script("snapshot.lua")
+COMMIT, PREFIX = Script("commit.lua"), Script("prefix.lua")
+SNAPSHOT, BEAT = Script("snapshot.lua"), Script("beat.lua")
 _BARE = Commit(bounded=True)  # an append without condition
 
 
@@ -53,7 +54,7 @@ class Bus:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
-        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, TRIM, PREFIX, SNAPSHOT))
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
         )
@@ -107,22 +108,21 @@ class Bus:
     async def commit(self, commit: Commit) -> CommitResult:
         """One atomic step, safe to repeat: it takes effect once, or not at all.
 
-        `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry.
+        `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry. Bodies
+        written for a commit that had no effect are left to `sweep_orphans`: after a lost reply only that can tell.
         """
-        released = [e.blob for e in commit.ack if e.blob and len(e.stream.readers) == 1]  # shared ones go with `trim`
+        kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
+        released = [e.blob for e in commit.ack if e.blob and e.blob not in kept]
         placed: list[Placed] = []
         for out in commit.append:
             body = encode(out.message)
             small = len(body) <= self.config.hop_limit_bytes
             placed.append(Placed(out, body) if small else await self._place(out, body, self.config.hop_limit_bytes))
-        created = [one.ref for one in placed if one.ref]
         outcome, rest = await self._hop(commit, placed)
         if outcome == b"moved":
-            await self._discard(placed)
             return CommitResult(done=False, moved=tuple(map(_text, rest)))
-        # "again": an equal commit of somebody else is the one that counts, so our new bodies have no entry.
-        if unused := released + created if outcome == b"again" else released:
-            await self.blobs.delete(unused)
+        if released:
+            await self.blobs.delete(released)
         return CommitResult(done=True, entry_ids=tuple(map(_text, rest)))
 
     def _mark(self) -> tuple[int, int]:
@@ -149,12 +149,10 @@ class Bus:
                     self.waiting_for_room = _text(rest[0])
                     until = until or self.clock.monotonic() + self.config.room_deadline_s
                     if self.clock.monotonic() > until:
-                        await self._discard(placed)
                         raise DeadlineExceeded(self._full_text(self.waiting_for_room))
                     await self.clock.sleep(pause_s)
                     pause_s = min(0.2, pause_s * 2)
                 case b"stale":
-                    await self._discard(placed)
                     raise InvariantBroken(
                         f"state moved under us in run {self.config.run}: found {_text(rest[0])!r}. Another process holds "
                         "this role; stop one of them."
@@ -163,11 +161,6 @@ class Bus:
                     raise InvariantBroken(
                         f"commit refused: {_text(outcome)} {_text(rest[0])}; the body of the message is missing"
                     )
-
-    async def _discard(self, placed: Sequence[Placed]) -> None:
-        """Delete bodies that no entry will ever name."""
-        if refs := [one.ref for one in placed if one.ref]:
-            await self.blobs.delete(refs)
 
     async def _wait_for_room(self, key: str, size: int) -> None:
         until = self.clock.monotonic() + self.config.room_deadline_s
@@ -202,13 +195,6 @@ class Bus:
     async def load_prefix(self, sample_id: str) -> list[bytes]:
         """Saved pieces in order; empty when nothing was saved."""
         return list(await self.link.run("LRANGE", self.keys.prefix(sample_id), 0, -1))
-
-    async def trim(self, stream: Stream) -> int:
-        """Delete what all readers of a stream have acknowledged; returns the number of entries removed."""
-        keys = [self.keys.stream(stream.name), self.keys.in_flight_bytes]
-        removed, *refs = await self.link.run_script(TRIM, keys, [])
-        await self.blobs.delete([_text(ref) for ref in refs])
-        return int(removed)
 
     async def forget_run(self) -> int:
         """Delete every key of this run, and of no other; returns how many there were."""
@@ -279,11 +265,24 @@ class Bus:
             number = int(await self.link.run("HINCRBY", self.keys.state, field, at_least - number))
         return number
 
+    async def server_time(self) -> float:
+        """The server's clock, seconds: the one by which entry ids are made."""
+        seconds, micros = await self.link.run("TIME")
+        return int(seconds) + int(micros) / 1e6
+
+    async def server_info(self) -> str:
+        """The server's own account of itself, one `name:value` a line."""
+        return _text(await self.link.run("INFO"))
+
+    async def open_group(self, key: str) -> bytes | None:
+        """What stands in the list of open groups under this group (or part of one); None when it is closed."""
+        found: bytes | None = await self.link.run("HGET", self.keys.open_groups, key)
+        return found
+
     async def hash_of(self, key: str) -> dict[str, bytes]:
         """A whole hash with text keys."""
         flat = await self.link.run("HGETALL", key)
-        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-        return {_text(name): value for name, value in pairs}
+        return {_text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def snapshot(self) -> RunSnapshot:
         """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""
@@ -299,7 +298,13 @@ class Bus:
 
     async def set_vitals(self, actor: str, message: Message) -> None:
         """Replace an actor's last vitals."""
-        await self.link.run("HSET", self.keys.vitals, actor, encode(message))
+        await self.link.run_script(BEAT, [self.keys.vitals, self.keys.heard], [actor, encode(message)])
+
+    async def silences(self) -> dict[str, float]:
+        """Seconds since each actor's last vitals, by the server's clock alone."""
+        heard = await self.hash_of(self.keys.heard)
+        seconds, micros = map(int, await self.link.run("TIME"))
+        return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
 
 
 _NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note")}
@@ -341,9 +346,4 @@ def _text(value: bytes | str | int) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def stream_named(name: str) -> Stream:
-    """A stream by its name; KeyError when there is none."""
-    return BY_NAME[name]
-
-
-__all__ = ("Bus", "BusConfig", "make_entry", "stream_named")
+__all__ = ("Bus", "BusConfig", "make_entry")

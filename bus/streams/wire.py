@@ -8,26 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, ConnectionError, RedisError, TimeoutError
 
+from bus.client import connect
+
 Command = tuple[Any, ...]
-
-
-def make_client(url: str) -> Redis:
-    """A client with its own timeouts, retries and reply parsing switched off: deadlines are ours, replies are plain."""
-    client: Redis = Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=None,
-        socket_connect_timeout=5.0,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-    )
-    client.response_callbacks.clear()
-    return client
 
 
 _WORDS: dict[str, bytes] = {}  # packed forms of short words; key and field names come again and again
@@ -66,7 +51,7 @@ class Wire:
     """Writes commands in one piece and reads as many replies. Dials when it must; never repeats anything."""
 
     def __init__(self, url: str) -> None:
-        self._pool: Any = make_client(url).connection_pool
+        self._pool: Any = connect(url).connection_pool
         self._connection: Any = None
 
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
@@ -89,9 +74,11 @@ class Wire:
                     raise
                 except RedisError as error:
                     replies.append(error)
-        except BaseException:  # also when cancelled: what comes back later would answer the wrong question
+        except BaseException as error:  # also when cancelled: what comes back later would answer the wrong question
             self._connection = None
             await connection.disconnect(nowait=True)
+            if isinstance(error, RuntimeError):  # uvloop's word for a transport that the network closed underneath
+                raise ConnectionError(f"the connection was closed ({error})") from error
             raise
         if loading is not None:
             raise loading
@@ -104,6 +91,13 @@ class Wire:
             raise reply
         return reply
 
+    @property
+    def local_address(self) -> str:
+        """This end's address, which hosts of the server's network can reach; empty on a unix socket, or while not connected."""
+        writer = getattr(self._connection, "_writer", None)
+        name = writer.get_extra_info("sockname") if writer is not None else None
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     async def close(self) -> None:
         """Hang up; the next exchange would dial again."""
         connection, self._connection = self._connection, None
@@ -111,4 +105,4 @@ class Wire:
             await connection.disconnect()
 
 
-__all__ = ("Command", "Wire", "make_client", "pack")
+__all__ = ("Command", "Wire", "pack")

@@ -8,12 +8,15 @@ To add a command: write miles_async/cli/<name>.py with `add_arguments(parser)` a
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from miles_async import __version__
+from miles_async.cli.secrets import take_passwords
 from miles_async.settings.errors import SettingsError, nearest
 
 PROGRAM = "miles-async"
@@ -26,16 +29,21 @@ class Command:
     name: str
     module: str
     summary: str
+    draws: bool = False
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("train", "miles_async.cli.train", "Train a policy as a settings file says."),
+    Command("train", "miles_async.cli.train", "Train a policy as a settings file says.", draws=True),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
-    Command("status", "miles_async.cli.status", "Show actors and streams of a running run."),
-    Command("doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."),
+    Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
+    Command("attach", "miles_async.cli.attach", "Show a run again as its launcher did; Ctrl-C ends only the view.", draws=True),
+    Command(
+        "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
+    ),
     Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
+    Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
@@ -51,7 +59,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: the process's arguments) and return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    os.umask(0o077)  # what a run writes is its owner's alone, in this process and in all that it starts
+    words = take_passwords(sys.argv[1:] if argv is None else argv)
+    _be_found_by_children()
     label = PROGRAM
     try:
         if not words or words[0] in ("-h", "--help", "help"):
@@ -62,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         command = _find(words[0])
         label = f"{PROGRAM} {command.name}"
-        return _call(command, words[1:])
+        with _printable(draws=command.draws):
+            return _call(command, words[1:])
     except SettingsError as error:
         return _fail(label, error, error.exit_status)
     except KeyboardInterrupt:
@@ -79,6 +90,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status is None:
             raise
         return _fail(label, cause, status)
+
+
+def _be_found_by_children() -> None:
+    """From a checkout that is not installed: actors do not look into the current folder."""
+    root, known = Path(__file__).resolve().parents[2], os.environ.get("PYTHONPATH", "")
+    if root.name not in ("site-packages", "dist-packages") and str(root) not in known.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), known)))
+
+
+class _Printable:
+    """A stream to a terminal that obeys nothing of what hooks, engines and models wrote."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not text.replace("\n", "").replace("\t", "").isprintable():
+            from bus.errors import printable  # only now: help and --version load nothing else of the bus
+
+            text = printable(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _printable(*, draws: bool) -> Iterator[None]:
+    """What this process prints; a command that `draws` uses a terminal's codes itself, and cleans the texts it shows."""
+    out, err = sys.stdout, sys.stderr
+    sys.stderr = _Printable(err)
+    if not draws:
+        sys.stdout = _Printable(out)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
 
 
 def _find(name: str) -> Command:
@@ -120,7 +168,8 @@ def _status_of(error: Exception) -> int | None:
 
 
 def _fail(label: str, error: object, status: int) -> int:
-    print(f"{label}: {' '.join(str(error).split())}", file=sys.stderr)
+    with _printable(draws=True):
+        print(f"{label}: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
 

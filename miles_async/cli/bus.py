@@ -17,7 +17,7 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus, Stream
-    from miles_async.console.heads import Head
+    from bus.inspect import Head
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return await bus_dead.act(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
 
     try:
-        return on_bus(args, body)
+        return on_bus(args, body, look=args.verb != "dead" or args.act == "list")
     except KeyboardInterrupt:
         if args.verb == "tail":
             return 0  # the way to end it

@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import Any
 
 from bus import Bus
+from bus.dead import Letter, drop, find_letter, read_letters, retry
 from miles_async.cli.inspection import print_json
-from miles_async.console.dead import Letter, drop, find_letter, read_letters, retry
 from miles_async.console.text import plural, shorten, table
 
 

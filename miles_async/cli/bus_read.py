@@ -10,13 +10,13 @@ import msgspec
 
 from bus import STREAMS, Bus, Stream
 from bus.errors import BadMessage
+from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, heads, newest_heads
 from bus.streams.entry import Entry
 from miles_async.cli.bus import fields_line
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
-from miles_async.console.heads import Head, all_heads, heads, newest_heads
 from miles_async.console.show import outline, plain
-from miles_async.console.snapshot import ReadersFacts, read_snapshot
+from miles_async.console.snapshot import read_snapshot
 from miles_async.console.text import duration, human_bytes, plural, table
 from miles_async.settings.errors import SettingsError
 
@@ -97,16 +97,16 @@ async def _find(bus: Bus, stream: Stream, name: str) -> Entry:
 async def lag(bus: Bus, *, as_json: bool) -> int:
     """Every reader of every data stream, and who in it holds what."""
     snapshot = await read_snapshot(bus)
-    found: list[tuple[str, ReadersFacts, list[dict[str, Any]]]] = []
+    found: list[tuple[str, ReadersFacts, list[Consumer]]] = []
     for stream in STREAMS:
         for facts in snapshot.streams[stream.name].readers:
-            found.append((stream.name, facts, await _consumers(bus, stream, facts.readers)))
+            found.append((stream.name, facts, await consumers_of(bus, stream, facts.readers)))
     if as_json:
-        print_json([{"stream": name, **msgspec.to_builtins(facts), "by": by} for name, facts, by in found])
+        print_json([{"stream": name, **msgspec.to_builtins(facts), "by": msgspec.to_builtins(by)} for name, facts, by in found])
         return 0
     rows = []
     for name, facts, by in found:
-        held = ", ".join(f"{c['name']} {c['pending']}" for c in by if c["pending"]) or "-"
+        held = ", ".join(f"{c.name} {c.pending}" for c in by if c.pending) or "-"
         oldest = f"{duration(facts.oldest_age_s)} ({facts.oldest_owner})" if facts.oldest_id else "-"
         idle = duration(facts.oldest_idle_s) if facts.oldest_id else "-"
         again = str(facts.oldest_deliveries) if facts.oldest_id else "-"
@@ -116,19 +116,6 @@ async def lag(bus: Bus, *, as_json: bool) -> int:
     waiting = sum(facts.lag for _, facts, _ in found)
     print(f"\n{plural(waiting, 'entry')} not delivered, {sum(f.pending for _, f, _ in found)} held")
     return 0
-
-
-async def _consumers(bus: Bus, stream: Stream, readers: str) -> list[dict[str, Any]]:
-    raw = await bus.link.run("XINFO", "CONSUMERS", bus.keys.stream(stream.name), readers)
-    rows = [dict(zip((key.decode() for key in row[::2]), row[1::2], strict=True)) for row in raw]
-    return [
-        {
-            "name": row["name"].decode("utf-8", "replace"),
-            "pending": int(row["pending"]),
-            "idle_s": int(row["idle"]) / 1000,
-        }
-        for row in rows
-    ]
 
 
 __all__ = ("lag", "ls", "show", "tail")

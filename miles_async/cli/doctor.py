@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":
     """What the run's own lengths say about its bound; None while they say nothing. `slots`: of all workers, 0 = unknown."""
-    from miles_async.console.history import history_of
-    from miles_async.console.metrics_file import read_records
+    from actors.recorder.file import read_records
+    from actors.recorder.history import history_of
     from miles_async.console.schedule import advise
 
     return advise(history_of(read_records(run_dir)), slots=slots)

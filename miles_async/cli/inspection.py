@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from bus import Bus
 
 
-def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]]) -> int:
-    """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2."""
+def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
+    """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2. `look`: it
+    changes nothing, so a run that has ended can be asked too."""
     from miles_async.console.attach import attached
 
     ref = chosen_run(args)
 
     async def go() -> int:
-        async with attached(ref) as bus:
+        async with attached(ref, look=look) as bus:
             return await body(bus, ref)
 
     return asyncio.run(go())

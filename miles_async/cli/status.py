@@ -9,7 +9,8 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus
-    from miles_async.console.snapshot import ActorFacts, Snapshot, StreamFacts
+    from bus.inspect import StreamFacts
+    from miles_async.console.snapshot import ActorFacts, Snapshot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +112,7 @@ def as_text(snapshot: "Snapshot") -> str:
         state = f"{silent} for {duration(actor.age_s)}" if silent else v.state
         version = f"v{v.version}" if v.version >= 0 else "-"
         rows.append(
-            [v.actor, v.role, str(v.pid), v.host, state, version, busy_text(v), waits_text(actor, snapshot.wall)]
+            [v.actor, v.role, str(v.pid), v.host, state, version, busy_text(v), waits_text(actor)]
         )
     columns = ["actor", "role", "pid", "host", "state", "version", "busy", "waits for"]
     actors = table(columns, rows, right=("pid", "version", "busy")) if rows else "no actor has sent a heartbeat"

@@ -1,9 +1,10 @@
-"""Ask a run to stop: running samples are parked, a last checkpoint is written, actors end. The same train command
-resumes it. Returns when it has stopped or when the time is up."""
+"""Ask a run to stop: running samples are parked, a last checkpoint is written, actors end, with or without a launcher, from
+any host that reaches its bus. The same train command resumes it. Returns when it has stopped or when the time is up."""
 
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -39,22 +40,23 @@ async def _stop(ref: RunRef, wait_s: float) -> int:
 
     pid = certain_launcher(ref)
     try:
-        name = await _tell(ref)
+        name = await _wish(ref)
     except BusUnreachable:
-        if pid is None:
+        if pid is None and not living_actors(ref):
             raise
         name = ref.run or ""
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
         print(f"{name}: launcher {pid} was asked to stop", file=sys.stderr)
     else:
-        print(f"{name}: no launcher of it on this host; the wish lies on the bus for it", file=sys.stderr)
+        print(f"{name}: no launcher of it on this host; its actors were asked to stop", file=sys.stderr)
     return await _wait(ref, name, pid, wait_s)
 
 
-async def _tell(ref: RunRef) -> str:
-    """Leave the wish on the events stream; returns the run's name."""
-    from bus import Out
+async def _wish(ref: RunRef) -> str:
+    """Lay the wish on the bus, where a launcher and, without one, each actor hears it within a heartbeat; the run's name."""
+    from actors.runtime.context import STOP_WISH
+    from bus import Commit, Out
     from bus.messages.control import Event
     from bus.topology import EVENTS
     from miles_async.console.attach import attached
@@ -62,32 +64,48 @@ async def _tell(ref: RunRef) -> str:
     who = f"stop@{socket.gethostname()}:{os.getpid()}"
     async with attached(ref) as bus:
         event = Event(actor=who, kind="stop requested", text="miles-async stop", wall=bus.clock.wall())
-        await bus.append([Out(EVENTS, event)], repeatable=True)
+        await bus.commit(Commit(state={STOP_WISH: who}, append=(Out(EVENTS, event),)))
         return bus.config.run
 
 
 async def _wait(ref: RunRef, name: str, pid: int | None, wait_s: float) -> int:
-    """Until the launcher is gone, or without one until no actor lives."""
+    """Until the launcher is gone, or without one until no actor lives; then the bus that was the run's own is ended too."""
+    from actors.runtime.child import is_alive
+
     loop = asyncio.get_running_loop()
-    until = loop.time() + wait_s
-    alive = ["its launcher"]
-    while loop.time() < until:
-        alive = [f"launcher {pid}"] if pid is not None and launcher_runs(pid) else []
+    until, signalled = loop.time() + wait_s, False
+    while True:
+        alive = [f"launcher {pid}"] if pid is not None and is_alive(pid) else []
+        heard = True
         if pid is None:
-            alive = await _living(ref)
-        if not alive:
+            heard, alive = await _living(ref)
+            alive = alive or [f"{actor} (pid {number})" for actor, number in living_actors(ref).items()]
+            if not heard and not signalled:  # nobody can hear the wish
+                signalled = True
+                for actor in living_actors(ref).values():
+                    os.kill(actor, signal.SIGTERM)
+        if not alive and (heard or ref.run_dir is not None):
+            await asyncio.to_thread(_clear, ref)
             print(f"{name} has stopped. The same miles-async train command resumes it.")
             return 0
+        if loop.time() > until:
+            break
         await asyncio.sleep(POLL_S)
+    left = (
+        f"still there: {', '.join(alive[:9])}"
+        if alive
+        else "its bus does not answer, so nothing is known of its actors"
+    )
     print(
-        f"miles-async stop: {name} has not stopped within {wait_s:g} s; still there: {', '.join(alive[:6])}. "
+        f"miles-async stop: {name} has not stopped within {wait_s:g} s; {left}. "
         "Wait longer with --wait, or look with miles-async status.",
         file=sys.stderr,
     )
     return 1
 
 
-async def _living(ref: RunRef) -> list[str]:
+async def _living(ref: RunRef) -> tuple[bool, list[str]]:
+    """Whether the bus answered, and who lives as far as it knows."""
     from bus.errors import BusUnreachable
     from miles_async.console.attach import attached
     from miles_async.console.snapshot import read_snapshot
@@ -96,8 +114,29 @@ async def _living(ref: RunRef) -> list[str]:
         async with attached(ref) as bus:
             snapshot = await read_snapshot(bus)
     except BusUnreachable:
-        return []  # an embedded bus ends with its run
-    return [actor.vitals.actor for actor in snapshot.actors if actor.life == "alive"]
+        return False, []
+    return True, [actor.vitals.actor for actor in snapshot.actors if actor.life == "alive"]
+
+
+def living_actors(ref: RunRef) -> dict[str, int]:
+    """Pids by name of the actors whose processes the run's folder on this host still names."""
+    from miles_async.launcher.local import living
+
+    files = ref.run_dir.glob("actors/*.pid") if ref.run_dir is not None else ()
+    return {file.stem: pid for file in files if (pid := living(file))}
+
+
+def _clear(ref: RunRef) -> None:
+    """What a launcher does last, where none is left to do it: the run's own Redis ends, its published weights leave memory."""
+    from bus.server import EmbeddedRedis
+    from miles_async.launcher.prepare import shared_memory
+
+    if ref.run_dir is None or certain_launcher(ref) is not None:
+        return
+    shutil.rmtree(shared_memory(ref.run_dir), ignore_errors=True)
+    server = EmbeddedRedis(ref.run_dir)
+    if ref.bus_url.startswith("unix://") and (ref.run_dir / "redis" / "lock").exists() and server.adopt():
+        server.stop()
 
 
 def certain_launcher(ref: RunRef) -> int | None:
@@ -124,13 +163,3 @@ def is_ours(words: Sequence[str]) -> bool:
     """Whether a command line is a launcher's: this program, script or module, told to train. A path of that name proves
     nothing."""
     return any(Path(word).name in ("miles-async", "miles_async") and then == "train" for word, then in pairwise(words))
-
-
-def launcher_runs(pid: int) -> bool:
-    """Whether it is still there; a zombie that nobody has collected has ended."""
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

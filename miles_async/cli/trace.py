@@ -47,7 +47,7 @@ async def _follow(ref: RunRef, sample_id: str) -> "Trace":
     from miles_async.console.trace import trace, trace_file
 
     try:
-        async with attached(ref) as bus:
+        async with attached(ref, look=True) as bus:
             run_dir = ref.run_dir or Path("runs") / bus.config.run
             return await trace(bus, sample_id, run_dir)
     except BusUnreachable:
@@ -67,7 +67,7 @@ def as_text(found: "Trace") -> str:
         lines.append("")
     for moment in found.moments:
         when = datetime.fromtimestamp(moment.wall).strftime("%Y-%m-%d %H:%M:%S") if moment.wall else " " * 19
-        lines.append(f"{when}  {moment.text}")
+        lines.append(f"{when}  " + moment.text.replace("\n", "\n" + " " * 21))
     if found.task:
         lines += ["", *outline(found.task, "content")]
     return "\n".join(lines)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         return await _list(bus, history, args.as_json)
 
-    return on_bus(args, body)
+    return on_bus(args, body, look=not patch and args.revert is None)
 
 
 def parse_patch(words: list[str]) -> dict[str, object]:

@@ -1,29 +1,43 @@
 """Add one generation worker to a running run, from any machine that reaches its bus. Ctrl-C drains it: what it holds is
-parked and continues elsewhere."""
+parked and continues elsewhere. A worker that lost the bus joins again once it answers: no launcher watches over it."""
 
 import argparse
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.cli.options import add_run_options, chosen_run
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # it names files and a consumer on the bus
+RESERVED = {
+    *("sampler", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder"),
+    *("launcher", "watchdog", "console"),
+}
+
 if TYPE_CHECKING:
     from actors.runtime.child import Child
     from actors.runtime.context import ActorSpec
+
+REJOIN_S = 600.0  # how long a bus that was lost is tried again
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `worker`."""
     add_run_options(parser)
     parser.add_argument("--name", default=None, help="Name of this worker. Default: worker-<host>-<pid>.")
-    parser.add_argument("--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here.")
+    parser.add_argument(
+        "--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here."
+    )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's.")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,18 +45,30 @@ def run(args: argparse.Namespace) -> int:
     import gc
 
     from actors.runtime.loop import run_loop
+    from actors.runtime.run import EXIT_BUS_GONE
+    from bus.errors import BusUnreachable
 
     gc.disable()  # until all is loaded
-    return run_loop(_join(args))
+    code = run_loop(_join(args))
+    lost_at = time.monotonic()
+    while code == EXIT_BUS_GONE and time.monotonic() - lost_at < REJOIN_S:
+        print(f"the bus is away; this worker tries for {REJOIN_S:g} s to join again, Ctrl-C ends it", file=sys.stderr)
+        time.sleep(1.0)
+        try:
+            code = run_loop(_join(args))
+        except BusUnreachable:
+            continue
+        lost_at = time.monotonic()
+    return code
 
 
 async def _join(args: argparse.Namespace) -> int:
     """Waits for the run's identity, then runs the room. An engine loads its libraries meanwhile: most of a boot."""
-    from actors.runtime.child import Child
+    from actors.runtime.child import PYTHON, Child
 
     spare = Child()
     if not args.engine_url:
-        await spare.start_spare((sys.executable, "-m", "actors.generation.embedded", "--spare"))
+        await spare.start_spare((*PYTHON, "actors.generation.embedded", "--spare"))
     try:
         spec = await _spec(args)
         if spec.room.get("engine") != "embedded":
@@ -57,15 +83,27 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
     from bus.errors import BusRefused
-    from miles_async.launcher.identity import bus_of, read_identity
+    from bus.identity import read_identity
+    from bus.private import is_private
+    from miles_async.console.attach import run_named
 
     ref = chosen_run(args)
-    run_name = ref.run or await only_run(ref.bus_url)
+    run_name = await run_named(ref)
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known = await read_identity(bus)
+    if known is None:
+        raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
+    here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
+    name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
+    if not _NAME.fullmatch(name) or name.startswith("generation-") or name in RESERVED:
+        raise BusRefused(
+            f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "
+            "run's own actors. Choose another --name."
+        )
     room = dict(known.worker)
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
+        room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
     if args.model_path:
         room["model_path"] = args.model_path
     if args.threads:
@@ -73,13 +111,13 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if not room.get("engine_url") and not Path(str(room["model_path"])).exists():
         raise BusRefused(f"model directory {room['model_path']} is not on this host. Give --model-path.")
     return ActorSpec(
-        name=args.name or f"worker-{socket.gethostname()}-{os.getpid()}",
+        name=name,
         role="generation",
-        bus=bus_of(known, ref.bus_url),
+        bus=known.bus_at(ref.bus_url),
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,
-        run_dir=known.run_dir if Path(known.run_dir).exists() else tempfile.mkdtemp(prefix="miles_async-"),
+        run_dir=known.run_dir if is_private(Path(known.run_dir)) else tempfile.mkdtemp(prefix="miles_async-"),
         room=room,
     )
 
@@ -111,19 +149,3 @@ async def _become(spec: "ActorSpec", spare: "Child") -> int:
     log_to_stderr()
     gc.enable()
     return await run_actor(spec, told, partial(room, spare=spare))
-
-
-async def only_run(url: str) -> str:
-    """The one run on a server; BusRefused when there is none or a choice."""
-    from bus.errors import BusRefused
-    from bus.server.checks import connect
-
-    client = connect(url)
-    try:
-        keys = [key async for key in client.scan_iter(match="ma:*:identity")]
-    finally:
-        await client.aclose()
-    names = sorted((k.decode() if isinstance(k, bytes) else k)[4:].partition("}")[0] for k in keys)
-    if len(names) != 1:
-        raise BusRefused(f"{url} holds {len(names)} runs ({', '.join(names) or 'none'}). Name one with --run.")
-    return names[0]

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from bus import Bus, BusConfig
+from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
-from bus.server import connect, without_secrets
+from bus.identity import Identity, read_identity, runs_on
+from bus.server import EmbeddedRedis
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
 
 ANSWER_DEADLINE_S = 5.0
 PID_FILE = "launcher.pid"
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a run's identity that tools need; the launcher writes it (launcher/prepare.py)."""
-
-    bus: dict[str, Any] = {}
-    heartbeat_s: float = 2.0
-    run_dir: str = ""
 
 
 def launcher_pid(run_dir: Path | None) -> int:
@@ -46,26 +43,42 @@ def launcher_pid(run_dir: Path | None) -> int:
     return int(text) if text.isdigit() else 0
 
 
-async def read_identity(bus: Bus) -> Identity:
-    """The run's identity; defaults for a run without one."""
-    raw = await bus.link.run("GET", bus.keys.identity)
-    if raw is None:
-        return Identity()
-    try:
-        return msgspec.json.decode(raw, type=Identity)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return Identity()  # of another release; defaults serve for looking
+@asynccontextmanager
+async def attached(ref: RunRef, *, look: bool = False) -> AsyncIterator[Bus]:
+    """The run's bus, for looking and for tools. Raises BusUnreachable or BusRefused in one line; creates nothing. `look`: for
+    one that only looks, a run that has ended is shown as the append-only file of its own Redis has it (says so on stderr)."""
+    async with AsyncExitStack() as stack:
+        try:
+            run = await run_named(ref)
+        except BusUnreachable:
+            if (
+                not look
+                or ref.run is None
+                or ref.run_dir is None
+                or not any((ref.run_dir / "redis").glob("appendonly*"))
+            ):
+                raise
+            print(f"note: run {ref.run} is not running; this is a copy of what its Redis kept", file=sys.stderr)
+            run, url = ref.run, await stack.enter_async_context(_kept(ref.run_dir))
+            ref = replace(ref, bus_url=url)
+        plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
+        async with Bus(plain) as first:
+            config = _like_actors(plain, await read_identity(first) or Identity())
+        yield await stack.enter_async_context(Bus(config))
 
 
 @asynccontextmanager
-async def attached(ref: RunRef) -> AsyncIterator[Bus]:
-    """The run's bus, for looking and for tools. Raises BusUnreachable or BusRefused in one line; creates nothing."""
-    run = await _ask(ref)
-    plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
-    async with Bus(plain) as first:
-        config = _like_actors(plain, await read_identity(first))
-    async with Bus(config) as bus:
-        yield bus
+async def _kept(run_dir: Path) -> AsyncIterator[str]:
+    """Address of a private server on a copy of a run's data, which stays as it is; both are gone afterwards."""
+    no_data = shutil.ignore_patterns("lock", "redis.*", "temp-*")
+    with tempfile.TemporaryDirectory(prefix="miles-async-") as copy:
+        await asyncio.to_thread(shutil.copytree, run_dir / "redis", Path(copy) / "redis", ignore=no_data)
+        server = EmbeddedRedis(Path(copy))
+        try:
+            await asyncio.to_thread(server.start)
+            yield server.url
+        finally:
+            await asyncio.to_thread(server.stop)
 
 
 def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:
@@ -83,16 +96,14 @@ def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:
         return config
 
 
-async def _ask(ref: RunRef) -> str:
+async def run_named(ref: RunRef) -> str:
     """Name of the run on the bus: the one given, or the only one there."""
     socket = ref.bus_url.partition("?")[0].removeprefix("unix://")
     if ref.bus_url.startswith("unix://") and not Path(socket).exists():
         raise BusUnreachable(_gone(ref, "its socket is not there"))
-    client = connect(ref.bus_url)
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await client.ping()
-            known = await _runs_there(client)
+            known = await runs_on(ref.bus_url)
     except (OSError, TimeoutError) as error:
         raise BusUnreachable(_gone(ref, _why(error))) from error
     except RedisError as error:
@@ -101,8 +112,6 @@ async def _ask(ref: RunRef) -> str:
         raise BusRefused(
             f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url."
         ) from error
-    finally:
-        await client.aclose()
     if ref.run is not None:
         if ref.run not in known and ref.run_dir is None:
             raise SettingsError(
@@ -121,15 +130,6 @@ async def _ask(ref: RunRef) -> str:
     raise SettingsError(
         f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}."
     )
-
-
-async def _runs_there(client: Redis) -> list[str]:
-    """Names of all runs on a server, from keys that every run has."""
-    names: set[str] = set()
-    for pattern in ("ma:{*}:identity", "ma:{*}:vitals", "ma:{*}:state"):
-        async for key in client.scan_iter(match=pattern, count=1000):
-            names.add(key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0])
-    return sorted(names)
 
 
 def _gone(ref: RunRef, why: str) -> str:
@@ -155,4 +155,4 @@ def _why(error: BaseException) -> str:
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 
 
-__all__ = ("ANSWER_DEADLINE_S", "PID_FILE", "Identity", "attached", "launcher_pid", "read_identity")
+__all__ = ("ANSWER_DEADLINE_S", "PID_FILE", "attached", "launcher_pid", "run_named")

@@ -15,9 +15,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
+from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from actors.trainer.spread import BORN, LENGTH, MOST, STRAGGLER
 from miles_async.console.figures import moving_average, time_split
-from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from miles_async.console.schedule.observed import Spread
 from miles_async.console.text import human_count
 

@@ -20,7 +20,7 @@ from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
 Level = Literal["error", "warning", "info"]
-ROLES = ("trainer", "sampler", "generation", "reward", "filter", "partial", "publisher")
+ROLES = ("trainer", "sampler", "generation", "reward", "filter", "partial", "publisher", "recorder")
 BRIEF_S = 5.0  # shorter than this is the ordinary course of things
 PATIENCE_S = 60.0  # a wait that should be short is a fault after this
 STALE_S = 30.0  # a worker may serve an older version for so long
@@ -75,11 +75,30 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
         yield Finding("error", "no actor", role, f"no living {name}{last}{behind}.{remedy}", age)
 
 
+def no_launcher(scene: Scene) -> Iterator[Finding]:
+    """A launcher that is gone although it did not say that it ends: nobody starts again what dies."""
+    for launcher in scene.snapshot.of_role("launcher"):
+        left = [a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"]
+        if launcher.life not in ("late", "dead") or not left:
+            continue
+        gone = f"no launcher: pid {launcher.vitals.pid} on {launcher.vitals.host} has been silent for {duration(launcher.age_s)}"
+        if scene.snapshot.policy.finished:
+            text = f"{gone}. The last step is done, and {plural(len(left), 'actor')} still wait: miles-async stop ends them"
+        else:
+            text = (
+                f"{gone}. {plural(len(left), 'actor')} work on and the record is kept, but nobody starts again what dies. The "
+                "same miles-async train command takes them over, miles-async stop ends them"
+            )
+        yield Finding("error", "no launcher", "launcher", text, launcher.age_s)
+
+
 def silent_actors(scene: Scene) -> Iterator[Finding]:
     """Heartbeats that stopped. An elastic worker that is gone for good and whose leases have passed on is only history."""
     held = owners(scene.places.pending.values())
     for actor in scene.snapshot.actors:
         vitals, life, age = actor.vitals, actor.life, actor.age_s
+        if vitals.role == "launcher":
+            continue
         if vitals.state == "failed":
             yield Finding(
                 "error", "actor failed", vitals.actor, f"{vitals.actor} failed: {vitals.note or 'see its log'}", age
@@ -246,6 +265,7 @@ def first_step(scene: Scene) -> Iterator[Finding]:
 
 RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     missing_rooms,
+    no_launcher,
     silent_actors,
     abandoned_entries,
     open_ledger,

@@ -36,7 +36,7 @@ def waiting_since(actor: ActorFacts, scene: Scene) -> float:
     """Seconds of the wait. A loop that asks every half second restarts its own clock, so what did not come tells better:
     the age of the newest entry on the streams it reads, or of the last step for the trainer."""
     vitals = actor.vitals
-    own = scene.snapshot.wall - vitals.waits_since if vitals.waits_since else 0.0
+    own = actor.waited_s
     if vitals.role == "trainer" and " on groups" in vitals.waits_for:
         return max(own, scene.snapshot.policy.step_age_s)
     if vitals.waits_for.startswith("an entry of"):

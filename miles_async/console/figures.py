@@ -7,9 +7,20 @@ from statistics import median
 
 import msgspec
 
-from miles_async.console.history import History, Step
+from actors.recorder.history import History, Step
 
 RECENT = 20
+TRAINER = {
+    "loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "entropy": "train/entropy_loss",
+    "KL to the reference": "train/kl_loss",
+    "KL of the update": "train/ppo_kl",
+    "clipped": "train/pg_clipfrac",
+    "effective samples": "train/ess_ratio",
+    "lr": "train/lr",
+}
+"""What the trainer says of a step, by the words that are shown."""
 
 
 class TimeSplit(msgspec.Struct, frozen=True):
@@ -85,6 +96,7 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 __all__ = (
     "RECENT",
+    "TRAINER",
     "TimeSplit",
     "eta_s",
     "moving_average",

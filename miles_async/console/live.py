@@ -1,6 +1,6 @@
 """The console of a training run: a live screen, a line per step, or silence.
 
-Reads  the streams of RECORDED and snapshots    Writes  the terminal    Owns  nothing: past steps come from metrics.jsonl
+Reads  the feed of the run's logs, snapshots    Writes  the terminal    Owns  nothing: past steps come from metrics.jsonl
 It never stands in the way of training: the launcher gives it a `stop` and waits for it only then.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Literal, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from bus import Bus, Tail
-from bus.errors import BadMessage, BusUnreachable
-from miles_async.console.history import History, Step
-from miles_async.console.metrics_file import positions_of, read_records
-from miles_async.console.records import RECORDED, Record, records_of
+from actors.recorder.feed import Feed
+from actors.recorder.history import History, Step
+from actors.recorder.records import Record
+from bus import Bus
+from bus.errors import BusUnreachable, printable
 from miles_async.console.snapshot import Snapshot, read_snapshot
 from miles_async.console.text import duration, percent
 from miles_async.console.view import screen, step_line
@@ -30,53 +30,40 @@ SNAPSHOT_S = 1.0
 
 
 async def run_console(
-    bus: Bus, *, mode: Mode, total_steps: int, run_dir: Path, stop: asyncio.Event, out: TextIO | None = None
+    bus: Bus, feed: Feed, *, mode: Mode, total_steps: int, stop: asyncio.Event, out: TextIO | None = None
 ) -> None:
-    """Show the run until `stop`. `live` needs a terminal and becomes `plain` without one. `total_steps` 0 = unknown."""
-    if mode == "none":
-        await stop.wait()
-        return
+    """Follow the feed and show the run until `stop`. `live` needs a terminal and becomes `plain` without one. `total_steps`
+    0 = unknown."""
     console = Console(file=out or sys.stdout, highlight=False)
-    feed = Feed(bus, run_dir)
-    if mode == "live" and console.is_terminal:
-        await _Screen(bus, feed, console, total_steps).run(stop)
-    else:
-        await _Lines(feed, console, total_steps).run(stop)
+    live = mode == "live" and console.is_terminal
+
+    def say(line: str) -> None:
+        if mode != "none" and not live:
+            console.out(printable(line), highlight=False)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_follow(feed, stop, say, total_steps))
+        if live:
+            tasks.create_task(_Screen(bus, feed, console, total_steps).run(stop))
 
 
-class Feed:
-    """The run's past and what is added to it."""
-
-    def __init__(self, bus: Bus, run_dir: Path) -> None:
-        self._bus = bus
-        self._run_dir = run_dir
-        self._tail = Tail(bus, RECORDED)
-        self.history = History()
-
-    async def open(self) -> None:
-        """Fold what metrics.jsonl has, so that a resumed run shows its whole curve."""
-        past = await asyncio.to_thread(read_records, self._run_dir)
-        for record in past:
-            self.history.fold(record)
-        known = positions_of(past)
-        self._tail.positions = {stream.name: known.get(stream.name, "0") for stream in RECORDED}
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._tail.close()
-
-    async def read(self, block_s: float) -> list[Record]:
-        """New records, folded already; empty after `block_s` without any."""
-        fresh: list[Record] = []
-        for entry in await self._tail.read(block_s):
-            try:
-                message = await self._bus.message(entry)
-            except BadMessage:
-                continue  # the recorder reports it
-            for record in records_of(entry, message):
-                self.history.fold(record)
-                fresh.append(record)
-        return fresh
+async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], total_steps: int) -> None:
+    """A line for each step, evaluation, checkpoint, restore, knob and fault; woken by the blocking read. After `stop` what
+    is on the logs already is shown too."""
+    while True:
+        over = stop.is_set()
+        try:
+            fresh, more = await feed.read(0.0 if over else REFRESH_S)
+        except BusUnreachable as error:
+            say(f"console: {error}")
+            if over:
+                return
+            continue  # whoever runs the bus decides; a screen shows how long it has been silent
+        for record in fresh:
+            if line := plain_line(record, feed.history, total_steps=total_steps):
+                say(line)
+        if over and not more:
+            return
 
 
 class _Screen:
@@ -86,25 +73,14 @@ class _Screen:
         self._seen = bus.clock.monotonic()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Three loops: news, snapshots, frames; a bus that does not answer shows as such and is asked again."""
-        await self._feed.open()
-        try:
-            with Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._follow(stop))
-                    tasks.create_task(self._look(stop))
-                    while not await _stopped(stop, REFRESH_S):
-                        live.update(self._frame(), refresh=True)
+        """Snapshots and frames, the first at once; a bus that does not answer shows as such and is asked again."""
+        with Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._look(stop))
                 live.update(self._frame(), refresh=True)
-        finally:
-            await self._feed.close()
-
-    async def _follow(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            try:
-                await self._feed.read(REFRESH_S)
-            except BusUnreachable:
-                continue  # the frame shows how long it has been silent; whoever runs the bus decides
+                while not await _stopped(stop, REFRESH_S):
+                    live.update(self._frame(), refresh=True)
+            live.update(self._frame(), refresh=True)
 
     async def _look(self, stop: asyncio.Event) -> None:
         while True:
@@ -128,36 +104,6 @@ class _Screen:
             height=size.height,
             silent_s=max(0.0, self._bus.clock.monotonic() - self._seen - SNAPSHOT_S),
         )
-
-
-class _Lines:
-    def __init__(self, feed: Feed, console: Console, total_steps: int) -> None:
-        self._feed, self._console, self._total = feed, console, total_steps
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """A line for each step, evaluation, checkpoint, restore, knob and fault; woken by the blocking read."""
-        await self._feed.open()
-        try:
-            while not stop.is_set():
-                await self._more(REFRESH_S)
-            while await self._more(0.0):
-                continue
-        finally:
-            await self._feed.close()
-
-    async def _more(self, block_s: float) -> bool:
-        try:
-            fresh = await self._feed.read(block_s)
-        except BusUnreachable as error:
-            self._say(f"console: {error}")
-            return False
-        for record in fresh:
-            if line := plain_line(record, self._feed.history, total_steps=self._total):
-                self._say(line)
-        return bool(fresh)
-
-    def _say(self, line: str) -> None:
-        self._console.out(line, highlight=False)
 
 
 def eval_line(record: Record) -> str:
@@ -206,4 +152,4 @@ async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-__all__ = ("Feed", "Mode", "plain_line", "run_console")
+__all__ = ("Mode", "plain_line", "run_console")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from bus import Bus, Stream
+from bus.inspect import Head, Pending, all_heads, pending_entries, readers_of
 from bus.messages.groups import OpenGroup
 from bus.topology import (
     EVAL_PROMPTS,
@@ -21,7 +22,6 @@ from bus.topology import (
     SCORED,
     TAIL,
 )
-from miles_async.console.heads import Head, Pending, all_heads, pending_entries, readers_of
 
 HOME = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)
 EVAL_HOME = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED)
@@ -148,9 +148,8 @@ async def read_places(bus: Bus, *, evals: bool = False) -> Places:
 async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], list[Pending]]:
     rows = await all_heads(bus, stream)
     held: list[Pending] = []
-    for info in await readers_of(bus, stream):
-        name = info["name"]
-        held += await pending_entries(bus, stream, name.decode() if isinstance(name, bytes) else str(name))
+    for name in await readers_of(bus, stream):
+        held += await pending_entries(bus, stream, name)
     return rows, held
 
 

@@ -17,19 +17,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bus.errors import InvariantBroken
+from actors.recorder.file import read_records
+from actors.recorder.history import MAX_STALENESS, REWARD, History, history_of
+from bus.errors import InvariantBroken, printable
 from bus.ledger import Accounts, accounts_of
-from bus.server import without_secrets
 from miles_async.console import charts
-from miles_async.console.figures import shares, throughput
-from miles_async.console.history import MAX_STALENESS, REWARD, History, history_of
-from miles_async.console.metrics_file import read_records
+from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.schedule.advice import advise, share
 from miles_async.console.text import duration, human_count, percent, plural
 
 FILE = "report.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
             "sglang", "sglang-router", "megatron-core", "ray")  # fmt: skip
+SHOWN_SAMPLES = 12
 STALENESS_KNOB = "max_weight_staleness"
 
 
@@ -51,10 +51,7 @@ def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
         found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
         return {}
-    tables = {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
-    if "bus_url" in tables.get("bus", {}):
-        tables["bus"]["bus_url"] = without_secrets(str(tables["bus"]["bus_url"]))
-    return tables
+    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
 
 
 def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> str:
@@ -68,6 +65,8 @@ def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> 
             _tiles(history, accounts),
             '<div class="grid">',
             *_charts(history, settings, accounts),
+            _trainer(history),
+            _samples(history),
             _ledger(accounts),
             _events(history),
             _settings(settings),
@@ -235,6 +234,33 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
             f"<tr{total}>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kinds, row, strict=True)) + "</tr>"
         )
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _trainer(history: History) -> str:
+    """What the trainer said of its steps: where it began, where it is, and the extremes."""
+    rows = []
+    for name, key in TRAINER.items():
+        values = [s.metrics[key] for s in history.steps if key in s.metrics]
+        if values:
+            recent = values[-max(1, len(values) // 10) :]
+            cells = (values[0], sum(recent) / len(recent), min(values), max(values))
+            rows.append([name, *(f"{value:.4g}" for value in cells)])
+    if not rows:
+        return ""
+    return _card("Trainer", "", _table(["", "first step", "last tenth, mean", "least", "most"], rows, numbers=4))
+
+
+def _samples(history: History) -> str:
+    """Texts of a few samples over the run."""
+    if not history.samples:
+        return ""
+    every = max(1, len(history.samples) // SHOWN_SAMPLES)
+    body = "".join(
+        f"<details><summary>step {r['step']}, reward {float(r['reward']):g}, {r['tokens']} tokens, {escape(str(r['sample']))}"
+        f"</summary><pre>{escape(printable(str(r['prompt'])))}<b>{escape(printable(str(r['response'])))}</b></pre></details>"
+        for r in history.samples[::-every][::-1]
+    )
+    return _card("Samples", "What the policy wrote, now and then; the response is bold.", body, wide=True)
 
 
 def _ledger(accounts: Accounts | None) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.file import read_records
 from bus import Bus
+from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.topology import DEAD, POLICY, VERDICTS
-from miles_async.console.heads import Head, newest_heads
-from miles_async.console.metrics_file import read_records
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
 from miles_async.console.snapshot import Snapshot, read_snapshot
@@ -51,15 +51,11 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
     recent enough for the one who looks; else another is made, which holds the server."""
     if ledger is None:
         ledger = await check(bus)
-    snapshot, places, server, verdicts, dead, patches, uncommitted, time = await asyncio.gather(
-        read_snapshot(bus),
-        read_places(bus),
-        read_server(bus),
-        newest_heads(bus, VERDICTS, 2000),
-        newest_heads(bus, DEAD, 20),
-        read_history(bus),
-        _uncommitted(bus),
-        bus.link.run("TIME"),
+    snapshot, places, server, time = await asyncio.gather(
+        read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
+    )
+    verdicts, dead, patches, uncommitted = await asyncio.gather(
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), _uncommitted(bus)
     )
     return Scene(
         snapshot=snapshot,
@@ -70,7 +66,7 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         dead=dead,
         knobs=dict(values_at(patches, patches[-1].epoch).values) if patches else {},
         uncommitted=uncommitted,
-        now=int(time[0]) + int(time[1]) / 1e6,
+        now=time,
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
         first_step=await asyncio.to_thread(_first_step, run_dir) if run_dir is not None else {},

@@ -28,7 +28,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_server(bus: Bus) -> ServerState:
     """Ask the server."""
-    return parse_info((await bus.link.run("INFO")).decode("utf-8", "replace"))
+    return parse_info(await bus.server_info())
 
 
 def parse_info(text: str) -> ServerState:

@@ -10,7 +10,7 @@ import msgspec
 from bus.messages.base import unpack_floats, unpack_ints
 
 _INTS = ("tokens", "prompt_tokens")
-_FLOATS = ("logprobs",)
+_FLOATS = ("logprobs", "teacher_logprobs")
 _BYTES_PER_ITEM = 4
 SHOWN_ITEMS = 12
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from bus.errors import printable
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -102,7 +104,7 @@ def plural(n: int, noun: str) -> str:
 
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters."""
-    flat = " ".join(text.split())
+    flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(1, width - 1)] + "…"
 
 

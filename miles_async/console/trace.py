@@ -12,16 +12,18 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.file import read_records
+from actors.recorder.records import Record, records_of
+from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
+from bus.identity import read_identity
+from bus.inspect import all_heads, id_key
 from bus.messages.control import DeadLetter, Event
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
-from miles_async.console.heads import all_heads, order_of
-from miles_async.console.metrics_file import read_records
 from miles_async.console.places import DOING, Place, Places, read_places
-from miles_async.console.records import Record, records_of
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
 
@@ -120,10 +122,18 @@ async def _task(bus: Bus, place: Place, sample_id: str) -> dict[str, Any]:
     except BadMessage as error:
         return {"undecodable": str(error)}
     value = plain(message)
-    for member in value.get("samples", []):
-        if member["rollout"]["task"]["sample_id"] == sample_id:
-            return dict(member)
-    return dict(value)
+    members = [m for m in value.get("samples", []) if m["rollout"]["task"]["sample_id"] == sample_id]
+    return await _with_text(bus, dict(members[0] if members else value))
+
+
+async def _with_text(bus: Bus, value: dict[str, Any]) -> dict[str, Any]:
+    """With its response in words, where this host has the run's tokenizer."""
+    tokens = value.get("rollout", value).get("response", {}).get("tokens")
+    known = await read_identity(bus)
+    directory = Path(str(known.worker.get("model_path", "")) if known is not None else "")
+    if not tokens or not (directory / "tokenizer.json").exists():
+        return value
+    return value | {"text": await asyncio.to_thread(lambda: Tokenizer(str(directory)).decode(tokens))}
 
 
 async def _records(bus: Bus, group: str, sample_id: str) -> list[Record]:
@@ -150,7 +160,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
         by_entry.setdefault((str(record.get("entry")), f"{record['kind']}{record.get('group', '')}"), record)
-    ordered = sorted(by_entry.values(), key=lambda r: order_of(str(r.get("entry", "@0")).partition("@")[2] or "0"))
+    ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
     found: list[Moment] = []
     for i, record in enumerate(ordered):
@@ -166,6 +176,9 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 again = ", its prompt is issued again" if record.get("reissued") else ""
                 text = f"group dropped: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
+            case "sample" if record["sample"] == sample_id:
+                text = f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"
+                found.append(Moment(wall, "text", text, {"prompt": record["prompt"], "response": record["response"]}))
             case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
                 who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
                 text = f"{who}became a dead letter on {record['stream']}: "

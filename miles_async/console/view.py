@@ -12,10 +12,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from actors.recorder.records import Record
 from bus.ledger import accounts_of
 from bus.messages.control import Vitals
-from miles_async.console.figures import RECENT, eta_s, shares, throughput
-from miles_async.console.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from miles_async.console.figures import RECENT, TRAINER, eta_s, shares, throughput
 from miles_async.console.snapshot import ActorFacts, Snapshot
 from miles_async.console.text import (
     duration,
@@ -28,30 +29,42 @@ from miles_async.console.text import (
     sparkline,
 )
 
-WIDE, NARROW = 118, 72
+WIDE, NARROW, TALL = 118, 72, 36
+FRESH_S = 600.0  # a restart or an error stays in sight for so long, whatever else is said meanwhile
 LIFE_STYLE = {"alive": "", "ended": "dim", "late": "yellow", "dead": "bold red"}
 STATE_STYLE = {"running": "green", "waiting": "", "starting": "cyan", "draining": "cyan", "stalled": "bold red",
                "stopped": "dim", "failed": "bold red"}  # fmt: skip
+WRONG = ("stalled", "failed")
 LEVEL_STYLE = {"warning": "yellow", "error": "red"}
 
 
 def screen(
     snapshot: Snapshot, history: History, *, total_steps: int, width: int, silent_s: float = 0.0, height: int = 50
 ) -> RenderableType:
-    """The whole view. `silent_s`: how long the bus has not answered; shown when it is long enough to matter."""
+    """The whole view. `silent_s`: how long the bus has not answered; shown when it is long enough to matter. Below TALL the
+    rooms between the parts go, actors are named on few lines, and what is wrong stands at the top, where nothing is cut."""
+    tall = height >= TALL
+    gap = [Text()] if tall else []
     parts: list[RenderableType] = [_title(snapshot, history, total_steps, width)]
     if silent_s > 3:
         parts.append(Text(f"the bus has not answered for {duration(silent_s)}; trying again", style="bold red"))
-    parts += [Text(), *_learning(snapshot, history, width), Text()]
-    streams, actors = _streams(snapshot, history, width), _actors(snapshot, width)
-    if width >= WIDE:
-        grid = Table.grid(padding=(0, 4))
-        grid.add_row(streams, actors)
-        parts.append(grid)
+    alarms = _alarms(history, snapshot.wall, 3 if tall else 2)
+    if not tall:
+        parts += alarms
+    parts += [*gap, *_learning(snapshot, history, width), *gap]
+    if not tall:
+        parts += [_named(snapshot, width), _streams(snapshot, history, width, empty=False)]
     else:
-        parts += [streams, Text(), actors]
-    parts += [Text(), *_accounts(snapshot, history, width)]
-    parts += _faults(history, width, 3 if height >= 36 else 1)
+        streams, actors = _streams(snapshot, history, width), _actors(snapshot, width)
+        if width >= WIDE:
+            grid = Table.grid(padding=(0, 4))
+            grid.add_row(streams, actors)
+            parts.append(grid)
+        else:
+            parts += [streams, Text(), actors]
+    parts += [*gap, *_accounts(snapshot, history, width)]
+    if tall and alarms:
+        parts += [Text(), *alarms]
     return Group(*parts)
 
 
@@ -104,10 +117,17 @@ def _learning(snapshot: Snapshot, history: History, width: int) -> list[Renderab
         text.append(f"   waiting {wait:.0%} · training {train:.0%} · publishing {publish:.0%}")
         rows.append(("tokens/s", text))
         last = recent[-1]
-        text = Text(f"{last.get(AVG_STALENESS):.2f} avg, {last.get(MAX_STALENESS):.0f} max")
-        length, longest = last.get("rollout/response_len/mean"), last.get("rollout/response_len/max")
-        text.append(f"   response {length:.0f} tokens avg, {longest:.0f} max")
+        text = Text(f"{last.get(AVG_STALENESS):.2f} avg, {last.get(MAX_STALENESS):.0f} max of trained tokens")
+        if masked := last.get("rollout/masked_fraction"):
+            text.append(f", {percent(masked)} masked as older")
         rows.append(("staleness", text))
+        said = {name: last.metrics[key] for name, key in TRAINER.items() if key in last.metrics}
+        rows.append(("trainer", Text(" · ".join(f"{name} {value:.3g}" for name, value in said.items()))))
+        length, longest = last.get("rollout/response_len/mean"), last.get("rollout/response_len/max")
+        text = Text(f"{length:.0f} tokens avg, {longest:.0f} max")
+        if history.samples:
+            text.append(f"   {shorten(str(history.samples[-1]['response']), 200)}", style="italic")
+        rows.append(("response", text))
     policy = snapshot.policy
     text = Text(f"v{policy.announced}" if policy.announced >= 0 else "none announced", style="bold")
     if policy.announced >= 0:
@@ -138,13 +158,13 @@ def _table(*columns: tuple[str, str]) -> Table:
     return table
 
 
-def _streams(snapshot: Snapshot, history: History, width: int) -> RenderableType:
+def _streams(snapshot: Snapshot, history: History, width: int, *, empty: bool = True) -> RenderableType:
     columns = [("stream", "left"), ("depth", "right"), ("held", "right"), ("oldest", "right")]
     if width >= NARROW:
         columns.append(("bytes", "right"))
     table = _table(*columns)
     for facts in snapshot.streams.values():
-        if not facts.is_data or (facts.name.startswith("eval") and not facts.length):
+        if not facts.is_data or (not facts.length and (not empty or facts.name.startswith("eval"))):
             continue
         oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
         # Trained groups lie on the stream until a checkpoint holds their step; they wait for nothing else.
@@ -164,7 +184,7 @@ def _actors(snapshot: Snapshot, width: int) -> RenderableType:
         columns.append(("waits for", "left"))
     table = _table(*columns)
     room = max(16, (width - 90) if width >= WIDE else (width - 44))
-    for actor in snapshot.actors:
+    for actor in _shown(snapshot):
         vitals = actor.vitals
         version = f"v{vitals.version}" if vitals.version >= 0 else ""
         row: list[RenderableType] = [
@@ -174,11 +194,29 @@ def _actors(snapshot: Snapshot, width: int) -> RenderableType:
             busy_text(vitals) if vitals.in_flight else "",
         ]
         if width >= NARROW:
-            row.append(shorten(waits_text(actor, snapshot.wall), room))
+            row.append(shorten(waits_text(actor), room))
         table.add_row(*row, style=LIFE_STYLE[actor.life] or STATE_STYLE.get(vitals.state, ""))
     if not snapshot.actors:
         table.add_row("none yet", "", "", "", *([""] if width >= NARROW else []), style="dim")
     return table
+
+
+def _shown(snapshot: Snapshot) -> list[ActorFacts]:
+    """All actors; the launcher only when it is missed."""
+    return [a for a in snapshot.actors if a.vitals.role != "launcher" or a.life in ("late", "dead")]
+
+
+def _named(snapshot: Snapshot, width: int) -> RenderableType:
+    """Every actor with its state, one after the other; those that are not well first."""
+    shown = sorted(_shown(snapshot), key=lambda a: a.life not in ("late", "dead") and a.vitals.state not in WRONG)
+    line = Text(overflow="fold")
+    for actor in shown:
+        line.append(" · " if line else f"{len(shown)} actors: ", style="dim")
+        line.append(f"{actor.vitals.actor} ")
+        line.append(state_text(actor))
+        if actor.vitals.in_flight:
+            line.append(f" {busy_text(actor.vitals)}")
+    return line
 
 
 def state_text(actor: ActorFacts) -> Text:
@@ -194,14 +232,14 @@ def busy_text(vitals: Vitals) -> str:
     return f"{vitals.in_flight} of {vitals.slots}" if vitals.slots else str(vitals.in_flight)
 
 
-def waits_text(actor: ActorFacts, wall: float) -> str:
+def waits_text(actor: ActorFacts) -> str:
     """What it waits for and how long, or its note; empty when it works."""
     vitals = actor.vitals
     if actor.life == "ended":
         return vitals.note
     if not vitals.waits_for:
         return vitals.note
-    since = f" {duration(wall - vitals.waits_since)}" if vitals.waits_since and wall - vitals.waits_since >= 1 else ""
+    since = f" {duration(actor.waited_s)}" if actor.waited_s >= 1 else ""
     return f"{vitals.waits_for}{since}"
 
 
@@ -213,7 +251,7 @@ def _accounts(snapshot: Snapshot, history: History, width: int) -> list[Renderab
         shown = " · ".join(f"{reason} {human_count(n)}" for reason, n in dropped[:6])
         lines.append(_labelled("dropped", Text(shown, no_wrap=True, overflow="ellipsis")))
     if accounts.issued:
-        lines.append(_labelled("ledger", Text(ledger_line(snapshot), no_wrap=True, overflow="ellipsis")))
+        lines.append(_labelled("ledger", Text(ledger_line(snapshot, history.unsaved_groups()), no_wrap=True, overflow="ellipsis")))
     if dead := snapshot.streams["dead"].length:
         lines.append(_labelled("dead", Text(f"{plural(dead, 'dead letter')}: miles-async bus dead list", style="red")))
     if snapshot.knob_epoch > 0 and history.knobs:
@@ -231,21 +269,35 @@ def _labelled(label: str, text: Text) -> RenderableType:
     return grid
 
 
-def ledger_line(snapshot: Snapshot) -> str:
-    """The equation in samples, and whether it holds against the open groups."""
+def ledger_line(snapshot: Snapshot, unsaved_groups: int = 0) -> str:
+    """The equation in samples, and whether it holds against the open groups. A sample counts as trained from the checkpoint on
+    that holds its step: `unsaved_groups` still wait for theirs."""
     a = accounts_of(snapshot.ledger)
     dropped = sum(a.dropped.values())
     off = a.pending - snapshot.open_samples
     state = "" if not off else f"  OFF BY {off:+d}: miles-async ledger --check"
-    return f"issued {a.issued:,} = trained {a.trained:,} + dropped {dropped:,} + pending {a.pending:,}{state}"
+    unsaved = f" ({plural(unsaved_groups, 'group')} trained, not in a checkpoint yet)" if unsaved_groups else ""
+    return f"issued {a.issued:,} = trained {a.trained:,} + dropped {dropped:,} + pending {a.pending:,}{unsaved}{state}"
 
 
-def _faults(history: History, width: int, count: int) -> list[RenderableType]:
-    lines: list[RenderableType] = []
-    for record in history.faults[-count:]:
-        text = f"{record['actor']}: {record['event']}: {record['text']}"
-        lines.append(Text(shorten(text, width - 1), style=LEVEL_STYLE.get(str(record["level"]), "")))
-    return [Text(), *lines] if lines else []
+def _alarms(history: History, wall: float, count: int) -> list[RenderableType]:
+    """The newest word of each actor on each kind of fault; errors and restarts are not pushed out by lesser ones for FRESH_S.
+    Long ones go on in the next line: nothing of them is cut."""
+    newest = {(r["actor"], r["event"]): r for r in history.faults[-200:]}
+
+    def weight(record: Record) -> tuple[bool, float]:
+        grave = record["level"] == "error" or record["event"] in ("restart", "stall")
+        return grave and wall - float(record["wall"]) < FRESH_S, float(record["wall"])
+
+    chosen = sorted(sorted(newest.values(), key=weight)[-count:], key=lambda r: float(r["wall"]))
+    return [
+        Text(
+            shorten(f"{duration(wall - float(r['wall']))} ago {r['actor']}: {r['event']}: {r['text']}", 400),
+            style=LEVEL_STYLE.get(str(r["level"]), ""),
+            overflow="fold",
+        )
+        for r in chosen
+    ]
 
 
 def step_line(step: Step, history: History, *, total_steps: int) -> str:

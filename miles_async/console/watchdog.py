@@ -9,6 +9,7 @@ from bus.errors import BusUnreachable
 from bus.leavers import forget_leavers
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import Event
+from bus.sweep import sweep_orphans
 from bus.topology import EVENTS
 from miles_async.console.doctor import Finding, diagnose
 from miles_async.console.scene import read_scene
@@ -34,7 +35,7 @@ class Audits:
 async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist_s: float = 25.0) -> None:
     """Until `stop`: look every `every_s`. A fault that stays for `persist_s` becomes one event `stall`, and another only
     after it had gone; so a stall is named within persist_s + 2 * every_s. The ledger is audited as often as `Audits` says, and
-    what is left of actors long gone is taken off the bus."""
+    what is left of actors long gone, and bodies that no entry names, are taken off the bus."""
     first_seen: dict[tuple[str, str], float] = {}
     told: set[tuple[str, str]] = set()
     audits, tidy_s = Audits(), 0.0
@@ -48,6 +49,7 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
             if now >= tidy_s:
                 tidy_s = now + TIDY_S
                 await forget_leavers(bus)
+                await sweep_orphans(bus)
             present = {(f.rule, f.about): f for f in diagnose(await read_scene(bus, ledger=ledger)) if f.level != "info"}
             now = bus.clock.monotonic()
             first_seen = {key: first_seen.get(key, now) for key in present}

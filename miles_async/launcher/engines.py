@@ -42,6 +42,7 @@ def generation_spec(
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
+        token=str(s.server_args.get("api-key") or place.engine_token),
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
@@ -60,7 +61,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
     rooms: list[tuple[str, str, Any]] = []
     if place.router_port:
         port = place.router_port
-        rooms.append(("router", "router", RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args)))
+        router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
+        rooms.append(("router", "router", router))
     each = s.rollout_num_gpus_per_engine
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()
@@ -74,7 +76,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=("delta" if s.update_weight_delta else s.update_weight_transport) if changing else "disk",
+        transport=s.update_weight_transport if changing else "disk",
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
@@ -85,7 +87,9 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
     s = settings.sglang
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
-    return TurnSpec(workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s)
+    return TurnSpec(
+        workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
+    )
 
 
 def _url(address: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import msgspec
 
+from actors.runtime.child import PYTHON
 from miles_async.launcher.plan import objective_config
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
@@ -28,7 +28,7 @@ def check_hooks(settings: RunSettings) -> None:
     names = ", ".join(settings.grpo.hook_paths)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "actors.trainer.dry_run"],
+            [*PYTHON, "actors.trainer.dry_run"],
             input=msgspec.json.encode(objective_config(settings)),
             capture_output=True,
             timeout=DEADLINE_S,
@@ -36,7 +36,8 @@ def check_hooks(settings: RunSettings) -> None:
         )
     except subprocess.TimeoutExpired:
         raise SettingsError(
-            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s", remedy="Look for a loop or a wait in it."
+            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
+            remedy="Look for a loop or a wait in it.",
         ) from None
     try:
         answer = msgspec.json.decode(done.stdout, type=Answer)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import ActorSpec
+from actors.runtime.fork_server import ForkServer
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
+from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -35,15 +36,13 @@ class RunFailed(Exception):
 
 
 @dataclass(slots=True)
-class Child:
-    """One actor: its spec, and the process that runs it now."""
+class Kept:
+    """One actor in care: its spec, and the process that runs it now."""
 
     spec: ActorSpec
-    pid: int = 0
-    process: asyncio.subprocess.Process | None = None
+    process: Child = field(default_factory=lambda: Child(outlives=True))
     failures: list[Ending] = field(default_factory=list)
     done: bool = False
-    essential: bool = True
     outdated: bool = False  # a process of an earlier launcher may run with other settings
 
     @property
@@ -53,169 +52,166 @@ class Child:
 
 class Supervisor:
     """Keeps a set of actors alive. `notes`: (kind, text) of everything an operator should know. `furthest`: asked for the last
-    training step that the run has ever made."""
+    training step that the run has ever made. `servers`: by role, who forks its processes; others are started one by one."""
 
     def __init__(
-        self, run_dir: Path, clock: Clock, *, budget: int, threads: dict[str, int], furthest: Callable[[], int]
+        self,
+        run_dir: Path,
+        clock: Clock,
+        *,
+        budget: int,
+        threads: dict[str, int],
+        furthest: Callable[[], int],
+        servers: Mapping[str, ForkServer] = {},
     ) -> None:
         self._run_dir = run_dir
         self._clock = clock
         self._budget = budget
         self._threads = threads
         self._furthest = furthest
-        self.children: dict[str, Child] = {}
+        self._servers = servers
+        self.kept: dict[str, Kept] = {}
         self.restarts = 0
         self.notes: list[tuple[str, str]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
         (run_dir / "actors").mkdir(parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(exist_ok=True)
 
-    def add(self, spec: ActorSpec, *, essential: bool = True) -> Child:
+    def add(self, spec: ActorSpec) -> Kept:
         """Take an actor into care; `watch` starts it."""
-        child = Child(spec, essential=essential)
-        self.children[spec.name] = child
-        file, content = self._spec_file(child), msgspec.json.format(msgspec.json.encode(spec), indent=2)
-        child.outdated = file.exists() and file.read_bytes() != content
+        kept = self.kept[spec.name] = Kept(spec)
+        file, content = self._spec_file(kept), msgspec.json.format(msgspec.json.encode(spec), indent=2)
+        kept.outdated = file.exists() and file.read_bytes() != content
         file.write_bytes(content)
-        self._spec_file(child).chmod(0o600)  # the bus address may hold a password
-        return child
+        self._spec_file(kept).chmod(0o600)  # the bus address may hold a password
+        return kept
 
-    def _spec_file(self, child: Child) -> Path:
-        return self._run_dir / "actors" / f"{child.name}.json"
+    def _spec_file(self, kept: Kept) -> Path:
+        return self._run_dir / "actors" / f"{kept.name}.json"
 
-    def _pid_file(self, child: Child) -> Path:
-        return self._run_dir / "actors" / f"{child.name}.pid"
+    def _pid_file(self, kept: Kept) -> Path:
+        return self._run_dir / "actors" / f"{kept.name}.pid"
 
-    def log_file(self, child: Child) -> Path:
+    def log_file(self, kept: Kept) -> Path:
         """Where an actor's stderr goes."""
-        return self._run_dir / "logs" / f"{child.name}.log"
+        return self._run_dir / "logs" / f"{kept.name}.log"
 
-    async def _start(self, child: Child) -> None:
-        adopted = self._adopt(child)
-        if adopted and child.outdated:
-            self.notes.append(("replaced", f"{child.name} (pid {adopted}) ran with other settings"))
-            await self._end(adopted, child.spec.drain_timeout_s + 5.0)
-            adopted = 0
-        child.outdated = False
-        if adopted:
-            child.pid, child.process = adopted, None
-            self.notes.append(("adopted", f"{child.name} (pid {adopted}) still runs"))
-            return
-        threads = str(self._threads.get(child.spec.role, 1))
+    async def _start(self, kept: Kept) -> None:
+        pid = living(self._pid_file(kept))
+        if pid:
+            kept.process.adopt(pid)
+            if not kept.outdated:
+                self.notes.append(("adopted", f"{kept.name} (pid {pid}) still runs"))
+                return
+            self.notes.append(("replaced", f"{kept.name} (pid {pid}) ran with other settings"))
+            await kept.process.stop(kept.spec.drain_timeout_s + 5.0)
+        kept.outdated = False
+        threads = str(self._threads.get(kept.spec.role, 1))
         environment = {
-            **os.environ,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
-        with self.log_file(child).open("ab") as log:
-            child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"actors.{child.spec.role}", str(self._spec_file(child).resolve())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment,
-            )
-        child.pid = child.process.pid
-        self._pid_file(child).write_text(f"{child.pid}\n")
-
-    def _adopt(self, child: Child) -> int:
-        """Pid of a process of an earlier launcher that still runs this actor, 0 if none."""
-        return _living(self._pid_file(child))
-
-    async def _end(self, pid: int, timeout_s: float) -> None:
-        """Drain a process that is not our child, or kill it when it does not obey."""
-        _signal(pid, signal.SIGTERM)
-        until = self._clock.monotonic() + timeout_s
-        while _alive(pid):
-            if self._clock.monotonic() > until:
-                _signal(pid, signal.SIGKILL)
-                return
-            await self._clock.sleep(0.05)
+        words = (f"actors.{kept.spec.role}", str(self._spec_file(kept).resolve()))
+        server = self._servers.get(kept.spec.role)
+        forked = await server.start(words, self.log_file(kept), environment) if server is not None else None
+        if forked is not None:
+            kept.process.adopt(*forked)
+        else:
+            whole = {**os.environ, **environment}
+            await kept.process.start((*PYTHON, *words), self.log_file(kept), whole, append=True)
+        self._pid_file(kept).write_text(f"{kept.process.pid}\n")
 
     async def retire_others(self) -> None:
         """End actors of an earlier launcher of this run that the present settings no longer have."""
         for file in (self._run_dir / "actors").glob("*.pid"):
-            if file.stem not in self.children and (pid := _living(file)):
+            if file.stem not in self.kept and (pid := living(file)):
                 self.notes.append(("retired", f"{file.stem} (pid {pid}) is not in the settings any more"))
-                await self._end(pid, 30.0)
+                other = Child(outlives=True)
+                other.adopt(pid)
+                await other.stop(30.0)
                 file.unlink(missing_ok=True)
 
-    async def watch(self, child: Child) -> None:
+    async def watch(self, kept: Kept) -> None:
         """Start an actor and keep it until it is done; RunFailed when it cannot be kept."""
-        while not self._stopping:
+        while not self._stopping.is_set():
             began = self._clock.monotonic()
-            await self._start(child)
-            if self._stopping:  # asked to drain while it started
-                _signal(child.pid, signal.SIGTERM)
-            code = await self._wait(child)
-            self._pid_file(child).unlink(missing_ok=True)
-            if self._stopping:
-                child.done = True
+            await self._start(kept)
+            if self._stopping.is_set():  # asked to drain while it started
+                kept.process.ask_to_end()
+            code = await kept.process.wait()
+            code = self._noted_exit(kept) if code is None else code
+            self._pid_file(kept).unlink(missing_ok=True)
+            if self._stopping.is_set():
+                kept.done = True
                 return
             now = self._clock.monotonic()
             ending = Ending(now, code, self._furthest())
-            steps = child.spec.role == "trainer"
-            verdict = judge_exit(child.name, ending, child.failures, self._budget, steps=steps)
+            role = kept.spec.role
+            verdict = judge_exit(
+                kept.name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
+            )
             if verdict.action == "done":
-                child.done = True
+                kept.done = True
                 return
-            cause = self.last_words(child)
+            cause = self.last_words(kept)
             if verdict.action == "give_up":
-                child.done = True
+                kept.done = True
                 status = EXIT_REFUSED if code == EXIT_REFUSED else 1
-                raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(child)}", status=status)
-            child.failures.append(ending)
+                raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(kept)}", status=status)
+            text = f"{kept.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
+            if verdict.action == "pause":
+                ending = replace(ending, pause_s=verdict.after_s)
+                text = f"{verdict.reason}: {cause}; tried again in {verdict.after_s:.0f} s, the run goes on without it"
+            kept.failures = [*kept.failures[-64:], ending]
             self.restarts += 1
-            text = f"{child.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
             self.notes.append(("restart", text))
-            if verdict.after_s:
-                await self._clock.sleep(verdict.after_s)
+            try:
+                await asyncio.wait_for(self._stopping.wait(), verdict.after_s)
+            except TimeoutError:
+                continue
 
-    async def _wait(self, child: Child) -> int | None:
-        if child.process is not None:
-            return await child.process.wait()
-        while psutil.pid_exists(child.pid) and self._adopt(child) == child.pid:
-            await self._clock.sleep(0.3)  # not our child: the kernel tells us nothing, so the actor left a note
-        return self._noted_exit(child)
+    def _is_spared(self, kept: Kept) -> bool:
+        """Whether the run can miss it for a while: peers do the same work now, or, of the recorder, what it has not written
+        stays on the bus."""
+        peers = [k for k in self.kept.values() if k.spec.role == kept.spec.role and k is not kept]
+        return kept.spec.role == "recorder" or any(peer.process.alive for peer in peers)
 
-    def _noted_exit(self, child: Child) -> int | None:
+    def _noted_exit(self, kept: Kept) -> int | None:
         """Exit status that the actor's process wrote down itself, None if it could not (killed)."""
         try:
-            pid, code = self._spec_file(child).with_suffix(".exit").read_text().split()
+            pid, code = self._spec_file(kept).with_suffix(".exit").read_text().split()
         except (OSError, ValueError):
             return None
-        return int(code) if int(pid) == child.pid else None
+        return int(code) if int(pid) == kept.process.pid else None
 
-    def last_words(self, child: Child) -> str:
+    def last_words(self, kept: Kept) -> str:
         """Last meaningful line of an actor's log."""
         try:
-            lines = self.log_file(child).read_text(errors="replace").strip().splitlines()
+            lines = self.log_file(kept).read_text(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         for line in reversed(lines[-40:]):
             if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
-                return _LOG_HEAD.sub("", line.strip())[:600]
+                return printable(_LOG_HEAD.sub("", line.strip())[:600])
         return "no log line"
 
     async def drain(self, *, timeout_s: float) -> list[str]:
-        """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter."""
-        self._stopping = True
-        living = [c for c in self.children.values() if c.pid and not c.done and _alive(c.pid)]
-        for child in living:
-            _signal(child.pid, signal.SIGTERM)
-        until = self._clock.monotonic() + timeout_s
-        while self._clock.monotonic() < until and any(_alive(c.pid) for c in living):
-            await self._clock.sleep(0.05)
-        late = [c for c in living if _alive(c.pid)]
-        for child in late:
-            _signal(child.pid, signal.SIGKILL)
-        return [c.name for c in late]
+        """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter. The recorder goes
+        last, and has the others' last words on record then."""
+        self._stopping.set()
+        late: list[str] = []
+        for last in (False, True):
+            living = [
+                k for k in self.kept.values() if (k.spec.role == "recorder") == last and not k.done and k.process.alive
+            ]
+            obeyed = await asyncio.gather(*(k.process.stop(timeout_s) for k in living))
+            late += [k.name for k, in_time in zip(living, obeyed, strict=True) if not in_time]
+        return late
 
 
-def _living(pid_file: Path) -> int:
+def living(pid_file: Path) -> int:
     """Pid in an actor's file, if that process still runs this actor and no other took its number; else 0."""
     try:
         pid = int(pid_file.read_text())
@@ -225,18 +221,4 @@ def _living(pid_file: Path) -> int:
     return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-__all__ = ("Child", "RunFailed", "Supervisor")
+__all__ = ("Kept", "RunFailed", "Supervisor", "living")

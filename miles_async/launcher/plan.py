@@ -47,6 +47,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     teacher_dir: str = ""
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
+    engine_token: str = ""  # what engines and router ask of their callers
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
@@ -184,6 +185,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
                 save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
+                save_hf=c.save_hf or "",
                 load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
                 fingerprint=place.fingerprint,
                 keep_last=c.keep_last,
@@ -228,7 +230,9 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (
             "filter",
             "filter",
-            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval),
+            FilterSpec(
+                custom_filter=_custom(r.dynamic_sampling_filter_path, FILTERS), update_weights_interval=interval
+            ),
         ),
         (
             "partial",

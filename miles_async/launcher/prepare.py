@@ -5,6 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
+import secrets
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +22,43 @@ from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus
+from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial
+from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.identity import Identity
 from miles_async.launcher.plan import Place, initial_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir
+
+FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
+
+
+def check_host(settings: RunSettings) -> None:
+    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
+    slots = max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
+    need = FILES_BESIDE_REQUESTS + slots
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise SettingsError(
+            f"a process may have {hard} files open here, and one of this run needs up to {need} (a connection per request)",
+            remedy=f"Raise the limit first: ulimit -n {max(4096, need)}, or LimitNOFILE= of its service.",
+        )
+    if soft < need:  # what is started here inherits it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+    run_dir = settings.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise SettingsError(
+            f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}",
+            field="runs_dir",
+            value=settings.launch.runs_dir,
+            remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
+        ) from None
+ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
@@ -66,12 +101,29 @@ def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
+    """Where versions of the weights are published, and a note when that is not shared memory though the host has it: two
+    versions, in float32, lie there at once, and containers often have little."""
+    shared = shared_memory(run_dir)
+    need = 2 * 2 * sum(f.stat().st_size for f in model.glob("*.safetensors"))
+    free = shutil.disk_usage("/dev/shm").free if shared != run_dir / "weights" else need
+    if free >= need or shared.exists():
+        return shared, ""
+    text = (
+        f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
+    )
+    return (
+        run_dir / "weights",
+        f"{text}published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)",
+    )
+
+
 def shared_memory(run_dir: Path) -> Path:
     """Directory for published weights: shared memory where the host has it, else the run directory."""
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     root = Path("/dev/shm")
     if root.is_dir() and os.access(root, os.W_OK):
-        return root / f"miles_async-{os.getuid()}-{digest}" / "weights"
+        return private_directory(root / f"miles_async-{os.getuid()}-{digest}") / "weights"
     return run_dir / "weights"
 
 
@@ -84,8 +136,11 @@ def reference_dir(settings: RunSettings) -> str:
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    private_directory(run_dir)
     directory = model_dir(settings, run_dir)
+    weights, note = weights_dir(run_dir, directory)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     identity = {
         "prompt_data": str(settings.rollout.prompt_data),
         "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
@@ -98,13 +153,30 @@ def place_of(settings: RunSettings) -> Place:
         reference_dir=reference_dir(settings),
         critic_dir=critic_dir(settings),
         teacher_dir=teacher_dir(settings, directory),
-        weights_dir=str(shared_memory(run_dir)),
+        weights_dir=str(weights),
         blob_dir=str((run_dir / "blobs").resolve()),
         stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
         fingerprint=fingerprint_of(identity),
+        engine_token=engine_token(run_dir),
         **router_of(settings, run_dir),
     )
+
+
+def engine_token(run_dir: Path) -> str:
+    """What the engines and the router of a run ask of their callers: the user's (for engines of his own), or one made once per run
+    and kept, because engines outlive a launcher."""
+    if given := os.environ.get(ENGINE_TOKEN):
+        return given
+    file = run_dir / "engine.token"
+    try:
+        known = file.read_text().strip()
+    except OSError:
+        known = ""
+    if not known:
+        known = secrets.token_hex(32)  # hexadecimal: none that looks like a flag
+        write_secret(file, f"{known}\n")
+    return known
 
 
 def router_of(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
@@ -196,14 +268,12 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         drain_timeout_s=settings.launch.drain_timeout_s,
         run_dir=place.run_dir,
     )
-    present = await bus.link.run("GET", bus.keys.identity)
-    if present is not None:
-        known = msgspec.json.decode(present, type=Identity)
-        if known.fingerprint != place.fingerprint:
-            raise SettingsError(
-                f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
-                field="name",
-                value=settings.launch.name,
-                remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
-            )
-    await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
+    known = await read_identity(bus)
+    if known is not None and known.fingerprint != place.fingerprint:
+        raise SettingsError(
+            f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
+            field="name",
+            value=settings.launch.name,
+            remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
+        )
+    await write_identity(bus, identity)

@@ -1,7 +1,10 @@
 """`miles-async train`: check, start the bus, start the actors, keep them, end with a summary and a report.
 
-Shutdown, in order: 1 trainer and evaluator are done, or the operator asks · 2 SIGTERM to all actors, which drain ·
-3 the console and the recorder stop · 4 the embedded Redis stops (its append-only file stays) · 5 report and summary.
+A closed terminal (SIGHUP, or output that nobody takes) ends the view, not the run: the launcher goes on keeping the actors
+and writes what it has to say into logs/launcher.log; `miles-async attach` shows the view again.
+Shutdown, in order: 1 trainer and evaluator are done, or the operator asks, by signal or on the bus · 2 SIGTERM to all actors,
+which drain, the recorder last · 3 the console stops · 4 the embedded Redis stops (its append-only file stays) · 5 report and
+summary.
 """
 
 from __future__ import annotations
@@ -10,47 +13,80 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
+from actors.recorder.actor import RecorderSpec
+from actors.recorder.feed import Feed
+from actors.recorder.file import read_records
 from actors.reward.scorer import RM_TYPES
+from actors.runtime.context import STOP_WISH
+from actors.runtime.fork_server import ForkServer
 from actors.runtime.loop import run_loop
-from bus import Bus, Out, SystemClock
-from bus.messages.control import Event
+from actors.runtime.run import EXIT_REFUSED
+from bus import Bus, Commit, Out, SystemClock
+from bus.client import connect
+from bus.errors import BusFull, BusUnreachable
+from bus.messages.control import ActorState, Event, Vitals
 from bus.messages.policy import Finished
-from bus.server.checks import check_server, connect
+from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console
-from miles_async.console.recorder import Recorder
 from miles_async.console.watchdog import watch
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
-from miles_async.launcher.prepare import check_quantization, place_of, prepare_bus, token_counter
+from miles_async.launcher.prepare import check_host, check_quantization, place_of, prepare_bus, token_counter
 from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
-from miles_async.settings.runs import write_run_file
+from miles_async.settings.runs import finished_steps, write_run_file
+
+LIGHT = ("recorder", "sampler", "generation", "reward", "filter", "partial", "publisher", "evaluator")
+RESUME = "Checkpoints and streams are kept: the same command goes on."
+
+
+def fork_servers() -> dict[str, ForkServer]:
+    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
+    its libraries may look for one, and who has done so must not fork."""
+    if sys.platform != "linux":
+        return {}
+    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
+    servers = dict.fromkeys(LIGHT, light)
+    if not Path("/dev/nvidiactl").exists():
+        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.backend"))
+    return servers
 
 
 def train(settings: RunSettings) -> int:
-    """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given."""
+    """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
+    check_host(settings)
+    servers = fork_servers()
+    if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
+        print(f"run {settings.launch.name}: checking model and data", flush=True)
     found = preflight(settings, shipped={"rm_type": RM_TYPES}, probes=[check_quantization])
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)
+    run_dir = Path(place.run_dir)
+    if (steps := finished_steps(run_dir)) >= place.num_rollout:
+        print(
+            f"run {settings.launch.name} has finished: {steps} of {place.num_rollout} steps are done, nothing was started and "
+            f"nothing changed. What it did is in {run_dir}. Raise --num-rollout to go on, or choose another --name."
+        )
+        return 0
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
-    run_dir = Path(place.run_dir)
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))
-        return run_loop(_train(settings, place, run_dir))
+        return run_loop(_train(settings, place, run_dir, servers))
 
 
-async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
+async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Mapping[str, ForkServer]) -> int:
     embedded: EmbeddedRedis | None = None
     ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
     url = settings.bus.bus_url
@@ -71,13 +107,18 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
         async with Bus(bus_config(settings, url, place)) as bus:
             for note in await prepare_bus(bus, settings, place):
                 print(f"note: {note}", file=sys.stderr)
+            await bus.commit(Commit(state={STOP_WISH: ""}))
             ours = True
-            status = await _supervise(settings, place, bus, run_dir, embedded)
+            status, finished = await Launcher(settings, place, bus, embedded, servers).run()
     finally:
+        for server in set(servers.values()):
+            await server.close()
         if ours:  # published copies; checkpoints lie elsewhere
             await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)
         if ours and embedded is not None:
             await asyncio.to_thread(embedded.stop)
+    if finished and not status:
+        write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=place.num_rollout)
     if settings.launch.report:
         from miles_async.console.report import write_report  # matplotlib: only when there is something to draw
 
@@ -86,53 +127,134 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path) -> int:
     return status
 
 
-async def _supervise(
-    settings: RunSettings, place: Place, bus: Bus, run_dir: Path, embedded: EmbeddedRedis | None
-) -> int:
-    recorder = Recorder(bus, run_dir)
-    supervisor = Supervisor(
-        run_dir,
-        SystemClock(),
-        budget=settings.launch.restart_budget,
-        threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
-        furthest=lambda: recorder.history.furthest,
-    )
-    for name, role, room in room_specs(settings, place):
-        supervisor.add(actor_spec(settings, place, bus.config, name, role, room))
-    await supervisor.retire_others()
-    (run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
-    stop = asyncio.Event()
-    failure: RunFailed | None = None
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(recorder.follow(stop))
-        tasks.create_task(watch(bus, stop))
-        tasks.create_task(
-            run_console(bus, mode=settings.launch.console, total_steps=place.num_rollout, run_dir=run_dir, stop=stop)
+class Launcher:
+    """Keeps one run's actors and shows them, until the run is over or is asked to end."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        place: Place,
+        bus: Bus,
+        embedded: EmbeddedRedis | None,
+        servers: Mapping[str, ForkServer],
+    ) -> None:
+        self._servers = servers
+        self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
+        self._run_dir = Path(place.run_dir)
+        self._asked = asyncio.Event()  # to stop
+        self._lost: RunFailed | None = None  # the bus, for longer than its deadline
+        self._stop = asyncio.Event()
+        self._hung_up = False
+        self._view_over = asyncio.Event()
+
+    async def run(self) -> tuple[int, bool]:
+        """Exit status, and whether the last step is done."""
+        settings, bus = self._settings, self._bus
+        feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
+        supervisor = Supervisor(
+            self._run_dir,
+            SystemClock(),
+            budget=settings.launch.restart_budget,
+            threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
+            furthest=lambda: feed.history.furthest,
+            servers=self._servers,
         )
-        tasks.create_task(_tell(bus, supervisor, stop))
-        if embedded is not None:
-            tasks.create_task(_keep_redis(embedded, stop))
-        watches = {name: asyncio.create_task(supervisor.watch(c)) for name, c in supervisor.children.items()}
+        recorder = ("recorder", "recorder", RecorderSpec(tokenizer_dir=self._place.model_dir))
+        for name, role, room in (recorder, *room_specs(settings, self._place)):
+            supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
+        await supervisor.retire_others()
+        (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked.set)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        failure: RunFailed | None = None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._show(feed))
+            tasks.create_task(watch(bus, self._stop))
+            tasks.create_task(self._tell(supervisor))
+            if self._embedded is not None:
+                tasks.create_task(_keep_redis(self._embedded, self._stop))
+            watches = {name: asyncio.create_task(supervisor.watch(k)) for name, k in supervisor.kept.items()}
+            try:
+                failure = await _until_over(watches, self._asked) or self._lost
+            finally:
+                late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0)
+                await asyncio.gather(*watches.values(), return_exceptions=True)
+                self._stop.set()
+                self._view_over.set()
+        await feed.close()
+        for name in late:
+            print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
+        name = settings.launch.name
+        if failure:
+            again = "" if failure.status == EXIT_REFUSED and failure is not self._lost else f" {RESUME}"
+            print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
+            return failure.status, False
+        last = await bus.last(POLICY)
+        finished = bool(last) and isinstance(await bus.message(last[0]), Finished)
+        if not finished:
+            print(f"run {name} stopped; the same command goes on from its last checkpoint")
+        return 0, finished
+
+    def _hang_up(self) -> None:
+        """Nobody looks any more: go on without the terminal."""
+        if not self._hung_up:
+            self._hung_up = True
+            _redirect(Path(os.devnull))
+            self._view_over.set()
+
+    async def _show(self, feed: Feed) -> None:
+        total, mode = self._place.num_rollout, self._settings.launch.console
         try:
-            failure = await _until_over(watches, asked)
-        finally:
-            late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0)
-            await asyncio.gather(*watches.values(), return_exceptions=True)
-            stop.set()
-    last = await bus.last(POLICY)
-    finished = bool(last) and isinstance(await bus.message(last[0]), Finished)
-    for name in late:
-        print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
-    if failure:
-        print(f"miles-async: run {settings.launch.name} ended: {failure}", file=sys.stderr)
-        return failure.status
-    if not finished:
-        print(f"run {settings.launch.name} stopped; the same command goes on from its last checkpoint")
-    return 0
+            await run_console(self._bus, feed, mode=mode, total_steps=total, stop=self._view_over)
+        except* OSError:  # a terminal or a pipe that is gone
+            self._hang_up()
+        if self._hung_up:
+            _redirect(self._run_dir / "logs" / "launcher.log")
+            name = self._settings.launch.name
+            print(f"the terminal is gone, run {name} goes on; miles-async attach --run {name} shows it", flush=True)
+            await run_console(self._bus, feed, mode="none", total_steps=total, stop=self._stop)
+
+    async def _tell(self, supervisor: Supervisor) -> None:
+        """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a
+        wish to stop that lies on the bus; woken by time or the end."""
+        bus, told, next_beat_s = self._bus, 0, 0.0
+        while True:
+            over = self._stop.is_set()
+            try:
+                for kind, text in supervisor.notes[told:]:
+                    level: Literal["info", "warning"] = "warning" if kind == "restart" else "info"
+                    event = Event(actor="launcher", kind=kind, text=text, wall=bus.clock.wall(), level=level)
+                    await bus.append([Out(EVENTS, event)], repeatable=True)
+                    told += 1
+                if over or bus.clock.monotonic() >= next_beat_s:
+                    await bus.set_vitals("launcher", self._vitals("stopped" if over else "running"))
+                    next_beat_s = bus.clock.monotonic() + self._settings.launch.heartbeat_s
+                    if await bus.state(STOP_WISH):
+                        self._asked.set()
+            except (BusUnreachable, BusFull) as error:
+                status = EXIT_REFUSED if isinstance(error, BusUnreachable) else 1
+                self._lost = self._lost or RunFailed(str(error), status=status)
+                self._asked.set()
+            if over:
+                return
+            try:
+                await asyncio.wait_for(self._stop.wait(), 0.5)
+            except TimeoutError:
+                continue
+
+    def _vitals(self, state: ActorState) -> Vitals:
+        wall, host = self._bus.clock.wall(), socket.gethostname()
+        return Vitals(actor="launcher", role="launcher", pid=os.getpid(), host=host, state=state, wall=wall)
+
+
+def _redirect(file: Path) -> None:
+    """Let what this process prints go to a file from now on."""
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(handle, number)
+    os.close(handle)
 
 
 async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Event) -> RunFailed | None:
@@ -163,24 +285,6 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
 def _peers(name: str, watches: Collection[str]) -> list[str]:
     """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
     return [w for w in watches if w != name and name.startswith("generation-") and w.startswith("generation-")]
-
-
-async def _tell(bus: Bus, supervisor: Supervisor, stop: asyncio.Event) -> None:
-    """Put what the supervisor notes (restarts, adoptions) on the events stream; woken by time or the end."""
-    told = 0
-    while True:
-        over = stop.is_set()
-        for kind, text in supervisor.notes[told:]:
-            level: Literal["info", "warning"] = "warning" if kind == "restart" else "info"
-            event = Event(actor="launcher", kind=kind, text=text, wall=bus.clock.wall(), level=level)
-            await bus.append([Out(EVENTS, event)], repeatable=True)
-            told += 1
-        if over:
-            return
-        try:
-            await asyncio.wait_for(stop.wait(), 0.5)
-        except TimeoutError:
-            continue
 
 
 async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:

@@ -7,6 +7,10 @@ import difflib
 from collections.abc import Iterable
 
 _NO_VALUE = object()
+GONE = {
+    "update_weight_delta": "It saved nothing: updates change every matrix. Set --update-weight-transport nccl, or ipc on one host."
+}
+"""Settings of former releases, and what to do instead."""
 
 
 class SettingsError(ValueError):
@@ -38,7 +42,9 @@ def show(value: object) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A sentence naming the valid name closest to `name`, or the empty string when none is close."""
+    """A sentence naming what stands in place of `name`, or the valid name closest to it; empty when none is close."""
+    if (instead := GONE.get(name.removeprefix("--").removeprefix("no-").replace("-", "_"))) is not None:
+        return instead
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"Did you mean {close[0]}?" if close else ""
 

@@ -17,6 +17,7 @@ from miles_async.settings.derive import fill
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
+from miles_async.settings.secrets import take_password
 
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
@@ -75,6 +76,8 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
             )
     defaults = {name: spec.default for name, spec in catalog().items() if spec.default is not NO_DEFAULT}
     values = fill(given, defaults, run_name=config.stem if config is not None else "run")
+    if values.get("bus_url"):
+        values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {
         name: origins.get(name, "file" if name in given else "default" if name in defaults else "derived")
         for name in catalog()

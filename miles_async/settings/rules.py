@@ -262,12 +262,15 @@ def checkpoint_options_agree(s: RunSettings) -> None:
     c = s.ckpt
     if c.no_save and c.save_trigger_sentinel is not None:
         raise refusal("save_trigger_sentinel", c.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
+    if c.no_save and c.save_hf is not None:
+        raise refusal("save_hf", c.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
     for name, pattern in (
+        ("save_hf", c.save_hf),
         ("save_debug_rollout_data", c.save_debug_rollout_data),
         ("load_debug_rollout_data", c.load_debug_rollout_data),
     ):
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise refusal(name, pattern, "every rollout would use one file", "Write {rollout_id} into the path.")
+            raise refusal(name, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
 
 
 def debug_modes_exclude_each_other(s: RunSettings) -> None:

@@ -1,6 +1,6 @@
 """How commands find a run: `<runs_dir>/<name>/run.json`, written by the launcher when the bus is up.
 
-run.json = {"run": name on the bus, "bus_url": address}. The newest file is the default run.
+run.json = {"run": name on the bus, "bus_url": address, "finished": steps}. The newest file is the default run.
 """
 
 import os
@@ -16,10 +16,12 @@ RUN_FILE = "run.json"
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of run.json. Unknown keys are allowed: a newer launcher may write more."""
+    """Content of run.json. `finished`: steps of a run that has done them all, 0 before. Unknown keys are allowed: a newer
+    launcher may write more."""
 
     run: str
     bus_url: str
+    finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,23 @@ class RunRef:
     run_dir: Path | None
 
 
-def write_run_file(run_dir: Path, *, run: str, bus_url: str) -> Path:
+def write_run_file(run_dir: Path, *, run: str, bus_url: str, finished: int = 0) -> Path:
     """Write run.json by atomic rename, readable by its owner only: the address may hold a password."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / RUN_FILE
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.touch(mode=0o600)
-    fresh.write_bytes(msgspec.json.encode(RunFile(run=run, bus_url=bus_url)) + b"\n")
+    fresh.write_bytes(msgspec.json.encode(RunFile(run=run, bus_url=bus_url, finished=finished)) + b"\n")
     fresh.replace(path)
     return path
+
+
+def finished_steps(run_dir: Path) -> int:
+    """Steps that a finished run has done; 0 for one that has not finished or never began."""
+    try:
+        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunFile).finished
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return 0
 
 
 def read_run_file(path: Path) -> RunRef:

@@ -157,17 +157,6 @@ def router_settings_agree(s: RunSettings) -> None:
         )
 
 
-def delta_is_for_files(s: RunSettings) -> None:
-    way = s.sglang.update_weight_transport
-    if s.sglang.update_weight_delta and way != "disk":
-        raise SettingsError(
-            f"update_weight_transport is {way!r}, which sends all tensors",
-            field="update_weight_delta",
-            value=True,
-            remedy="Leave it out, or set --update-weight-transport disk.",
-        )
-
-
 def waves_are_for_files(s: RunSettings) -> None:
     way, fraction = s.sglang.update_weight_transport, s.sglang.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
@@ -196,7 +185,6 @@ def engines_are_different(s: RunSettings) -> None:
 
 RULES = (
     engines_are_different,
-    delta_is_for_files,
     waves_are_for_files,
     engines_match_the_gpus,
     passed_flags_are_not_ours,
@@ -211,11 +199,15 @@ def notes(s: RunSettings) -> Iterator[str]:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
     among_others = g.use_router or g.sglang_router_ip is not None
     elsewhere = bool(g.sglang_server_command or g.rollout_external_engine_addrs)
-    if g.engine != "embedded" and g.pause_generation_mode == "in_place" and (among_others or elsewhere):
-        why = "behind a router" if among_others else "in an SGLang that this run does not start with its own Python"
+    if g.engine != "embedded" and g.pause_generation_mode == "in_place" and among_others:
         yield (
-            f"pause_generation_mode in_place acts like retract {why}: tokens cannot be counted there at the moment of a weight "
-            "update, and a chunk of several could mix two versions"
+            "pause_generation_mode in_place acts like retract behind a router: tokens cannot be counted there at the moment of a "
+            "weight update, and a chunk of several could mix two versions"
+        )
+    elif g.engine != "embedded" and g.pause_generation_mode == "in_place" and elsewhere:
+        yield (
+            "pause_generation_mode in_place cannot count tokens in an SGLang that this run does not start with its own Python: two "
+            "chunks of each running sample count as the older version's at a weight update"
         )
     if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"

@@ -2,7 +2,8 @@
 
 FAKE_SGLANG names a JSON list of failures, tried in order. Each: `log` (what it prints), `exit` (status; null: hang), and when
 it does not apply: `unless_env` (name=value is set), `unless_flag` ("name" or "name=value" is given), `times` (that
-often only). When none applies it serves: /health, /model_info, /server_info, /generate, and writes what it is asked to
+often only). When none applies it serves: /health, /model_info, /server_info, /generate (all but the first only to
+who shows the key of its --config file), and writes what it is asked to
 sample to <plan>.asked, a line each. No sampled token comes while there is a file <plan>.compiling.
 """
 
@@ -42,6 +43,15 @@ def applies(failure: dict[str, Any], given: dict[str, str], plan: Path, number: 
 class Handler(BaseHTTPRequestHandler):
     version = ""
     asked: Path
+    api_key = ""
+
+    def parse_request(self) -> bool:
+        known = super().parse_request()
+        shown = self.headers.get("Authorization") if known else None
+        if known and self.api_key and self.path != "/health" and shown != f"Bearer {self.api_key}":
+            self.send_error(401)
+            return False
+        return known
 
     def do_GET(self) -> None:
         self.answer(
@@ -87,6 +97,9 @@ def main() -> None:
                 os.kill(os.getpid(), -failure["exit"])
             sys.exit(failure["exit"])
     Handler.version = given["weight-version"]
+    if "config" in given:  # YAML, of which JSON strings are a part
+        name, _, value = Path(given["config"]).read_text().partition(": ")
+        Handler.api_key = json.loads(value) if name == "api-key" else ""
     Handler.asked = plan.with_name(f"{plan.name}.asked")
     ThreadingHTTPServer((given["host"], int(given["port"])), Handler).serve_forever()
 

@@ -12,6 +12,8 @@ import pytest
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
 from actors.evaluator.schedule import due
+from actors.recorder.history import History, history_of
+from actors.recorder.records import records_of
 from actors.runtime.prompts import DataSpec
 from bus import Bus
 from bus.messages.base import pack_floats, pack_ints
@@ -20,9 +22,7 @@ from bus.messages.policy import Finished, PolicyActive
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
-from miles_async.console.history import History, history_of
 from miles_async.console.live import plain_line
-from miles_async.console.records import records_of
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.actors.house import messages, open_bus, put, running, until

@@ -68,6 +68,23 @@ def announced(version: int, directory: Path) -> PolicyAnnounced:
     return PolicyAnnounced(version=PolicyVersion(version, version - 1), manifest=manifest)
 
 
+@pytest.mark.parametrize("skew_s", [-30.0, 30.0])
+async def test_a_worker_is_ordered_whatever_its_clock_says(
+    redis_url: str, run_name: str, tmp_path: Path, skew_s: float
+) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        off = msgspec.structs.replace(says("w"), wall=time.time() + skew_s)
+        await bus.set_vitals("w", off)  # one that was there before the publisher
+        async with running(bus, "publisher", run, PublisherSpec()):
+            await put(bus, POLICY, announced(1, tmp_path))
+            await put(bus, EVENTS, msgspec.structs.replace(off, actor="x"))
+            await until(lambda: both(bus))
+
+
+async def both(bus: Bus) -> bool:
+    return {name for order in await orders(bus, 1) for name in order.workers} == {"w", "x"}
+
+
 @pytest.mark.parametrize(
     ("waits_for", "why"),
     [("activation of version 1", "it waits for activation of version 1"), ("", "it does not say why")],

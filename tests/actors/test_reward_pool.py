@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from aiohttp import web
 
@@ -47,6 +49,9 @@ def hook(sample):
         child = subprocess.Popen(["sleep", "600"])
         open(sample["label"], "w").write(str(child.pid))
         child.wait()
+    if what == "setsid":
+        daemon = "import os, sys, time; os.fork() and os._exit(0); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", daemon, sample["label"]], start_new_session=True).wait()
     if what == "stdin":
         return float(len(sys.stdin.read()))
     if what == "dict":
@@ -168,6 +173,33 @@ async def test_a_hook_that_hangs_is_killed_while_others_go_on(sync_hook: str, tm
         await gone(pid)
         assert pid not in verifiers.pids
         assert await verifiers.score(sample("ok"), 20.0) == 2.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="found by their environment, which psutil reads on Linux")
+async def test_what_a_hook_sent_into_a_session_of_its_own_ends_with_the_pool(sync_hook: str, tmp_path: Path) -> None:
+    async with pool(sync_hook) as verifiers:
+        await verifiers.score(sample("setsid", str(tmp_path / "pid")), 20.0)
+        pid = int(await appears(tmp_path / "pid"))
+        assert psutil.pid_exists(pid), "a hook may keep a helper while its verifier lives"
+    await gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="found by their environment, which psutil reads on Linux")
+async def test_what_a_killed_actor_left_behind_ends_when_the_next_one_starts(sync_hook: str, tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, signal, sys; from actors.reward.pool import VerifierPool; from actors.reward.sample import Sample\n"
+        "async def main():\n"
+        "    async with VerifierPool(sys.argv[1], n_workers=1, boot_deadline_s=30.0) as pool:\n"
+        "        await pool.score(Sample(sample_id='g', prompt='p', response='setsid', label=sys.argv[2]), 20.0)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, sync_hook, str(tmp_path / "pid"))
+    assert await child.wait() == -9
+    pid = int(await appears(tmp_path / "pid"))
+    assert psutil.pid_exists(pid)
+    async with pool(sync_hook):
+        await gone(pid)
 
 
 async def test_what_a_hook_started_is_killed_with_it(sync_hook: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer
+from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer, undecided
 from actors.reward.rules import BOXED_RULES, RULES, chosen_letter
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import RM_TYPES, Scorers, UnknownScorer
@@ -80,11 +80,8 @@ def test_answers_that_are_the_same(given_answer: str, wanted: str) -> None:
         ("41", "42"),
         ("1 2", "12"),
         ("12", "1 2"),
-        ("3+4", "7"),
-        ("2*21", "42"),
         ("8/2", "4"),
         ("6/8", "3/4"),
-        ("2^{10}", "1024"),
         ("0.333", "1/3"),
         (r"\frac{1}{23}", r"\frac{12}{3}"),
         ("(1, 2)", "(2, 1)"),
@@ -109,6 +106,17 @@ def test_answers_that_are_the_same(given_answer: str, wanted: str) -> None:
 )
 def test_answers_that_are_not(given_answer: str, wanted: str) -> None:
     assert not same_answer(given_answer, wanted)
+
+
+@pytest.mark.parametrize(
+    "given_answer",
+    ["12+7", "7+12", "12+7+0", "12+6+1", "1{,}200+7", r"\frac{12}{1}+7", r"\sqrt{12^2}+7", "12*1+7", "2(12)-5", "6!-701+7-7"],
+)
+def test_the_question_is_no_answer_to_itself_however_it_is_turned(given_answer: str) -> None:
+    question = "What is 12 + 7? (1,200+7 is another question.)"
+    wanted = "1207" if "200" in given_answer else "19"
+    assert not same_answer(given_answer, wanted, question) and not undecided(given_answer, wanted, question)
+    assert same_answer("19", "19", question) and same_answer(r"\frac{38}{2}+0", "19", question)
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
@@ -164,7 +172,7 @@ def test_math_reads_labels_as_data_sets_write_them() -> None:
     assert score("math", r"\boxed{72}", "48 + 24 = 72\n#### 72") == 1.0
     assert score("math", r"\boxed{72}", r"Thus \boxed{72}.") == 1.0
     assert score("math", "36-9=27", "27") == 1.0
-    assert score("math", "3*9+0", "27") == 0.0
+    assert score("math", "3*9+0", "27", prompt="3*9=") == 0.0
     assert score("math", "", "27") == 0.0
 
 

@@ -12,11 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
 from actors.generation.sglang_args import GATHER, PREFILL_BATCH, server_args
+from actors.generation.sglang_calls import Calls
 from actors.generation.sglang_server import SGLangServer
 from actors.runtime.child import command_line
 from tests.engine.processes import until_async
@@ -234,6 +236,20 @@ async def test_a_server_that_starts_leaves_its_whole_contract(
         script = (tmp_path / "engines" / "boot.001" / "reproduce.sh").read_text()
         assert "hush" not in script and "export CUDA_VISIBLE_DEVICES=5,6" in script
     assert not server.alive
+
+
+async def test_its_key_comes_by_a_file_and_stands_in_no_record(boot: Boot, tmp_path: Path) -> None:
+    async with boot(token="hush-hush") as (server, _):
+        url = await server.start()
+        for token, answer in (("hush-hush", 200), ("", 401)):
+            calls = Calls(url, deadline_s=5.0, token=token)
+            assert (await calls.call("GET", "/model_info"))[0] == answer
+            await calls.close()
+        folder = tmp_path / "engines" / "boot.001"
+        assert (folder / "api-key.yaml").stat().st_mode & 0o777 == 0o600
+        for name in ("attempt.json", "reproduce.sh"):
+            assert "hush" not in (folder / name).read_text() and "api-key.yaml" in (folder / name).read_text()
+        assert "hush" not in " ".join(psutil.Process(server.pid).cmdline())
 
 
 async def test_custom_all_reduce_over_ipc_is_answered_with_the_older_one(boot: Boot, tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ class House:
             gone = self.ready.pop(key)
             assert reason == "outlasted" or self.went_back, "what is dropped has outlasted the bound by its own generation"
             self.outlasted += len(gone.left)
-            self.progress.fold(GroupVerdict(group_id=gone.group.group_id, prompt_id="p0", kept=False, members=gone.left_members()))
+            members = tuple(gone.group.samples[at].rollout.task.index for at in gone.left)
+            self.progress.fold(GroupVerdict(group_id=gone.group.group_id, prompt_id="p0", kept=False, members=members))
             del self.registry[key]
         if not made.take:
             return False

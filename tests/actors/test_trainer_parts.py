@@ -72,7 +72,7 @@ class Trainer:
         """Cut and train one batch; the ids of its samples."""
         batch = await self.next()
         samples = [s for g in batch.groups for s in g.samples]
-        fresh = [sum(p.n for p in s.rollout.response.spans if self.step - p.step <= batch.bound) for s in samples]
+        fresh = [tuple(p.n * (self.step - p.step <= batch.bound) for p in s.rollout.response.spans) for s in samples]
         await self.batches.done(batch, StepResult({}, (), fresh), step=self.step)
         self.step += 1
         return sample_ids(batch.groups)

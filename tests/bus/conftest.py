@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from bus.server import connect
+from bus.client import connect
 
 
 @pytest_asyncio.fixture

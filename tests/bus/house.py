@@ -24,7 +24,6 @@ from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
 from bus.messages.policy import Checkpointed, PolicyActive, Restored, StepDone
 from bus.messages.samples import Parked, PrefixResume, Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan, spans_cover
-from bus.testing.messages import a_task, an_open_group, more
 from bus.topology import (
     ACTIVE,
     DEAD,
@@ -37,6 +36,7 @@ from bus.topology import (
     SCORED,
     VERDICTS,
 )
+from tests.bus.suite.messages import a_task, an_open_group, more
 
 N_SAMPLES, PER_STEP, BOUND = 2, 2, 1
 READS: dict[str, tuple[Stream, ...]] = {

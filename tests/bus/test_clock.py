@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.testing.clock import ManualClock
+from tests.bus.suite.clock import ManualClock
 
 
 async def test_sleepers_wake_in_the_order_of_their_times() -> None:

@@ -13,10 +13,10 @@ import pytest
 from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis, find_server
 from bus.server.binary import packaged_binary
-from bus.testing import blobs, conformance, faults, flow
-from bus.testing.conformance import Check, MakeBus
-from bus.testing.faults import ReplyCheck, ServerCheck
-from bus.testing.proxy import LossyProxy
+from tests.bus.suite import blobs, conformance, faults, flow
+from tests.bus.suite.conformance import Check, MakeBus
+from tests.bus.suite.faults import ReplyCheck, ServerCheck
+from tests.bus.suite.proxy import LossyProxy
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from bus import Bus, BusConfig, Commit, Entry, Out, Reader
 from bus.errors import BusFull, DeadlineExceeded
 from bus.server import EmbeddedRedis
 from bus.streams.hop import id_key
-from bus.testing.messages import a_rollout, a_task
 from bus.topology import PROMPTS, ROLLOUTS
+from tests.bus.suite.messages import a_rollout, a_task
 
 
 async def publish(bus: Bus, n: int) -> None:

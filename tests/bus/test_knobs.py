@@ -18,10 +18,10 @@ from bus.knobs.live import KnobValues, fold
 from bus.knobs.table import FACTS, KNOBS, check_patch, check_whole, coerce, describe, find_knob
 from bus.messages.control import KnobPatch
 from bus.server import EmbeddedRedis
-from bus.testing.conformance import eventually, put_raw
-from bus.testing.faults import restart, written
-from bus.testing.knobs import plain_knobs
 from bus.topology import KNOBS as STREAM
+from tests.bus.suite.conformance import eventually, put_raw
+from tests.bus.suite.faults import restart, written
+from tests.bus.suite.knobs import plain_knobs
 
 WHOLE = check_whole(plain_knobs())
 
@@ -183,8 +183,8 @@ def test_another_release_may_know_more_or_fewer_knobs() -> None:
 
 def test_values_are_read_by_name_and_frozen() -> None:
     values = fold(None, KnobPatch(epoch=3, values=WHOLE))
-    assert values.whole("rollout_batch_size") == 4 and values.number("lr") == values.lr == 1e-3
-    assert values.text("staleness_policy") == "whole"
+    assert values.rollout_batch_size == 4 and values.lr == 1e-3
+    assert values.staleness_policy == "whole"
     with pytest.raises(AttributeError, match="no knob 'lrr'"):
         _ = values.lrr
     with pytest.raises(TypeError):

@@ -10,8 +10,8 @@ from bus import Bus, BusConfig, Commit, Out, Reader, ledger
 from bus.leavers import ENDED_S, SILENT_S, forget_leavers, gone
 from bus.messages.control import ActorState, Vitals
 from bus.messages.versions import VersionSpan
-from bus.testing.messages import a_task
 from bus.topology import PREFIXES, PROMPTS
+from tests.bus.suite.messages import a_task
 
 
 @pytest_asyncio.fixture

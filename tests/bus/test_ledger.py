@@ -15,9 +15,9 @@ from bus.ledger import HOME, Accounts, Found, accounts_of, audit
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.samples import Parked, PrefixResume, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.testing.conformance import publish, put_raw, reader_of
-from bus.testing.messages import a_group, a_response, a_rollout, a_task, an_open_group, more
 from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
+from tests.bus.suite.conformance import publish, put_raw, reader_of
+from tests.bus.suite.messages import a_group, a_response, a_rollout, a_task, an_open_group, more
 
 N = 4  # samples of a group
 

@@ -16,8 +16,8 @@ from bus.streams.hop import Placed, hop_args
 from bus.streams.keys import StreamKeys
 from bus.streams.redis import COMMIT
 from bus.streams.wire import Wire, pack
-from bus.testing.messages import a_task
 from bus.topology import PROMPTS
+from tests.bus.suite.messages import a_task
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=80)
 ARGUMENTS = st.one_of(WORDS, st.integers(-(2**62), 2**62), st.binary(max_size=300))

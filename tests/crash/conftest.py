@@ -1,10 +1,14 @@
 """The toy, and one run directory per test. MILES_ASYNC_CRASH=matrix runs the matrix (scripts/crash_matrix.sh), =all also
-the variants of its cases; without it only the fast cases run."""
+the variants of its cases; without it only the fast cases run. A case that fails leaves its runs' folders, logs and Redis data
+included, under MILES_ASYNC_KEEP (default: runs/failed), and says where."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +45,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+FAILED = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The fixture below has to know that its test failed."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = report.when
+    return report
+
+
+def keep(runs: list[Run], name: str) -> Path:
+    """Copies what a failed case left; sockets and other special files stay out."""
+    base = Path(os.environ.get("MILES_ASYNC_KEEP") or HERE.parents[1] / "runs" / "failed")
+    kept = base / f"{time.strftime('%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:80]}"
+    for run in runs:
+
+        def special(directory: str, names: list[str]) -> list[str]:
+            return [n for n in names if (path := Path(directory, n)).exists() and not (path.is_file() or path.is_dir())]
+
+        shutil.copytree(run.home, kept / run.home.name, ignore=special, symlinks=True, dirs_exist_ok=True)
+    return kept
+
+
 @pytest.fixture(scope="session")
 def toy() -> Iterator[Path]:
     """Model and prompts, made once per session."""
@@ -49,7 +80,7 @@ def toy() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run_of(toy: Path) -> Iterator[Launch]:
+def run_of(toy: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     """Makes a Run with settings over the usual ones; all its processes are gone at the end."""
     made: list[Run] = []
     with TemporaryDirectory(prefix="ma-crash-") as directory:
@@ -65,3 +96,5 @@ def run_of(toy: Path) -> Iterator[Launch]:
         finally:
             for run in made:
                 run.clean()
+            if FAILED in request.node.stash and made:
+                print(f"kept: {keep(made, request.node.name)}")

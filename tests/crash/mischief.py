@@ -107,7 +107,7 @@ class Mischief:
             samples += len(rows)
         history = await read_history(bus)
         live = values_at(history, history[-1].epoch)
-        per_sample = min(live.whole("partial_save_tokens"), live.whole("rollout_max_response_len"))
+        per_sample = min(live.partial_save_tokens, live.rollout_max_response_len)
         return Disturbance("kill worker", name, wall, samples=samples, tokens=samples * per_sample)
 
     async def _kill_actor(self, bus: Bus) -> Disturbance | None:

@@ -257,7 +257,7 @@ def test_a_trainer_that_never_gets_further_ends_the_run_with_its_words(run_of: L
     """However long each of its lives takes: here no two failures count as quick ones."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'actors.trainer' in sys.orig_argv:\n"
+        "if {'actors.trainer', 'actors.trainer.actor'} & set(sys.orig_argv):\n"
         "    import torch\n"
         "    from actors.trainer.torch_backend import backend\n"
         "    whole = backend.train_batch\n"

@@ -76,7 +76,7 @@ async def main(port_file: Path, gpus: int) -> None:
         return web.json_response({"success": True})
 
     async def info(request: web.Request) -> web.Response:
-        return web.json_response({"custom_weight_loader": [LOADER, INSIDE], "tp_size": gpus})
+        return web.json_response({"custom_weight_loader": [LOADER, INSIDE], "tp_size": gpus, "version": inside.TESTED[0]})
 
     async def state(request: web.Request) -> web.Response:
         model = scheduler.runner.model

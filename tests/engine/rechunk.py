@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from actors.generation.inside import Answer, Order
+from actors.generation.inside import TESTED, Answer, Order
 from actors.generation.sglang_args import INSIDE
 
 QUIET_S = 0.1
@@ -30,16 +30,17 @@ class Stream:
 
 class Rechunked:
     """A server before the engine at `engine_url`, and the process of it that a worker believes to own. `counts` False: it does
-    not understand its scheduler."""
+    not understand its scheduler. `version`: SGLang's."""
 
     note = ""
     alive = True
 
-    def __init__(self, engine_url: str, folder: Path, *, per_chunk: int = 8, counts: bool = True) -> None:
+    def __init__(self, engine_url: str, folder: Path, *, per_chunk: int = 8, counts: bool = True, version: str = TESTED[0]) -> None:
         self._engine_url = engine_url
         self._per_chunk = per_chunk
         self._counts = counts
         self._version = "default"
+        self._sglang = version
         self._streams: dict[str, Stream] = {}
         self._runner: web.AppRunner | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -69,7 +70,7 @@ class Rechunked:
         async with self._http.get(f"{self._engine_url}/server_info") as answer:
             info = await answer.json()
         return web.json_response(
-            info | {"version": "0.5.12", "stream_interval": self._per_chunk, "custom_weight_loader": [INSIDE]}
+            info | {"version": self._sglang, "stream_interval": self._per_chunk, "custom_weight_loader": [INSIDE]}
         )
 
     async def _pass(self, request: web.Request) -> web.Response:

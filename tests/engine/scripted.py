@@ -68,6 +68,9 @@ class ScriptedEngine(Engine):
     async def pause_counted(self, version: str) -> int | None:
         return None
 
+    def count_as_older(self, version: str) -> bool:
+        return False
+
     async def flush(self) -> bool:
         return True
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from actors.generation.census import CannotCount, count
 from actors.generation.engine import Chunk
+from actors.generation.inside import TESTED
 from actors.generation.sglang_wire import split
 from actors.generation.spec import GenerationSpec
 from bus import Out
@@ -129,13 +130,23 @@ def test_an_end_without_tokens_is_still_told() -> None:
 # -- a whole update ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
-async def test_samples_go_on_through_an_update_in_place_with_an_exact_boundary(
-    redis_url: str, run_name: str, tmp_path: Path, models: Callable[[str], tuple[Path, Path]], counts: bool
+@pytest.mark.parametrize(
+    ("counts", "version"),
+    [(True, TESTED[0]), (False, TESTED[0]), (True, "99.0")],
+    ids=["counted", "not counted", "of a version it was not tested with"],
+)
+async def test_samples_go_on_through_an_update_in_place_and_no_token_counts_as_newer_than_it_is(
+    redis_url: str,
+    run_name: str,
+    tmp_path: Path,
+    models: Callable[[str], tuple[Path, Path]],
+    counts: bool,
+    version: str,
 ) -> None:
     first, second = models("qwen3-endless")
+    exact = counts and version in TESTED
     with engine_process(first, "--stream-interval", "1") as (engine_url, _):
-        server = Rechunked(engine_url, tmp_path, counts=counts)
+        server = Rechunked(engine_url, tmp_path, counts=counts, version=version)
         spec = GenerationSpec(engine="external", model_path=str(first))
         async with at_work(redis_url, run_name, spec, process=server) as (bus, worker):
             await until(lambda: told(bus, "joined", 1))
@@ -146,21 +157,25 @@ async def test_samples_go_on_through_an_update_in_place_with_an_exact_boundary(
             rollouts = await rollouts_of(bus, 2)
             await until(lambda: told(bus, "activated", 2))
             became = [event.data["requests"] for event in await events(bus, "activated")]
-    assert became == ["sent again", "kept" if counts else "sent again"]  # the first order found no version before it
-    assert server.calls.count("/abort_request") == (
-        1 if counts else 3
-    )  # of the first order; of requests under way, and paused
+    assert became == ["sent again", "kept"]  # the first order found no version before it
+    assert server.calls.count("/abort_request") == 1  # of the first order
+    assert server.calls.count("count") == (version in TESTED)
     for rollout in rollouts:
         response = rollout.response
         assert [span.version for span in response.spans] == [1, 2]
         old = response.spans[0].n
         tokens = np.frombuffer(response.tokens, np.int32).tolist()
         logprobs = np.frombuffer(response.logprobs, np.float32)
-        before, after = tokens[:old], tokens[old:]
-        new = (
-            Oracle(second).logprobs_after(Oracle(first), PROMPT, before, after)  # they kept their keys
-            if counts
-            else Oracle(second).logprobs(PROMPT + before, after)
-        )
-        assert logprobs == pytest.approx(Oracle(first).logprobs(PROMPT, before) + new, abs=1e-3)
+
+        def made(boundary: int) -> list[float]:
+            """What they would be if the new weights began there; requests kept their keys."""
+            before, after = tokens[:boundary], tokens[boundary:]  # noqa: B023 - asked at once
+            new = Oracle(second).logprobs_after(Oracle(first), PROMPT, before, after)
+            return Oracle(first).logprobs(PROMPT, before) + new
+
+        if exact:
+            assert logprobs == pytest.approx(made(old), abs=1e-3)
+        else:  # over-, never understated, by two chunks at most
+            close = [b for b in range(old - 2 * 8, old + 9) if logprobs == pytest.approx(made(b), abs=1e-3)]
+            assert close and close[0] <= old
         assert len(tokens) == TOKENS

@@ -22,12 +22,12 @@ from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
-from bus.plans import read_plan
 from tests.engine.processes import until
 from tests.engine.test_quick_load import tensors
 
 BUCKET = 64  # bytes: the model's four tensors make three buckets
 Engine = tuple[SGLangClient, str]
+MANIFEST = WeightManifest(transport="nccl")
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def holds(found: dict[str, object], seed: int) -> bool:
     return found["qkv"] == fused.tolist() and found["norm"] == [*wanted["norm"].tolist(), 7, 7]
 
 
-async def prepared(client: SGLangClient, sender: NcclSender, folder: Path, seed: int, *, join: bool) -> WeightPlan:
+async def prepared(client: SGLangClient, sender: NcclSender, seed: int, *, join: bool) -> WeightPlan:
     """The plan of a version that is ready to be sent, to a group that was joined."""
-    sender.prepare(tensors(seed), folder)
-    plan = read_plan(folder)
+    sender._buffers.fill(tensors(seed))
+    plan = sender.plan()
     if join:
         joining = asyncio.create_task(asyncio.to_thread(sender.open))
         await client.init_weights_update_group(
@@ -87,11 +87,10 @@ async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_m
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
     for seed in (1, 2, 3):
-        plan = await prepared(client, sender, tmp_path / str(seed), seed, join=seed == 1)
+        plan = await prepared(client, sender, seed, join=seed == 1)
         assert len(plan.buckets) > 1
         sending = asyncio.create_task(asyncio.to_thread(sender.send))
-        manifest = WeightManifest(transport="nccl", path=str(tmp_path / str(seed)))
-        await Loader("w").load(client, manifest, plan, str(seed))
+        await Loader("w").load(client, MANIFEST, plan, str(seed))
         await sending
         found = await state(url)
         assert holds(found, seed) and found["version"] == str(seed)
@@ -105,16 +104,15 @@ async def test_requests_are_counted_in_the_call_that_brings_the_weights_or_nothi
     client, url = engine
     assert client.counts_when_receiving
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
-    manifest = WeightManifest(transport="nccl", path=str(tmp_path / "1"))
+    plan = await prepared(client, sender, 1, join=True)
     await client.resume()
     with pytest.raises(NotCounted):  # tokens are being made
-        await Loader("w").load(client, manifest, plan, "1", "0")
+        await Loader("w").load(client, MANIFEST, plan, "1", "0")
     found = await state(url)
     assert found["asked"] == 0 and found["version"] == "default"
     await client.pause("in_place")
     sending = asyncio.create_task(asyncio.to_thread(sender.send))
-    await Loader("w").load(client, manifest, plan, "1", "0")
+    await Loader("w").load(client, MANIFEST, plan, "1", "0")
     await sending
     assert json.loads((tmp_path / "answer.json").read_bytes())["counts"] == {"r": 4}
     found = await state(url)
@@ -125,7 +123,7 @@ async def test_requests_are_counted_in_the_call_that_brings_the_weights_or_nothi
 async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await prepared(client, sender, tmp_path / "1", 1, join=False)
+    plan = await prepared(client, sender, 1, join=False)
     assert not await client.receive(plan.buckets, "g", "1")
     found = await state(url)
     assert found["asked"] == 0 and found["version"] == "default"
@@ -135,11 +133,10 @@ async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine:
 async def test_a_version_that_breaks_off_is_refused_and_not_named(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
+    plan = await prepared(client, sender, 1, join=True)
     sender.close()  # the trainer is gone before it sent anything
-    manifest = WeightManifest(transport="nccl", path=str(tmp_path / "1"))
     with pytest.raises(TransportFailed, match="did not receive version 1") as failed:
-        await Loader("w").load(client, manifest, plan, "1")
+        await Loader("w").load(client, MANIFEST, plan, "1")
     assert failed.value.damaged
     assert (await state(url))["version"] == "default"
 
@@ -204,11 +201,11 @@ def test_an_answer_to_another_order_is_none(tmp_path: Path, monkeypatch: pytest.
 async def test_after_a_lost_answer_to_receive_the_weights_are_damaged(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    plan = await prepared(client, sender, tmp_path / "1", 1, join=True)
+    plan = await prepared(client, sender, 1, join=True)
     (tmp_path / "answer.part").mkdir()  # as on a full disk: the weights come, the answer does not
     sending = asyncio.create_task(asyncio.to_thread(sender.send))
     with pytest.raises(TransportFailed, match="no answer in") as failed:
-        await Loader("w").load(client, WeightManifest(transport="nccl", path=str(tmp_path / "1")), plan, "1", "0")
+        await Loader("w").load(client, MANIFEST, plan, "1", "0")
     await sending
     assert failed.value.damaged and (await state(url))["version"] == "default"
     sender.close()

@@ -1,9 +1,8 @@
-"""The embedded engine receives weights without files: over a gloo group, from a shared file, as changes on a version."""
+"""The embedded engine receives weights without files: over a gloo group, from a shared file."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from safetensors.torch import load_file
 from actors.generation.activation import Loader, TransportFailed
 from actors.generation.engine import GenerateRequest, RequestRefused
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest
+from bus.messages.weights import WeightPlan
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
 
@@ -51,27 +50,31 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return load_file(model / "model.safetensors")
 
 
-async def take(client: SGLangClient, manifest: WeightManifest, version: str, held: int = 1) -> None:
+def planned(sender: IpcSender | NcclSender, tensors: dict[str, torch.Tensor]) -> WeightPlan:
+    """The plan of a version that lies in the sender's buffers."""
+    sender._buffers.fill(tensors)
+    return sender.plan()
+
+
+async def take(client: SGLangClient, plan: WeightPlan, version: str) -> None:
     """What a worker does once the trainer sends."""
     loader = Loader("w")
-    plan = loader.plan(manifest, held)
-    assert plan is not None
     await loader.join(client, plan)
     await client.pause("retract")
-    await loader.load(client, manifest, plan, version)
+    await loader.load(client, WeightManifest(), plan, version)
     await client.resume()
 
 
 async def test_a_version_over_a_group(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
     client, _, second = pair
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    manifest = sender.prepare(weights(second), tmp_path)
+    plan = planned(sender, weights(second))
 
     def send() -> None:
         sender.open()
         sender.send()
 
-    await asyncio.gather(asyncio.to_thread(send), take(client, manifest, "2"))
+    await asyncio.gather(asyncio.to_thread(send), take(client, plan, "2"))
     await serves(client, second, "2")
     came = await client.weights_checksum()
     await client.update_weights_from_disk(str(second), "2")
@@ -84,16 +87,12 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
 ) -> None:
     client, first, second = pair
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
-    manifest = sender.prepare(weights(second), tmp_path)
-
-    loader = Loader("w")
-    plan = loader.plan(manifest, 1)
-    assert plan is not None
+    plan, loader = planned(sender, weights(second)), Loader("w")
     await asyncio.gather(asyncio.to_thread(sender.open), loader.join(client, plan))
     sender.close()
     await client.pause("retract")
     with pytest.raises(TransportFailed, match="partially updated") as failed:
-        await loader.load(client, manifest, plan, "2")
+        await loader.load(client, WeightManifest(), plan, "2")
     assert failed.value.damaged
     assert (await client.health()).weight_version == "1", "a version is named with its last bucket"
     await client.update_weights_from_disk(str(first), "3")
@@ -104,33 +103,11 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
 async def test_a_version_from_shared_memory(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
     client, first, second = pair
     sender = IpcSender(buffers=FlatBuffers(BUCKET, shared=tmp_path / "flat"))
-    await take(client, sender.prepare(weights(second), tmp_path / "2"), "2")
+    await take(client, planned(sender, weights(second)), "2")
     await serves(client, second, "2")
-    await take(client, sender.prepare(weights(first), tmp_path / "3"), "3")
+    await take(client, planned(sender, weights(first)), "3")
     await serves(client, first, "3")
     sender.close()
-
-
-async def test_changes_go_on_top_of_their_base_only(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
-    from actors.trainer.torch_backend.state import WeightFiles
-
-    client, first, _ = pair
-    writer, tensors = DeltaWriter(), weights(first)
-    beside = {"config.json": (first / "config.json").read_bytes()}
-    writer.write(WeightFiles(dict(tensors), beside), tmp_path / "1", 1)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
-    manifest = writer.write(WeightFiles(tensors, beside), tmp_path / "2", 2)
-    assert manifest.transport == "delta" and manifest.n_tensors == 1
-    whole = tmp_path / "whole"
-    shutil.copytree(first, whole)
-    (whole / "model.safetensors").unlink()
-    WeightFiles(tensors, beside).write(tmp_path / "files")
-    shutil.copy(tmp_path / "files" / "model.safetensors", whole)
-    await take(client, manifest, "2")
-    await serves(client, whole, "2")
-    await client.set_version("9")
-    with pytest.raises(RequestRefused, match="changed since version 1, this engine holds 9"):
-        await client.update_weights_from_disk(manifest.path, "2")
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(
@@ -145,9 +122,9 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(
         ("type", {"model.norm.weight": tensors["model.norm.weight"].to(torch.int32)}),
     ):
         sender = IpcSender(buffers=FlatBuffers(1 << 30, shared=tmp_path / name / "flat"))
-        manifest = sender.prepare(wrong, tmp_path / name)
+        plan = planned(sender, wrong)
         with pytest.raises(TransportFailed, match=next(iter(wrong))):
-            await Loader("w").load(client, manifest, Loader("w").plan(manifest, 1), "2")
+            await Loader("w").load(client, WeightManifest(), plan, "2")
         sender.close()
     with pytest.raises(RequestRefused, match="not in group nowhere"):
         await client.update_weights_from_distributed((), "nowhere", "2")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.generation.leasing import Leases
-from actors.generation.link import EngineLink
+from actors.generation.link import EngineLink, State
 from actors.generation.pace import Pace
 from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
@@ -274,6 +274,7 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
 
     async def body(context: Context, hold_s: float) -> None:
         link = EngineLink(context, lambda url, inside: ScriptedEngine(), process=None)
+        link.enter(State.SERVING)
         link.serving = version(1)
         pace = Pace(context, link, 8, 10.0)
         leases = Leases(context, link, Sharing(context, link, ()), pace, lambda: False, hold_s)

@@ -65,7 +65,7 @@ async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
         await bus.append([Out(ACTIVE, order(1, first))])
         await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
         await until(lambda: half_way(worker), deadline_s=30)
-        process = worker._link._process
+        process = worker._link.process
         assert process is not None and process.pid
         os.kill(process.pid, signal.SIGSTOP)
         await bus.append([Out(ACTIVE, order(2, second))])

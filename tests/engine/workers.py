@@ -57,7 +57,7 @@ async def at_work(
     async def body(context: Context, given: GenerationSpec) -> None:
         made.append(Worker(context, given))
         if process is not None:
-            made[0]._link._process = process
+            made[0]._link.process = process
         await made[0].run()
 
     async def started() -> bool:

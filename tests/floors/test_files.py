@@ -57,6 +57,7 @@ def test_every_stream_has_one_writing_room() -> None:
         assert bool(stream.readers) != bool(stream.tailed_by), f"{stream.name} is data or a log"
         assert not (stream.readers and stream.cap), f"{stream.name}: a cap would drop unread entries"
         assert stream.name in describe()
+        assert len(stream.readers) <= 1, "an entry is deleted when one group of readers has acknowledged it"
 
 
 def streams_written(path: Path) -> set[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "actors", "miles_async")
 FLOOR = {"bus": 0, "actors": 1, "miles_async": 2}
-ROOMS = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router")
+ROOMS = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder")
 
 
 class Import(NamedTuple):

@@ -27,7 +27,6 @@ from bus.messages.policy import (
 )
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.testing.knobs import plain_knobs
 from bus.topology import (
     ACTIVE,
     DEAD,
@@ -41,8 +40,9 @@ from bus.topology import (
     VERDICTS,
     Stream,
 )
+from tests.bus.suite.knobs import plain_knobs
 
-ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher")
+ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher", "recorder")
 TOKENS = 4
 
 
@@ -136,6 +136,8 @@ class Story:
     async def alive(self, message: Vitals) -> None:
         """A heartbeat."""
         await self.bus.set_vitals(message.actor, message)
+        heard_ms = int(message.wall * 1000)  # as if it had come when it was said
+        await self.bus.link.run("HSET", self.bus.keys.heard, message.actor, heard_ms)
         await self.say(EVENTS, message)
 
     async def issue(self, *groups: str, n_samples: int = 2) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.recorder.file import FILE
 from bus import Bus
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.console.metrics_file import FILE
 from miles_async.settings import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
 
@@ -231,10 +231,16 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
             "knob_epoch": 0,
             "groups": ["g7"],
         },
+        {
+            "kind": "sample", "wall": 4.0, "entry": "events@4-0", "step": 2, "sample": "g7/1", "group": "g7", "version": 3,
+            "reward": 0.5, "label": "2", "tokens": 1, "finish": "stop", "prompt": "1+1=", "response": "2\x1b[2J",
+        },
         {"kind": "drop", "wall": 6.0, "entry": "verdicts@6-0", "group": "g8", "reason": "zero_std_1"},
     ]
     (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert run.ask("trace", "g7/1")[1].startswith("g7/1: trained in step 3, policy version 4")
+    shown = run.ask("trace", "g7/1")[1]
+    assert shown.startswith("g7/1: trained in step 3, policy version 4")
+    assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
     assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped: zero_std_1")
     assert run.ask("trace", "g9/0")[0] == 2
 

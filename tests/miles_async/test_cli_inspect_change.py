@@ -8,7 +8,7 @@ import pytest
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
-from tests.miles_async.console_data import task, vitals
+from tests.miles_async.console_data import ROOMS, task, vitals
 
 DEADLINE_S = 20.0
 
@@ -72,7 +72,7 @@ def test_a_letter_whose_group_is_being_closed_waits(whole):
     [
         ({"body": b""}, "lay in a blob that is gone"),
         ({"body": b"\xc1junk"}, "would die again"),
-        ({"body": b"x" * 65536}, "only 65536 bytes"),
+        ({"body": b"", "fields": {"blob": "file:gone:9"}}, "would die again"),
         ({"stream": "events"}, "cannot be retried"),
         ({"stream": "nonsense"}, "cannot be retried"),
     ],
@@ -219,7 +219,7 @@ def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):
 
 def test_stop_without_a_launcher_here_waits_for_the_actors(whole):
     async def all_stopped(story):
-        for name in ("sampler", "reward", "filter", "partial", "trainer", "publisher"):
+        for name in ROOMS:
             await story.alive(vitals(name, state="stopped"))
         for name in ("generation-0", "generation-1"):
             await story.alive(vitals(name, "generation", state="stopped"))

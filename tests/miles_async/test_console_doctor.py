@@ -10,13 +10,13 @@ import pytest
 from bus import Bus, Commit
 from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
-from bus.testing.clock import ManualClock
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
+from tests.bus.suite.clock import ManualClock
 from tests.miles_async.console_data import Story, config, vitals
 
 DEADLINE_S = 20.0
@@ -321,3 +321,19 @@ async def test_the_first_step_is_read_from_the_runs_folder(redis_url, run_name, 
         await Story(bus).whole()
         assert (await read_scene(bus, tmp_path)).first_step == {"train/loss": 2.0}
         assert (await read_scene(bus, tmp_path / "nowhere")).first_step == {}
+
+
+async def test_a_launcher_that_is_gone_is_named_with_what_goes_on_without_it(redis_url, run_name):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        silent = bus.clock.wall() - 30
+        launcher = vitals("launcher", pid=2**22 + 1, wall=silent)
+        await bus.set_vitals("launcher", launcher)
+        found = await faults(bus)
+        assert set(found) == {"no launcher"}
+        assert "9 actors work on and the record is kept, but nobody starts again what dies" in found["no launcher"]
+        await story.finish(1)
+        assert "9 actors still wait: miles-async stop ends them" in (await faults(bus))["no launcher"]
+        await bus.set_vitals("launcher", msgspec.structs.replace(launcher, state="stopped"))
+        assert await faults(bus) == {}

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.recorder.history import history_of
 from miles_async.console.figures import eta_s, moving_average, shares, throughput, time_split
-from miles_async.console.history import history_of
-from miles_async.console.metrics_file import positions_of
 from miles_async.console.text import compress, duration, human_bytes, human_count, plural, shorten, sparkline, table
 
 
@@ -90,8 +89,3 @@ def test_steps_of_a_lost_future_leave_the_history_and_are_counted():
     assert history.steps[-1].wall == 111.0  # a repeated line is not a step
     assert (history.lost_steps, history.evals) == (2, [])
     assert history.unsaved_groups() == 3
-
-
-def test_positions_are_the_newest_entry_of_each_stream():
-    lines = [{"entry": "policy@9-1"}, {"entry": "policy@10-0"}, {"entry": "events@3-0"}, {"kind": "ledger"}]
-    assert positions_of(lines) == {"policy": "10-0", "events": "3-0"}

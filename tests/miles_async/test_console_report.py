@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from actors.recorder.actor import Recorder
+from actors.recorder.file import read_records
+from actors.recorder.history import history_of
 from bus import Bus
 from bus.topology import POLICY
-from miles_async.console.history import history_of
-from miles_async.console.metrics_file import read_records
-from miles_async.console.recorder import Recorder
 from miles_async.console.report import package_versions, staleness_bounds, write_report
 from miles_async.settings import dump_toml, settings_from
 from tests.miles_async.console_data import Story, config, step_done
@@ -140,3 +140,15 @@ def test_lost_steps_are_told(tmp_path):
 def test_versions_name_what_decides_the_numbers():
     names = dict(package_versions())
     assert {"python", "platform", "numpy", "redis", "msgspec"} <= names.keys()
+
+
+def test_texts_and_the_trainers_figures_are_shown_and_do_no_harm(tmp_path):
+    sample = {"kind": "sample", "wall": 110.0, "step": 3, "sample": "g1/0", "group": "g1", "version": 2, "reward": 1.0}
+    texts = {"label": "2", "tokens": 5, "finish": "stop", "prompt": "1+1=<script>", "response": "2\x1b[31m"}
+    steps = some_steps()
+    steps[1]["metrics"]["train/grad_norm"] = 0.25
+    lines(tmp_path, [*steps, sample | texts])
+    page = write_report(tmp_path).read_text()
+    assert "1+1=&lt;script&gt;<b>2\\x1b[31m</b>" in page
+    assert "<script>" not in page and "\x1b" not in page
+    assert "grad norm" in page

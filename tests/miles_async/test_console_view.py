@@ -7,11 +7,13 @@ import time
 import pytest
 from rich.console import Console
 
+from actors.recorder.feed import Feed
+from actors.recorder.file import read_records
 from bus import Bus, Out
+from bus.inspect import Head
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
-from miles_async.console.heads import Head
-from miles_async.console.live import Feed, run_console
+from miles_async.console.live import run_console
 from miles_async.console.snapshot import policy_facts, read_snapshot
 from miles_async.console.view import screen
 from tests.miles_async.console_data import TOKENS, Story, config, rollout, step_done, vitals
@@ -104,8 +106,7 @@ async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width
             vitals("trainer", waits_for="1 of 2 groups of step 3 on groups, a long reason " * 3, waits_since=1.0)
         )
         await story.die("g2/1")
-        feed = Feed(bus, tmp_path)
-        await feed.open()
+        feed = Feed(bus)
         await feed.read(0.0)
         await feed.close()
         snapshot = await read_snapshot(bus)
@@ -127,7 +128,7 @@ async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width
 async def test_a_run_without_steps_has_a_screen_too(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         snapshot = await read_snapshot(bus)
-        feed_history = Feed(bus, None).history  # type: ignore[arg-type]
+        feed_history = Feed(bus).history
     out = io.StringIO()
     Console(file=out, width=100).print(screen(snapshot, feed_history, total_steps=0, width=100, silent_s=12))
     assert "no step yet" in out.getvalue()
@@ -136,13 +137,15 @@ async def test_a_run_without_steps_has_a_screen_too(redis_url, run_name):
 
 async def show(bus, run_dir, mode, out, *, until):
     stop = asyncio.Event()
+    feed = Feed(bus, read_records(run_dir))
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_console(bus, mode=mode, total_steps=10, run_dir=run_dir, stop=stop, out=out))
+        tasks.create_task(run_console(bus, feed, mode=mode, total_steps=10, stop=stop, out=out))
         deadline = time.monotonic() + DEADLINE_S
         while not until():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         stop.set()
+    await feed.close()
 
 
 @pytest.mark.parametrize("mode", ["plain", "live"])  # live without a terminal is plain
@@ -186,7 +189,10 @@ async def test_no_console_says_nothing(redis_url, run_name, tmp_path):
         await Story(bus).say(POLICY, step_done(1))
         stop = asyncio.Event()
         stop.set()
-        await run_console(bus, mode="none", total_steps=1, run_dir=tmp_path, stop=stop, out=out)
+        feed = Feed(bus, read_records(tmp_path))
+        await run_console(bus, feed, mode="none", total_steps=1, stop=stop, out=out)
+        await feed.close()
+        assert feed.history.furthest == 1, "the launcher asks the feed, also without a view"
     assert out.getvalue() == ""
 
 
@@ -199,3 +205,30 @@ async def test_unreadable_entries_do_not_end_the_console(redis_url, run_name, tm
         await show(bus, tmp_path, "plain", out, until=lambda: "after" in out.getvalue())
         await read_snapshot(bus)
     assert rollout("g1/0").response.n_tokens == TOKENS
+
+
+async def test_on_a_small_terminal_every_actor_and_every_alarm_is_there(redis_url, run_name):
+    long = "the engine ended with status 1: " + " ".join(f"word{i}" for i in range(30)) + " END"
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("filter", state="failed", note="KeyError"))
+        now = time.time()
+        await story.say(EVENTS, Event(actor="launcher", kind="restart", text=long, wall=now, level="warning"))
+        for i in range(20):
+            await story.say(EVENTS, Event(actor=f"w{i}", kind="retry", text="later", wall=now, level="warning"))
+        feed = Feed(bus)
+        while (await feed.read(0.0))[1]:
+            continue
+        await feed.close()
+        snapshot = await read_snapshot(bus)
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24)
+    console.print(screen(snapshot, feed.history, total_steps=100, width=80, height=24))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 23
+    said = " ".join(out.getvalue().split())
+    assert all(actor.vitals.actor in said for actor in snapshot.actors)
+    assert "10 actors" not in said and "filter failed" in said
+    assert "ago launcher: restart: the engine ended" in said and "END" in said, "newer and lesser news do not push it out"
+    assert "trained" in said

@@ -94,9 +94,3 @@ def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert 'update_weight_transport = "nccl"' in done.stdout and 'input_key = "question"' in done.stdout
-
-
-def test_delta_is_only_for_files(tmp_path: Path) -> None:
-    words = [*gsm8k(tmp_path), "--update-weight-delta"]
-    with pytest.raises(Exception, match="update_weight_transport is 'nccl', which sends all tensors"):
-        load(ROOT / "configs" / "qwen3-0.6b-gsm8k.toml", parse_flags(words, frozenset()).values)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
-from miles_async.launcher.restart import QUICK_S, Ending, Verdict, judge_exit
+from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
 BUDGET = 3
@@ -61,3 +64,24 @@ def test_steps_say_nothing_of_other_actors() -> None:
 def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason: str) -> None:
     verdict = judge_exit("w", Ending(0.0, code, 0), (), BUDGET)
     assert (verdict.action, verdict.reason) == (action, reason)
+
+def test_an_actor_that_others_stand_in_for_is_tried_again_after_growing_pauses() -> None:
+    now, former, waits = 0.0, [], []
+    for _ in range(BUDGET + 8):
+        now += 1.0
+        ending = Ending(now, CRASHED, 0)
+        verdict = judge_exit("generation-1", ending, former, BUDGET, spared=True)
+        paused = verdict.after_s if verdict.action == "pause" else 0.0
+        former.append(replace(ending, pause_s=paused))
+        now += verdict.after_s
+        waits.append((verdict.action, verdict.after_s))
+    assert [action for action, _ in waits] == ["restart"] * BUDGET + ["pause"] * 8
+    pauses = [s for _, s in waits[BUDGET:]]
+    assert pauses[0] == FIRST_PAUSE_S and pauses[-1] == pauses[-2] == LONGEST_PAUSE_S
+    assert all(b == min(2 * a, LONGEST_PAUSE_S) for a, b in pairwise(pauses))
+
+
+def test_an_actor_that_worked_well_after_a_pause_starts_afresh() -> None:
+    former = [Ending(0.0, CRASHED, 0, pause_s=LONGEST_PAUSE_S)]
+    ending = Ending(LONGEST_PAUSE_S + 2 * QUICK_S, CRASHED, 0)
+    assert judge_exit("generation-1", ending, former, BUDGET, spared=True) == Verdict("restart")

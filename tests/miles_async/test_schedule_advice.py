@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from actors.recorder.history import history_of
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS, STRAGGLER
-from miles_async.console.history import history_of
 from miles_async.console.report import write_report
 from miles_async.console.schedule import Sample, Setup, advise, simulate
 from miles_async.console.schedule.advice import share

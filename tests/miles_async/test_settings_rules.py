@@ -92,6 +92,7 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"bus_url": "http://x"}, ("bus_url = 'http://x'", "redis://")),
         ({"name": "a/b"}, ("name = 'a/b'", "letters")),
         ({"save_debug_rollout_data": "x.msgpack"}, ("save_debug_rollout_data", "{rollout_id}")),
+        ({"save_hf": "export"}, ("save_hf", "{rollout_id}")),
     ],
 )
 def test_a_broken_rule_says_field_value_and_remedy(fields, words):

@@ -15,7 +15,6 @@ from actors.trainer.objective import (
     finish,
     policy_loss,
     prepare_batch,
-    reward_value,
 )
 from actors.trainer.objective.metrics import name_nonfinite
 from actors.trainer.objective.staleness import StaleTokenError, assert_fresh
@@ -82,23 +81,6 @@ def test_trajectory_with_two_different_rewards_is_masked_and_named():
     prepared, loss, _, _ = step(TIS, torn)
     assert prepared.flags["conflicting_rewards"] == ["x.0", "x.1"]
     assert "missing_reward" not in prepared.flags and torch.isfinite(loss)
-
-
-@pytest.mark.parametrize(
-    ("reward", "key", "want"),
-    [
-        (1, None, 1.0),
-        (True, None, 1.0),
-        ({"acc": 0.5}, "acc", 0.5),
-        ({"acc": 0.5}, "score", None),
-        ({"acc": 0.5}, None, None),
-        ({"acc": None}, "acc", None),
-        (None, None, None),
-        ("1", None, None),
-    ],
-)
-def test_reward_value_finds_a_number_or_says_there_is_none(reward, key, want):
-    assert reward_value(reward, key) == want
 
 
 def test_empty_responses_and_groups_of_one_are_harmless():
@@ -203,3 +185,80 @@ def test_read_only_buffers_and_half_precision_are_accepted():
         TIS, [sample("a", rollout_logp=frozen, old_logp=half, loss_mask=mask), sample("b", reward=0.0)]
     )
     assert prepared.counts.tolist() == [3, 4] and prepared.flags == {} and torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_veto_threshold_of_0_vetoes_nothing(level):
+    cfg = ObjectiveConfig(correction="mis", use_rs=True, rs_level=level, rs_veto_threshold=0.0, rs_upper_bound=9.0)
+    far = np.array([-1.0, -1.0, -60.0, -1.0], dtype=np.float32)
+    none = ObjectiveConfig(correction="mis", use_rs=True, rs_level=level, rs_upper_bound=9.0)
+    _, loss, _, report = step(cfg, [sample("a", reward=0.0), sample("b", old_logp=far)])
+    _, without, _, _ = step(none, [sample("a", reward=0.0), sample("b", old_logp=far)])
+    assert torch.isfinite(loss) and loss == without
+    assert report["mis_rejected_fraction"] > 0, "the bounds still reject"
+
+
+def opd(teacher):
+    return [
+        sample("good/0", reward=0.0, group="good", teacher_logp=np.full(4, -1.5)),
+        sample("good/1", group="good", teacher_logp=np.full(4, -1.2)),
+        sample("bad/0", reward=0.0, group="bad", teacher_logp=np.full(4, -1.2)),
+        sample("bad/1", group="bad", teacher_logp=teacher),
+    ]
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("value", [-math.inf, 3e38])
+def test_an_advantage_that_is_not_finite_costs_its_group_alone_and_names_it(value, whiten):
+    cfg = ObjectiveConfig(use_opd=True, normalize_advantages=whiten)
+    teacher = np.array([-1.0, value, -1.0, -1.0])
+    prepared, loss, grad, _ = step(cfg, opd(teacher))
+    clean, _, good, _ = step(cfg, opd(teacher)[:2])
+    assert prepared.flags["nonfinite_advantage"] == ["bad/1"] and prepared.flags["sibling_of_nonfinite"] == ["bad/0"]
+    assert prepared.counts.tolist() == [4, 4, 0, 0] and torch.isfinite(loss) and grad[8:].abs().sum() == 0
+    assert torch.equal(prepared.advantages[:8], clean.advantages)
+    assert torch.allclose(grad[:8] * 2, good), "the step still divides by all four"
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "reinforce_plus_plus", "maxrl"])
+@pytest.mark.parametrize("reward", [1e39, -1e308])
+def test_a_reward_beyond_all_measure_never_spoils_the_step(estimator, reward):
+    cfg = ObjectiveConfig(advantage_estimator=estimator)
+    samples = [
+        sample("a", reward=0.0), sample("b"), *(sample(f"c{i}", reward=reward, group=1) for i in range(3)), sample("d", group=1)
+    ]  # fmt: skip
+    prepared, loss, grad, _ = step(cfg, samples)
+    assert torch.isfinite(loss) and torch.isfinite(grad).all() and grad[:8].abs().sum() > 0
+    assert torch.isfinite(prepared.advantages[prepared.mask]).all()
+    bounded = estimator == "grpo" or (estimator == "maxrl" and reward > 0)
+    assert bounded or "nonfinite_advantage" in prepared.flags
+    assert all(math.isfinite(v) for v in prepared.metrics.values())
+
+
+def test_a_reference_that_rules_a_token_out_is_counted_where_its_kl_cannot_be_charged():
+    cfg = ObjectiveConfig(kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus_baseline")
+    ref = np.array([-1.0, -math.inf, -1.0, -1.0])
+    prepared, loss, *_ = step(cfg, [sample("a", reward=0.0, ref_logp=np.full(4, -1.0)), sample("b", ref_logp=ref)])
+    assert prepared.flags["kl_not_finite"] == ["b"] and torch.isfinite(loss) and int(prepared.counts.sum()) == 8
+
+
+def test_equal_names_of_trajectories_in_two_groups_are_two_trajectories():
+    def samples(second):
+        return [
+            sample("a/0", reward=1.0, group="a", rollout=0), sample("a/1", reward=0.0, group="a", rollout=1),
+            sample("b/0", reward=0.0, group="b", rollout=second), sample("b/1", reward=1.0, group="b", rollout=second + 1),
+        ]  # fmt: skip
+
+    same, loss, *_ = step(TIS, samples(0))
+    other, wanted, *_ = step(TIS, samples(2))
+    assert same.flags == {} and same.rollouts == other.rollouts == 4 and loss == wanted
+    assert torch.equal(same.advantages, other.advantages)
+
+
+@pytest.mark.parametrize("proximal", ["rollout", "interpolate", "current", "recompute"])
+def test_the_engines_error_shows_also_where_the_loss_takes_the_engines_log_probs(proximal):
+    cfg = ObjectiveConfig(proximal=proximal, kl_coef=0.1 if proximal == "rollout" else 0.0)
+    extra = {"ref_logp": np.full(4, -1.0), "spans": [(0, 4)]}
+    far = [sample("a", reward=0.0, **extra), sample("b", rollout_logp=np.full(4, -5.0), **extra)]
+    *_, report = step(cfg, far, new=torch.full((8,), -1.0), current_version=0)
+    assert report["forward_logp_abs_diff"] == pytest.approx(2.0)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from actors.trainer.batching import (
     CostModel,
-    cut_steps,
     dynamic_global_batch_size,
-    plan_batches,
-    resolve_global_batch_size,
+    plan_step,
 )
 from actors.trainer.packing import BatchingError, lower_bound, pack, strong_lower_bound
 
@@ -28,42 +26,30 @@ COST = CostModel.of_shape(hidden=64, layers=4, ffn=256, vocab=1000, heads=4, kv_
     cp=st.integers(1, 2),
     siblings=st.integers(1, 3),
     balance=st.sampled_from(["none", "tokens", "flops"]),
-    steps=st.integers(1, 2),
 )
-def test_every_plan_keeps_its_promises(lengths, dp, cp, siblings, balance, steps):
+def test_every_plan_keeps_its_promises(lengths, dp, cp, siblings, balance):
     rollouts = [i // siblings for i in range(len(lengths))]
-    size = max(len(set(rollouts)) // steps, 1)
     cap = 1024 * cp
     try:
-        plan = plan_batches(
+        step = plan_step(
             lengths,
             rollouts,
-            global_batch_size=size,
             dp_size=dp,
             cp_size=cp,
             max_tokens_per_gpu=1024,
-            allow_partial=True,
             balance=balance,
             costs=[COST(n, n // 2) for n in lengths],
         )
     except BatchingError as error:
-        assert "cannot fill" in str(error)  # only when a step has fewer samples than the ranks need micro-batches
-        parts, _ = cut_steps(rollouts, size, allow_partial=True, minimum=dp)
-        needed = [-(-len(pack([lengths[i] for i in part], cap, dp)) // dp) * dp for part in parts]
-        assert any(len(part) < count for part, count in zip(parts, needed, strict=True))
+        assert "cannot fill" in str(error)  # only when the step has fewer samples than the ranks need micro-batches
+        assert len(lengths) < -(-len(pack(lengths, cap, dp)) // dp) * dp
         return
-    seen = [i for step in plan.steps for rank in step.ranks for mb in rank for i in mb]
-    assert sorted(seen + list(plan.dropped)) == list(range(len(lengths)))
-    home = {}
-    for number, step in enumerate(plan.steps):
-        assert len(step.ranks) == dp and len({len(r) for r in step.ranks}) == 1
-        assert step.num_rollouts == len({rollouts[i] for i in step.samples})
-        for rank in step.ranks:
-            for mb in rank:
-                assert mb and (len(mb) == 1 or sum(lengths[i] for i in mb) <= cap)
-        for i in step.samples:
-            assert home.setdefault(rollouts[i], number) == number
-    assert set(plan.over_cap) == {i for i in seen if lengths[i] > cap}
+    assert sorted(i for rank in step.ranks for mb in rank for i in mb) == list(range(len(lengths)))
+    assert len(step.ranks) == dp and len({len(r) for r in step.ranks}) == 1
+    assert step.num_rollouts == len(set(rollouts))
+    for rank in step.ranks:
+        for mb in rank:
+            assert mb and (len(mb) == 1 or sum(lengths[i] for i in mb) <= cap)
 
 
 @pytest.mark.parametrize("dp", [1, 4, 8])
@@ -72,8 +58,8 @@ def test_packing_of_512_lognormal_lengths_is_near_the_lower_bound(mu, sigma, cap
     for seed in range(3):
         rng = random.Random(seed)
         lengths = [min(max(1, int(rng.lognormvariate(mu, sigma))), cap) for _ in range(512)]
-        plan = plan_batches(lengths, range(512), global_batch_size=512, dp_size=dp, max_tokens_per_gpu=cap)
-        count = sum(len(rank) for rank in plan.steps[0].ranks)
+        plan = plan_step(lengths, range(512), dp_size=dp, max_tokens_per_gpu=cap)
+        count = sum(len(rank) for rank in plan.ranks)
         assert lower_bound(lengths, cap, dp) <= strong_lower_bound(lengths, cap, dp) <= count
         assert strong_lower_bound(lengths, cap, dp) / count >= 0.97
 
@@ -86,10 +72,10 @@ def test_balancing_evens_out_what_it_measures(sizes):
 
     def gap(balance, measure):
         """The busiest rank over the mean."""
-        plan = plan_batches(
-            lengths, range(256), global_batch_size=256, dp_size=4, balance=balance, costs=costs, **sizes
+        plan = plan_step(
+            lengths, range(256), dp_size=4, balance=balance, costs=costs, **sizes
         )
-        load = [sum(measure[i] for mb in rank for i in mb) for rank in plan.steps[0].ranks]
+        load = [sum(measure[i] for mb in rank for i in mb) for rank in plan.ranks]
         return max(load) / (sum(load) / 4)
 
     for balance, measure in (("tokens", lengths), ("flops", costs)):
@@ -108,16 +94,14 @@ def test_balancing_evens_out_what_it_measures(sizes):
 def test_static_micro_batches_are_the_same_whoever_gets_them(lengths, dp, size, balance):
     whole = len(lengths) // (dp * size) * dp * size
     kept = lengths[: max(whole, dp * size)] + [1] * max(dp * size - len(lengths), 0)
-    plan = plan_batches(
+    step = plan_step(
         kept,
         range(len(kept)),
-        global_batch_size=len(kept),
         dp_size=dp,
         micro_batch_size=size,
         balance=balance,
         costs=[COST(n) for n in kept],
     )
-    [step] = plan.steps
     chunks = sorted(mb for rank in step.ranks for mb in rank)
     assert chunks == [tuple(range(k, k + size)) for k in range(0, len(kept), size)]
     assert len({len(rank) for rank in step.ranks}) == 1
@@ -125,32 +109,17 @@ def test_static_micro_batches_are_the_same_whoever_gets_them(lengths, dp, size, 
 
 def test_flops_need_the_cost_of_every_sample():
     with pytest.raises(BatchingError, match="balance=flops needs the cost"):
-        plan_batches([1], [0], global_batch_size=1, micro_batch_size=1, balance="flops")
+        plan_step([1], [0], micro_batch_size=1, balance="flops")
 
 
-def test_over_cap_sample_is_alone_and_named():
-    plan = plan_batches(
-        [5000, 10, 10], range(3), global_batch_size=3, max_tokens_per_gpu=100, names=["g7/0", "g7/1", "g7/2"]
-    )
-    assert (0,) in plan.steps[0].ranks[0]
-    assert plan.warnings[0].startswith("sample g7/0: 5000 tokens")
+def test_over_cap_sample_is_alone():
+    assert (0,) in plan_step([5000, 10, 10], range(3), max_tokens_per_gpu=100).ranks[0]
 
 
 def test_plans_do_not_depend_on_anything_but_their_input():
     lengths = [random.Random(3).randint(1, 900) for _ in range(64)]
-    plans = {plan_batches(lengths, range(64), global_batch_size=64, dp_size=2, max_tokens_per_gpu=1024) for _ in "ab"}
+    plans = {plan_step(lengths, range(64), dp_size=2, max_tokens_per_gpu=1024) for _ in "ab"}
     assert len(plans) == 1
-
-
-def test_four_knob_rule():
-    rule = {"rollout_batch_size": 8, "n_samples_per_prompt": 4}
-    assert resolve_global_batch_size(**rule) == 32
-    assert resolve_global_batch_size(**rule, num_steps_per_rollout=2) == 16
-    assert resolve_global_batch_size(**rule, num_steps_per_rollout=3) == 10
-    assert resolve_global_batch_size(**rule, global_batch_size=8) == 8
-    for bad in ({"num_steps_per_rollout": 2, "global_batch_size": 8}, {"global_batch_size": 64}):
-        with pytest.raises(BatchingError, match="global_batch_size"):
-            resolve_global_batch_size(**rule, **bad)
 
 
 def test_dynamic_global_batch_size_takes_whole_multiples():
@@ -161,4 +130,4 @@ def test_dynamic_global_batch_size_takes_whole_multiples():
 
 def test_exactly_one_kind_of_batching():
     with pytest.raises(BatchingError, match="exactly one"):
-        plan_batches([1], [0], global_batch_size=1)
+        plan_step([1], [0])

@@ -19,13 +19,15 @@ from actors.trainer.objective import (
     policy_loss,
     prepare_batch,
     problems,
+    rewards,
 )
+from actors.trainer.objective.advantages import advantage_of
 from actors.trainer.objective.corrections import interpolated_proximal
-from actors.trainer.objective.losses import binary_divergence
+from actors.trainer.objective.losses import POLICY_LOSSES, binary_divergence
 from actors.trainer.objective.metrics import length_bias
-from actors.trainer.objective.opd import topk_reverse_kl
-from actors.trainer.objective.rewards import normalize_group_rewards
+from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 
 
 def normalised(rewards, estimator, **kw):
@@ -159,15 +161,6 @@ def test_kl_coefficient_zero_only_monitors():
     assert torch.equal(*grads) and sums["kl_loss"] > 0
 
 
-def test_topk_reverse_kl_weights():
-    s, t = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-2.0, -1.0, -9.0]])
-    chosen = torch.tensor([[True, True, False]])
-    w = torch.softmax(torch.tensor([-1.0, -2.0]), 0)
-    assert topk_reverse_kl(s, t, chosen).item() == pytest.approx((w[0] - w[1]).item())
-    assert topk_reverse_kl(s, t, chosen, weight="none").item() == 0
-    assert topk_reverse_kl(s, t, torch.zeros_like(chosen)).item() == 0
-
-
 def test_length_bias_has_a_sign():
     assert length_bias([10, 30], [10]) == pytest.approx(-0.5)
     assert length_bias([], []) == 0.0
@@ -214,3 +207,21 @@ def test_schedules():
     assert learning_rate(500, lr=2.0, min_lr=0.5) == 2.0
     with pytest.raises(ValueError, match="unknown"):
         learning_rate(0, lr=1.0, style="square")
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_an_estimator_is_its_record_and_the_functions_that_it_names(name):
+    record = ESTIMATORS[name]
+    assert advantage_of(name).__name__ == record.advantage and record.policy_loss in POLICY_LOSSES
+    baseline = baseline_of(name)
+    assert (baseline is None) == (record.baseline == "") and (baseline is None or len(baseline([0.0, 1.0])) == 2)
+    cfg = check(ObjectiveConfig(advantage_estimator=name))
+    assert cfg.whiten == record.whitens and cfg.needs_student_logp == record.teacher and cfg.loss_name == record.policy_loss
+
+
+def test_a_new_estimator_is_a_record_and_its_function(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "best_of_group", Estimator(baseline="best_only"))
+    monkeypatch.setattr(rewards, "best_only", lambda r: [float(x == max(r)) for x in r], raising=False)
+    samples = [TrainSample(f"a/{i}", "a", 2, float(i), old_logp=[-1.0, -1.0]) for i in range(3)]
+    prepared = prepare_batch(check(ObjectiveConfig(advantage_estimator="best_of_group")), samples)
+    assert prepared.advantages.tolist() == [0, 0, 0, 0, 1, 1]

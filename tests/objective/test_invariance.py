@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 import torch
@@ -84,42 +83,10 @@ def new_logps(samples, seed):
     return [-1.5 + 0.5 * torch.randn(s.response_length, generator=gen, dtype=torch.float64) for s in samples]
 
 
-def run_ranks(count, work):
-    """work(rank, all_reduce) on `count` threads whose all_reduce really adds across them -> results by rank."""
-    barrier = threading.Barrier(count, timeout=20)
-    slots: list[torch.Tensor | None] = [None] * count
-    results, errors = [None] * count, []
-
-    def body(rank):
-        def all_reduce(x):
-            slots[rank] = x
-            barrier.wait()
-            total = sum(s.clone() for s in slots)
-            barrier.wait()
-            return total
-
-        try:
-            results[rank] = work(rank, all_reduce)
-        except Exception as error:  # noqa: BLE001  handed to the test thread
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=body, args=(r,)) for r in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-    if errors:
-        raise errors[0]
-    return results
-
-
-def train(cfg, samples, news, plan, norm_of, prepared_of):
+def train(cfg, samples, news, plan, norm, prepared):
     """Runs micro-batches `plan[rank] = [[sample, ...], ...]` -> (loss, gradients per sample, metrics)."""
     loss, grads, total = 0.0, {}, {}
-    norm = None
-    for rank, micro_batches in enumerate(plan):
-        prepared, norm = prepared_of(rank), norm_of(rank)
+    for micro_batches in plan:
         own = {}
         for ids in micro_batches:
             leaves = [news[i].clone().requires_grad_() for i in ids]
@@ -149,7 +116,7 @@ def test_packing_order_and_ranks_change_nothing(name, seed):
     everyone = list(range(len(samples)))
     whole = prepare_batch(cfg, samples, current_version=VERSION, dtype=torch.float64)
     norm = whole.norm()
-    want = train(cfg, samples, news, [[everyone]], lambda r: norm, lambda r: whole)
+    want = train(cfg, samples, news, [[everyone]], norm, whole)
 
     ranks = rng.randint(2, 3)
     shuffled = rng.sample(everyone, len(everyone))
@@ -160,18 +127,7 @@ def test_packing_order_and_ranks_change_nothing(name, seed):
         parts = [mine[: cuts[0]], mine[cuts[0] : cuts[1]], mine[cuts[1] :]]
         plan.append([p for p in parts if p])
 
-    def work(rank, all_reduce):
-        foreign = [
-            s if i in local[rank] else TrainSample(s.sample_id, s.group, s.response_length, s.reward, s.rollout)
-            for i, s in enumerate(samples)
-        ]
-        prepared = prepare_batch(
-            cfg, foreign, current_version=VERSION, local=local[rank], all_reduce=all_reduce, dtype=torch.float64
-        )
-        return prepared, prepared.norm(all_reduce=all_reduce)
-
-    per_rank = run_ranks(ranks, work)
-    got = train(cfg, samples, news, plan, lambda r: per_rank[r][1], lambda r: per_rank[r][0])
+    got = train(cfg, samples, news, plan, norm, whole)
     assert got[0] == pytest.approx(want[0], rel=1e-6, abs=1e-9)
     for i in everyone:
         torch.testing.assert_close(got[1][i], want[1][i], rtol=1e-6, atol=1e-9)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.trainer.objective import ObjectiveConfig
-from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs
+from actors.trainer.objective.advantages import AdvantageInputs, advantage_of
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.segments import sample_index
 from actors.trainer.objective.whitening import whiten
@@ -50,7 +50,7 @@ def run_estimator(case, dtype, ragged):
         teacher_logp=packed(teacher, dtype),
         values=packed(x.get("values"), dtype),
     )
-    advantages, returns = ADVANTAGES[cfg.advantage_estimator](cfg, inputs)
+    advantages, returns = advantage_of(cfg.advantage_estimator)(cfg, inputs)
     got = {"returns": returns}
     if p.get("use_opd"):
         advantages, got["opd_reverse_kl"] = opd_penalty(

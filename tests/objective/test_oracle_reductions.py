@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from actors.trainer.objective import LossInputs, Norm, response_rows, sft_loss, token_logprobs, value_loss
-from actors.trainer.objective.reductions import divisor, framework_scale, reduce_sum, token_weights
+from actors.trainer.objective import LossInputs, Norm, token_logprobs, value_loss
+from actors.trainer.objective.reductions import divisor, reduce_sum, token_weights
 from actors.trainer.objective.segments import sample_index, segment_sum
 
 ORACLE = ("reductions", "value_and_sft_loss")
@@ -41,14 +41,12 @@ def run_reduction(case, dtype, ragged):
         tokens = int(counts.sum())
         got["normalizer"] = divisor(name, 1, tokens)
         got["log_values"] = [got["normalizer"] if name == "per_token" else len(lengths), loss.item()]
-        loss = loss * framework_scale(
-            name,
-            rollouts=p["num_rollouts"],
-            dp_size=p["dp_size"],
-            cp_size=p["cp_size"],
-            micro_batches=p["num_microbatches"],
-            megatron=p["megatron_scaling"],
-        )
+        # What a framework that averages by itself makes of it: Megatron divides by its micro-batches and ranks.
+        dp, cp = p["dp_size"], p["cp_size"]
+        if name == "per_token":
+            loss = loss * (cp if p["megatron_scaling"] else 1)
+        else:
+            loss = loss * (p["num_microbatches"] * dp * cp if p["megatron_scaling"] else dp) / max(p["num_rollouts"], 1)
         got["scaled_loss"] = loss
         loss.backward()
     else:
@@ -78,14 +76,15 @@ def run_loss(case, dtype, ragged):
         grad_of = torch.tensor([row for sample in x["logits"] for row in sample], dtype=dtype).requires_grad_()
         total, response = torch.tensor(x["total_lengths"]), torch.tensor(lengths)
         tokens = packed(x["tokens"], torch.int64)
-        rows = response_rows(total, response)
+        ends = total.cumsum(0)
+        rows = torch.cat([torch.arange(int(e - n) - 1, int(e) - 1) for e, n in zip(ends, response, strict=True)])
         logp, entropy = token_logprobs(grad_of[rows], tokens[rows + 1], temperature=p["temperature"], with_entropy=True)
         got |= {"log_probs": ragged(logp, lengths), "entropy": ragged(entropy, lengths)}
-        loss, _ = sft_loss(inputs(logp), norm)
+        loss = -reduce_sum(logp, mask, weights)  # supervised: the same reduction over log-probs
         got["loss"] = loss
     else:
         name, grad_of = "grad_new_logp", packed(x["new_logp"], dtype).requires_grad_()
-        loss, _ = sft_loss(inputs(grad_of), norm)
+        loss = -reduce_sum(grad_of, mask, weights)
         got["loss"] = loss
     loss.backward()
     if name == "grad_logits":

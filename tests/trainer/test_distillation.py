@@ -127,9 +127,9 @@ def test_teachers_log_probs_may_come_with_the_samples(
 
 def test_a_served_teachers_log_probs_reach_the_sample() -> None:
     done = rollout(1, 0)
-    plain = to_sample(Scored(rollout=done, reward=0.0), step=1)
+    plain = to_sample(Scored(rollout=done, reward=0.0))
     numbers = [-0.5] * done.response.n_tokens
-    taught = to_sample(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)), step=1)
+    taught = to_sample(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)))
     assert plain.train.teacher_logp is None and list(taught.train.teacher_logp) == numbers
 
 

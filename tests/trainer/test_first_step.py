@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, StepBatch
 from actors.trainer.objective_config import ObjectiveConfig
 from actors.trainer.selfcheck import LIMIT, VALUE, checks_made, failures, measure
@@ -48,7 +49,7 @@ def test_an_engine_with_other_weights_is_named(
 ) -> None:
     backend = make_backend(objective=KL)
     [line] = failures(backend.train_step(make_batch(1)).metrics)
-    assert line.startswith("train_rollout_logprob_abs_diff = ") and "does not serve the trained weights" in line
+    assert line.startswith("forward_logp_abs_diff = ") and "does not serve the trained weights" in line
 
 
 def test_a_reference_of_another_model_is_named(
@@ -79,3 +80,35 @@ def test_checks_that_do_not_apply_are_not_made() -> None:
     assert measure(report, BackendConfig(hf_checkpoint=""), engine) == {}
     several = measure(report, BackendConfig(hf_checkpoint="", num_steps_per_rollout=2), ObjectiveConfig())
     assert LIMIT + "grad_norm" not in several and LIMIT + "ppo_kl" in several
+
+
+def test_a_first_step_that_is_done_again_is_not_held_to_what_lost_weights_made(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    """The engines went on to version 2 before the trainer fell back to its first weights."""
+    backend = make_backend(objective={"max_staleness": 2, "correction": "tis"})
+    batch = make_batch(1)
+    batch.samples[3].train.spans = [(2, batch.samples[3].train.response_length)]
+    result = backend.train_step(batch)
+    assert checks_made(result.metrics) == 0 and sum(result.trained_tokens) > 0
+
+
+@pytest.mark.parametrize("objective", [{"proximal": "rollout", "correction": "none"}, {"proximal": "interpolate"}])
+def test_an_engine_that_is_off_is_found_also_where_the_loss_takes_its_log_probs(
+    objective: dict[str, Any], make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective=objective)
+    assert failures(backend.train_step(sampled_by(backend, make_batch(1))).metrics) == []
+    backend = make_backend(objective=objective)
+    [line] = failures(backend.train_step(make_batch(1)).metrics)
+    assert line.startswith("forward_logp_abs_diff = ")
+
+
+def test_sequence_masking_that_can_mask_nothing_is_refused_and_is_no_correction(
+    make_backend: Callable[..., TorchBackend],
+) -> None:
+    with pytest.raises(Refused, match=r"use_opsm leaves nothing out with num_steps_per_rollout=1.*drop use_opsm"):
+        make_backend(objective={"use_opsm": True, "max_staleness": 1})
+    make_backend(objective={"use_opsm": True, "max_staleness": 1}, num_steps_per_rollout=2)
+    make_backend(objective={"use_opsm": True, "max_staleness": 1, "keep_old_actor": True})
+    assert not ObjectiveConfig(use_opsm=True, proximal="current").corrects

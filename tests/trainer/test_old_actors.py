@@ -12,7 +12,6 @@ import pytest
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
-from actors.trainer.torch_backend.step import _logp_of, _pass
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -24,7 +23,7 @@ def behaved(backend: TorchBackend, batch: StepBatch) -> None:
     packed = PackedBatch(batch.samples)
     everyone = tuple(range(len(batch.samples)))
     work: Any = [[(everyone, packed.micro_batch(everyone, backend.core.device))]]
-    values = _pass(backend.core, _logp_of(backend.core.policy), packed, work).numpy()
+    values = backend.core.score("old_logp", packed, work).numpy()
     for i, sample in enumerate(batch.samples):
         first, n = packed.first_response[i], packed.response[i]
         version = np.repeat(*np.array(sample.train.spans).T)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +14,13 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from actors.runtime.run import Refused
-from actors.trainer.backend import StepBatch
+from actors.trainer.backend import BackendConfig, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.files import hash_tensors, read_tensors, write_tensors
 from bus.errors import CheckpointRefused
@@ -131,26 +134,6 @@ def test_a_checkpoint_with_a_broken_file_is_refused_before_anything_changes(
     assert before == (backend.weights_hash(), hash_tensors(backend.snapshot().optimizer), backend.core.optimizer.steps)
 
 
-def test_a_checkpoint_from_before_xxh3_is_loaded_and_its_damage_found(
-    tmp_path: Path, make_backend: Backend, make_batch: Batch
-) -> None:
-    backend = make_backend()
-    backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
-    before = backend.weights_hash()
-    index = json.loads((tmp_path / "c" / "index.json").read_text())
-    for name, entry in index["files"].items():
-        assert entry.pop("xxh3")
-        entry["blake2b"] = hashlib.blake2b((tmp_path / "c" / name).read_bytes(), digest_size=16).hexdigest()
-    (tmp_path / "c" / "index.json").write_text(json.dumps(index))
-    backend.train_step(make_batch(1, step=1))
-    backend.load(tmp_path / "c")
-    assert backend.weights_hash() == before
-    _flip(tmp_path / "c" / "model.safetensors")
-    with pytest.raises(CheckpointRefused, match="does not match its checksum"):
-        backend.load(tmp_path / "c")
-
-
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
     tmp_path: Path, make_backend: Backend, make_batch: Batch
 ) -> None:
@@ -216,3 +199,52 @@ def test_written_tensors_come_back_equal(
     write_tensors(directory / "x.safetensors", tensors, durable=False)
     back = read_tensors(directory, "x.safetensors")
     assert back.keys() == tensors.keys() and hash_tensors(back) == hash_tensors(tensors)
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def with_tokenizer(models: dict[str, Path], tmp_path: Path) -> Path:
+    """The qwen3 directory with a tokenizer of 40 words and a chat template."""
+    directory = tmp_path / "model"
+    shutil.copytree(models["qwen3"], directory)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
+    made.chat_template = CHAT
+    made.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
+    dtype: torch.dtype, with_tokenizer: Path, tmp_path: Path, make_batch: Batch
+) -> None:
+    backend = TorchBackend()
+    backend.setup(BackendConfig(hf_checkpoint=str(with_tokenizer), dtype=str(dtype).removeprefix("torch."), device="cpu"))
+    backend.train_step(make_batch(0))
+    snapshot, served = backend.snapshot(), backend.copy_weights().tensors
+    snapshot.write(tmp_path / "c")
+    snapshot.write_hf(tmp_path / "hf" / "0")
+    for directory, kind in ((tmp_path / "c", torch.float32), (tmp_path / "hf" / "0", dtype)):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        assert len(tokenizer) == 40 and tokenizer("w3 w7")["input_ids"] == [3, 7] and tokenizer.eos_token == "w1"
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "w5"}], tokenize=False) == "<user>w5"
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        assert model.dtype == kind
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in served.items()), "what engines serve"
+    assert load_file(tmp_path / "hf" / "0" / "model.safetensors").keys() == served.keys()
+    backend.load(tmp_path / "c")
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, make_backend: Backend, models: dict[str, Path]) -> None:
+    snapshot = make_backend().snapshot()
+    for _ in range(2):
+        snapshot.write_hf(tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    before = sorted(p.name for p in models["llama"].iterdir())
+    with pytest.raises(FileExistsError, match="no earlier export"):
+        snapshot.write_hf(models["llama"])
+    assert sorted(p.name for p in models["llama"].iterdir()) == before

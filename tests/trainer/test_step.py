@@ -244,3 +244,22 @@ def test_a_model_that_does_not_fit_is_told_in_one_line(make_backend: Backend, mo
     monkeypatch.setattr("actors.trainer.torch_backend.core.Optimizer", _full)
     with pytest.raises(NoRoom, match=r"^the models and their masters do not fit: CUDA .* is free\. Shard over more GPUs with"):
         make_backend()
+
+
+def test_trained_tokens_are_told_by_version_wherever_the_mask_sits(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective={"max_staleness": 2, "correction": "tis"})
+    batch = make_batch(1, step=3)
+    wanted = []
+    for k, sample in enumerate(batch.samples):
+        train, n = sample.train, sample.train.response_length
+        spans = [(v, m) for v, m in ((0, n // 4), (2, n // 3), (3, n - n // 4 - n // 3)) if m]
+        train.spans = spans
+        train.loss_mask = np.array([t % (2 + k % 3) != 0 for t in range(n)], dtype=np.uint8)
+        at, counts = 0, []
+        for version, m in spans:
+            counts.append(int(train.loss_mask[at : at + m].sum()) if version >= 1 else 0)
+            at += m
+        wanted.append(tuple(counts))
+    assert backend.train_step(batch).trained_spans == wanted

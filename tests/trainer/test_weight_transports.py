@@ -9,25 +9,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.torch_backend.state import WeightFiles
 from actors.trainer.transports.buckets import plan_buckets
-from actors.trainer.transports.delta import DeltaWriter
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
+from bus import Bus, BusConfig
+from bus.errors import BadMessage
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import Bucket, TensorMeta, WeightPlan
-from bus.plans import read_plan, write_plan
+from bus.plans import get_plan, put_plan
 from tests.engine.processes import until
 
 META = TensorMeta("a", "bfloat16", (2, 3))
@@ -64,21 +64,6 @@ def test_flat_buffers_hold_the_bytes_of_all_tensors_at_one_address() -> None:
     assert all(torch.equal(held[name], t + 1) for name, t in tensors.items())
     with pytest.raises(ValueError, match="1 tensors came or went since the first version, first c"):
         buffers.fill({name: t for name, t in tensors.items() if name != "c"})
-
-
-def test_a_delta_holds_what_changed_and_names_its_base(tmp_path: Path) -> None:
-    writer, first = DeltaWriter(), {"a": torch.ones(4), "b": torch.zeros(2), "c": torch.zeros(9)}
-    assert writer.write(WeightFiles(first), tmp_path / "1", 1).transport == "disk"
-    second = {**first, "a": torch.ones(4) * 2}
-    manifest = writer.write(WeightFiles(second), tmp_path / "2", 2)
-    made = read_plan(tmp_path / "2")
-    assert (manifest.transport, manifest.n_tensors, made.base) == ("delta", 1, 1)
-    assert torch.equal(load_file(tmp_path / "2" / "model.safetensors")["a"], second["a"])
-    assert [made.suits("w", held) for held in (-1, 1, 2)] == [False, True, False]
-    writer.write(WeightFiles(dict(second)), tmp_path / "3", 3)
-    assert list(load_file(tmp_path / "3" / "model.safetensors")) == ["b"], "an empty file would be none"
-    everything = {name: t + 1 for name, t in second.items()}
-    assert writer.write(WeightFiles(everything), tmp_path / "4", 4).transport == "disk"
 
 
 # -- what engines are asked ----------------------------------------------------------------------------------------
@@ -119,30 +104,26 @@ async def engine() -> AsyncIterator[tuple[SGLangClient, Recorder]]:
     await runner.cleanup()
 
 
-def plan(directory: Path, **fields: Any) -> WeightManifest:
+def plan(**fields: Any) -> WeightPlan:
     other = TensorMeta("b", "float32", (4,))
     buckets = (
         Bucket(tensors=(META,), n_bytes=12, handles=("h0",)),
         Bucket(tensors=(other,), n_bytes=16, handles=("h1",)),
     )
-    made = WeightPlan(**{"transport": "ipc", "buckets": buckets, **fields})
-    write_plan(directory, made)
-    assert read_plan(directory) == made
-    return WeightManifest(transport=made.transport, path=str(directory))
+    return WeightPlan(**{"transport": "ipc", "buckets": buckets, **fields})
 
 
-async def load(loader: Loader, client: SGLangClient, manifest: WeightManifest, label: str) -> None:
-    plan = loader.plan(manifest, -1)
-    assert plan is not None
+async def load(loader: Loader, client: SGLangClient, plan: WeightPlan, label: str) -> None:
+    loader.check(plan)
     await loader.join(client, plan)
-    await loader.load(client, manifest, plan, label)
+    await loader.load(client, WeightManifest(transport=plan.transport), plan, label)
 
 
 async def test_ipc_hands_over_each_bucket_and_names_the_version_with_the_last(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+    engine: tuple[SGLangClient, Recorder],
 ) -> None:
     client, recorder = engine
-    await load(Loader("generation-0"), client, plan(tmp_path), "7")
+    await load(Loader("generation-0"), client, plan(), "7")
     assert [path for path, _ in recorder.asked] == ["/update_weights_from_tensor"] * 2
     first, last = (body for _, body in recorder.asked)
     assert first == {
@@ -155,7 +136,7 @@ async def test_ipc_hands_over_each_bucket_and_names_the_version_with_the_last(
 
 
 async def test_nccl_joins_once_per_group_and_again_for_the_next(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+    engine: tuple[SGLangClient, Recorder],
 ) -> None:
     client, recorder = engine
     loader = Loader("w")
@@ -163,10 +144,10 @@ async def test_nccl_joins_once_per_group_and_again_for_the_next(
         "transport": "nccl", "group": "g1", "address": "10.0.0.1", "port": 99, "world_size": 3, "ranks": {"w": 2},
         "workers": ("w",),
     }  # fmt: skip
-    one = plan(tmp_path / "1", **fields)
+    one = plan(**fields)
     await load(loader, client, one, "7")
     await load(loader, client, one, "8")
-    two = plan(tmp_path / "2", **fields | {"group": "g2"})
+    two = plan(**fields | {"group": "g2"})
     recorder.refuse["/destroy_weights_update_group"] = 400  # gone already: no reason to stop
     await load(loader, client, two, "9")
     loader.forget()
@@ -183,32 +164,36 @@ async def test_nccl_joins_once_per_group_and_again_for_the_next(
     }  # fmt: skip
 
 
-async def test_what_cannot_be_loaded_is_named_before_anything_is_asked(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
-) -> None:
+def test_what_cannot_be_loaded_is_named_before_anything_is_asked() -> None:
     loader = Loader("w")
     with pytest.raises(WeightsUnusable, match="transport 'pigeon' is unknown"):
-        loader.plan(WeightManifest(transport="pigeon"), -1)
-    with pytest.raises(WeightsUnusable, match="cannot be read"):
-        loader.plan(WeightManifest(transport="ipc", path=str(tmp_path / "nowhere")), -1)
+        loader.check(plan(transport="pigeon"))
     with pytest.raises(WeightsUnusable, match=r"not in group g \(x\)"):
-        loader.plan(plan(tmp_path / "g", transport="nccl", group="g", ranks={"x": 1}, workers=("x",)), -1)
-    with pytest.raises(WeightsUnusable, match="changed since version 6, this engine holds 5"):
-        loader.plan(plan(tmp_path / "d", transport="delta", base=6), 5)
-    assert engine[1].asked == []
+        loader.check(plan(transport="nccl", group="g", ranks={"x": 1}, workers=("x",)))
+
+
+async def test_a_plan_is_read_on_whatever_host_and_one_that_is_gone_is_told(redis_url: str, run_name: str) -> None:
+    made = plan(transport="nccl", group="g", ranks={"w": 1}, workers=("w",))
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as trainer, Bus(BusConfig(url=redis_url, run=run_name)) as worker:
+        manifest = await put_plan(trainer, made)
+        assert (manifest.transport, manifest.path, manifest.n_tensors, manifest.n_bytes) == ("nccl", "", 2, 28)
+        assert await get_plan(worker, manifest) == made
+        await trainer.blobs.delete([manifest.plan])
+        with pytest.raises(BadMessage, match="gone or cut"):
+            await get_plan(worker, manifest)
 
 
 async def test_a_bucket_that_fails_ends_the_update_before_the_version_is_named(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+    engine: tuple[SGLangClient, Recorder],
 ) -> None:
     client, recorder = engine
     recorder.refuse["/update_weights_from_tensor"] = 400
     with pytest.raises(TransportFailed, match="partially updated") as failed:
-        await load(Loader("w"), client, plan(tmp_path), "7")
+        await load(Loader("w"), client, plan(), "7")
     assert failed.value.damaged
     recorder.refuse["/update_weights_from_tensor"] = 500
     with pytest.raises(EngineUnavailable):
-        await load(Loader("w"), client, plan(tmp_path), "7")
+        await load(Loader("w"), client, plan(), "7")
     assert all(body["weight_version"] is None for _, body in recorder.asked)
 
 
@@ -216,10 +201,9 @@ async def test_checksums_come_rank_by_rank(engine: tuple[SGLangClient, Recorder]
     assert await engine[0].weights_checksum() == {"0/w": "1f", "1/w": "2f"}
 
 
-async def test_the_trainer_is_waited_for_until_it_sends_or_the_wait_is_pointless_or_too_long(tmp_path: Path) -> None:
+async def test_the_trainer_is_waited_for_until_it_sends_or_the_wait_is_pointless_or_too_long() -> None:
     loader = Loader("w")
-    made = loader.plan(plan(tmp_path, deadline_s=0.05), -1)
-    assert made is not None
+    made = plan(deadline_s=0.05)
     with pytest.raises(TransportFailed, match=r"did not send version 7 within 0\.05 s") as failed:
         await loader.wait_for(7, made, lambda: False)
     assert not failed.value.damaged
@@ -229,26 +213,26 @@ async def test_the_trainer_is_waited_for_until_it_sends_or_the_wait_is_pointless
 
 
 async def test_weights_that_differ_from_their_files_are_told(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+    engine: tuple[SGLangClient, Recorder],
 ) -> None:
     client, recorder = engine
     loader = Loader("w")
-    made = loader.plan(plan(tmp_path, whole="/files/7"), -1)
+    made = plan(whole="/files/7")
     assert await loader.compare(client, made, "7") == (2, "")
     assert [path for path, _ in recorder.asked] == ["/weights_checker", "/update_weights_from_disk", "/weights_checker"]
     recorder.changing = True
     with pytest.raises(WeightsDiffer, match="version 7 came by ipc with 1 of 2 tensors other than in its files, first 0/w"):
         await loader.compare(client, made, "7")
-    assert await loader.compare(client, loader.plan(plan(tmp_path / "2"), -1), "8") == (0, "")
+    assert await loader.compare(client, plan(), "8") == (0, "")
 
 
 async def test_an_engine_that_cannot_compare_serves_what_the_files_hold(
-    engine: tuple[SGLangClient, Recorder], tmp_path: Path
+    engine: tuple[SGLangClient, Recorder],
 ) -> None:
     client, recorder = engine
     recorder.refuse["/weights_checker"] = 400
     loader = Loader("w")
-    compared = await loader.compare(client, loader.plan(plan(tmp_path, whole="/files/7"), -1), "7")
+    compared = await loader.compare(client, plan(whole="/files/7"), "7")
     assert compared.tensors == 0
     assert compared.unable.startswith("version 7 was loaded from its files")
     assert [(path, body.get("model_path")) for path, body in recorder.asked[1:]] == [("/update_weights_from_disk", "/files/7")]
@@ -261,8 +245,9 @@ import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
 from actors.runtime.broadcast import join_group
-from bus.plans import read_plan
-plan = read_plan(Path(sys.argv[1]))
+import msgspec
+from bus.messages.weights import WeightPlan
+plan = msgspec.json.decode((Path(sys.argv[1]) / "plan.json").read_bytes(), type=WeightPlan)
 limit = timedelta(seconds=plan.deadline_s)
 group = join_group(plan.address, plan.port, int(sys.argv[3]), plan.world_size, plan.group, backend="gloo", deadline=limit)
 print("joined", flush=True)
@@ -275,10 +260,17 @@ if sys.argv[2] == "stay":
 
 
 def sender(tmp_path: Path) -> tuple[NcclSender, dict[str, torch.Tensor]]:
-    made = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=60.0)
     tensors = {"a": torch.arange(40, dtype=torch.uint8), "b": torch.ones(3, dtype=torch.bfloat16)}
-    assert made.prepare(tensors, tmp_path).n_bytes == 46
-    return made, tensors
+    return filled({"w": 1}, tensors, tmp_path, deadline_s=60.0), tensors
+
+
+def filled(engines: dict[str, int], tensors: dict[str, torch.Tensor], folder: Path, *, deadline_s: float) -> NcclSender:
+    """A sender with these tensors in its buffers, its plan in a file for the peers."""
+    buffers = FlatBuffers()
+    buffers.fill(tensors)
+    made = NcclSender(engines, name="g", backend="gloo", deadline_s=deadline_s, buffers=buffers)
+    (folder / "plan.json").write_bytes(msgspec.json.encode(made.plan()))
+    return made
 
 
 def peer(tmp_path: Path, mode: str, rank: int = 1) -> subprocess.Popen[str]:
@@ -324,8 +316,7 @@ def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_p
 
 @pytest.mark.timeout(150)
 def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path: Path) -> None:
-    trainer = NcclSender({"w": 1, "x": 1}, name="g", backend="gloo", deadline_s=300.0)
-    trainer.prepare({"a": torch.zeros(1 << 24, dtype=torch.uint8)}, tmp_path)
+    trainer = filled({"w": 1, "x": 1}, {"a": torch.zeros(1 << 24, dtype=torch.uint8)}, tmp_path, deadline_s=300.0)
     with peer(tmp_path, "leave", 1) as lost, peer(tmp_path, "stay", 2) as other:
         trainer.open()
         assert lost.wait(30) == 0
@@ -338,8 +329,7 @@ def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path
 
 @pytest.mark.timeout(150)
 def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path) -> None:
-    trainer = NcclSender({"w": 1, "x": 1}, name="g", backend="gloo", deadline_s=300.0)
-    trainer.prepare({"a": torch.arange(40, dtype=torch.uint8)}, tmp_path)
+    trainer = filled({"w": 1, "x": 1}, {"a": torch.arange(40, dtype=torch.uint8)}, tmp_path, deadline_s=300.0)
     failed: list[BaseException] = []
 
     def join() -> None:

@@ -23,7 +23,7 @@ from bus.messages.policy import (
     StepDone,
     Turn,
     WeightManifest,
-    WeightsOnDisk,
+    WeightsReady,
 )
 from bus.messages.samples import (
     Parked,
@@ -117,7 +117,7 @@ EXAMPLES: tuple[Message, ...] = (
     Restored(step=4, version=VERSION, checkpoint="iter_0000004", groups=("g0000041",)),
     Checkpointed(step=5, path="iter_0000005", save_s=2.5),
     Finished(step=5, version=VERSION),
-    WeightsOnDisk(version=VERSION, manifest=MANIFEST, instead=True),
+    WeightsReady(version=VERSION, manifest=MANIFEST),
     Sending(version=VERSION, workers=("w1", "w2")),
     Turn(holder="engines", number=7, publishes=True),
     Activate(version=VERSION, manifest=MANIFEST, mode="in_place", workers=("w1", "w2")),

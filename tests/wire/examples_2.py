@@ -12,7 +12,16 @@ import msgspec
 from bus.messages.base import Message, pack_floats
 from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
-from bus.messages.policy import GroupsGivenUp, PolicyActive, Restored
+from bus.messages.policy import (
+    GroupsGivenUp,
+    PolicyActive,
+    Restored,
+    Seat,
+    Send,
+    SendFailed,
+    WeightManifest,
+    WeightsReady,
+)
 from bus.messages.samples import RolloutDone, SampleTask, Scored
 from tests.wire.examples import EXAMPLES as SCHEMA_1
 from tests.wire.examples import SCORED, VERSION
@@ -45,6 +54,9 @@ EXAMPLES: tuple[Message, ...] = (
     PolicyActive(
         version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5
     ),
+    Send(version=VERSION, transport="nccl", seats=(Seat("w1", 2, "host-a", "1700000000000-0"),), attempt=2),
+    SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
+    _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
     _more(Vitals, slots=64),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

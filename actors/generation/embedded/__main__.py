@@ -34,6 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0 chooses a free port (default)")
     parser.add_argument("--port-file", type=Path, help="written with the real port once the engine answers")
+    parser.add_argument("--api-key-file", type=Path, help="file with the key that every call but /health must show")
     parser.add_argument("--served-version", default="default", help="weight_version at start (default %(default)s)")
     parser.add_argument("--max-running-requests", type=int, default=256, help="rows of the batch (default %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, help="rows x longest row kept in memory (default: by RAM)")
@@ -81,7 +82,7 @@ def _order() -> list[str]:
     if not line:
         sys.exit(0)
     order = json.loads(line)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
     return [str(word) for word in order["argv"]]
@@ -143,7 +144,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         stream_interval=args.stream_interval,
         incremental=args.incremental_streaming_output,
     )
-    server = EngineServer(served)
+    server = EngineServer(served, token=args.api_key_file.read_text().strip() if args.api_key_file else "")
     server.scheduler = Scheduler(
         decoder,
         version=args.served_version,

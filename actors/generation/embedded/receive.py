@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from aiohttp import web
 from torch import Tensor
@@ -34,7 +33,6 @@ from actors.generation.embedded.wire import (
 )
 from actors.runtime.broadcast import join_group, leave_group
 from bus.messages.weights import FileHandle, TensorMeta
-from bus.plans import PLAN_FILE, read_plan
 
 GROUP_DEADLINE = timedelta(seconds=60)
 
@@ -150,17 +148,6 @@ def split(flat: Tensor, metas: Sequence[TensorMeta]) -> dict[str, Tensor]:
     return found
 
 
-def changes_since(model_dir: Path) -> str | None:
-    """Label of the version whose changes a directory holds, None for whole weights. ModelRefused for a damaged plan."""
-    try:
-        plan = read_plan(model_dir)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelRefused(f"{model_dir / PLAN_FILE} cannot be read ({error}); weights unchanged.") from None
-    return str(plan.base) if plan.transport == "delta" else None
-
-
 def _dtype(meta: TensorMeta) -> torch.dtype:
     found = getattr(torch, meta.dtype, None)
     if not isinstance(found, torch.dtype):
@@ -176,4 +163,4 @@ def _said(message: str, status: int = 200) -> web.Response:
     return json_answer({"success": status == 200, "message": message}, status)
 
 
-__all__ = ("Receiver", "changes_since", "split")
+__all__ = ("Receiver", "split")

@@ -6,6 +6,7 @@ unless `incremental`, as with SGLang's `--incremental-streaming-output`; no chun
 """
 
 import asyncio
+import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +18,7 @@ from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig, ModelRefused
 from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.receive import Receiver, changes_since
+from actors.generation.embedded.receive import Receiver
 from actors.generation.embedded.request import Progress, Request
 from actors.generation.embedded.scheduler import Load, Posted, Scheduler
 from actors.generation.embedded.weights import load_weights
@@ -40,6 +41,7 @@ LOAD_DEADLINE_S = 600.0
 MAX_BODY_BYTES = 64 << 20
 
 T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(slots=True)
@@ -55,12 +57,14 @@ class Served:
 
 
 class EngineServer:
-    """Routes over one scheduler. `scheduler` is set by the caller before the first request."""
+    """Routes over one scheduler. `scheduler` is set by the caller before the first request. `token`: what every call must show, as
+    SGLang's --api-key; empty = none, only for an engine that nobody else can reach."""
 
     scheduler: Scheduler
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, *, token: str = "") -> None:
         self._served = served
+        self._bearer = f"Bearer {token}".encode() if token else b""
         self._live: dict[str, Request] = {}
         self._closing = False
         self._receiver = Receiver(self._load_into)
@@ -75,7 +79,7 @@ class EngineServer:
         self._closing = True
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._strangers, _refusals])
         router = app.router
         for path in ("/health", "/health_generate"):
             router.add_get(path, self._health)
@@ -95,6 +99,14 @@ class EngineServer:
         router.add_post("/release_memory_occupation", self._release_memory)
         router.add_post("/resume_memory_occupation", self._resume_memory)
         return app
+
+    @web.middleware
+    async def _strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whoever does not show the token learns only that the engine lives."""
+        shown = request.headers.get("Authorization", "").encode("utf-8", "replace")
+        if self._bearer and request.path != "/health" and not hmac.compare_digest(shown, self._bearer):
+            return json_answer({"error": "Unauthorized"}, 401)
+        return await handler(request)
 
     # generation
 
@@ -174,16 +186,10 @@ class EngineServer:
             self.scheduler.abort(None)
         try:
             path = Path(body.model_path)
-            part = await asyncio.to_thread(changes_since, path)
-            if part is not None and part != (held := self.scheduler.version):
-                raise ModelRefused(f"{path} holds what changed since version {part}, this engine holds {held}.")
-            await self._load_into(
-                lambda decoder: load_weights(decoder, path, part=part is not None), body.weight_version
-            )
+            await self._load_into(lambda decoder: load_weights(decoder, path), body.weight_version)
         except ModelRefused as error:
             return json_answer({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
-        if part is None:
-            self._served.model_path = body.model_path
+        self._served.model_path = body.model_path
         message = "Succeeded to update model weights."
         if body.weight_version is not None:
             message += f" Weight version updated to {body.weight_version}."
@@ -315,9 +321,7 @@ async def _progress(request: Request) -> AsyncIterator[Progress]:
 
 
 @web.middleware
-async def _refusals(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except BadRequest as error:

@@ -23,9 +23,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 
 
-def load_weights(decoder: Decoder, model_dir: Path, *, part: bool = False) -> int:
+def load_weights(decoder: Decoder, model_dir: Path) -> int:
     """Copy `model*.safetensors` of `model_dir` into the decoder; returns the number of bytes of the decoder's own copy.
-    `part`: some tensors only, the others keep what they hold.
 
     Raises ModelRefused, with nothing changed, when a file is missing or damaged, or a tensor is missing, unknown,
     misshapen or not floating point.
@@ -46,7 +45,7 @@ def load_weights(decoder: Decoder, model_dir: Path, *, part: bool = False) -> in
                 if name in where:
                     raise ModelRefused(f"{model_dir}: tensor {name} is in two files; weights unchanged.")
                 where[name] = handle
-        for problem in _problems(decoder, where, part=part):
+        for problem in _problems(decoder, where):
             raise ModelRefused(f"{model_dir}: {problem}; weights unchanged.")
         for name in where:
             _put(decoder, name, where[name].get_tensor(name))
@@ -111,9 +110,9 @@ def checksums(decoder: Decoder) -> dict[str, str]:
     return found
 
 
-def _problems(decoder: Decoder, where: dict[str, Any], *, part: bool) -> Iterator[str]:
+def _problems(decoder: Decoder, where: dict[str, Any]) -> Iterator[str]:
     missing = sorted(decoder.slots.keys() - where.keys())
-    if missing and not part:
+    if missing:
         yield f"{len(missing)} tensors are missing, first {missing[0]}"
     unknown = sorted(name for name in where.keys() - decoder.slots.keys() if not _harmless(name, decoder))
     if unknown:
@@ -125,22 +124,21 @@ def _problems(decoder: Decoder, where: dict[str, Any], *, part: bool) -> Iterato
         if tuple(found.get_shape()) != slot.shape:
             yield f"{name} has shape {tuple(found.get_shape())}, the model has {slot.shape}"
         if found.get_dtype() == FP8:
-            yield from _fp8_problems(decoder, name, where, part)
+            yield from _fp8_problems(decoder, name, where)
         elif found.get_dtype() not in FLOATS:
             yield f"{name} has type {found.get_dtype()}, only {', '.join(FLOATS)} are loaded"
         elif name + SCALE in where:
             yield f"{name} has scales but is {found.get_dtype()}, not {FP8}"
 
 
-def _fp8_problems(decoder: Decoder, name: str, where: dict[str, Any], part: bool) -> Iterator[str]:
+def _fp8_problems(decoder: Decoder, name: str, where: dict[str, Any]) -> Iterator[str]:
     scheme, scale = decoder.config.fp8, name + SCALE
     if len(decoder.slots[name].shape) != 2:
         yield f"{name} is {FP8}, only matrices are loaded from that"
     elif scheme is None:
         yield f"{name} is {FP8}, but this engine's config.json had no quantization_config"
     elif scale not in where:
-        if not (part and name in decoder.fp8_parts):
-            yield f"{name} is {FP8} and {scale} is missing"
+        yield f"{name} is {FP8} and {scale} is missing"
     elif tuple(where[scale].get_slice(scale).get_shape()) != scheme.scales(decoder.slots[name].shape):
         shape, wanted = where[scale].get_slice(scale).get_shape(), scheme.scales(decoder.slots[name].shape)
         yield f"{scale} has shape {tuple(shape)}, its blocks make {wanted}"

@@ -15,15 +15,15 @@ The trainer's loop is
 
 from actors.trainer.objective.advantages import MissingInputError
 from actors.trainer.objective.inputs import LossInputs, Norm
-from actors.trainer.objective.logprobs import response_rows, token_logprobs
+from actors.trainer.objective.logprobs import token_logprobs
 from actors.trainer.objective.loss import policy_loss
 from actors.trainer.objective.metrics import finish, flatten, merge, unflatten
 from actors.trainer.objective.prepare import prepare_batch
 from actors.trainer.objective.prepared import PreparedBatch
 from actors.trainer.objective.rules import ObjectiveConfigError, check, problems
-from actors.trainer.objective.samples import TrainSample, reward_value
+from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.schedules import learning_rate
-from actors.trainer.objective.supervised import sft_loss, value_loss
+from actors.trainer.objective.supervised import value_loss
 from actors.trainer.objective_config import ObjectiveConfig
 
 __all__ = (
@@ -42,9 +42,6 @@ __all__ = (
     "policy_loss",
     "prepare_batch",
     "problems",
-    "response_rows",
-    "reward_value",
-    "sft_loss",
     "token_logprobs",
     "unflatten",
     "value_loss",

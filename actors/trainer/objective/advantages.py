@@ -1,7 +1,7 @@
-"""One function per advantage estimator: (tokens, config) -> (advantages [T], returns [T]) in float64.
+"""The functions that estimators' records name: (config, tokens) -> (advantages [T], returns [T]) in float64.
 
 Shapes: T packed response tokens of S samples, see `segments`. `rewards` [S] are already group-normalised where
-the estimator has a baseline (`rewards.BASELINES`). KL inside the reward counts trained tokens only. Reference 4.5.
+the estimator has a baseline. KL inside the reward counts trained tokens only. Reference 4.5.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from actors.trainer.objective.kl import masked_kl
 from actors.trainer.objective.scan import reverse_scan
 from actors.trainer.objective.segments import keep, segment_sum
 from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_estimators import ESTIMATORS
 
 
 class MissingInputError(ValueError):
@@ -73,8 +74,8 @@ def broadcast(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]
     return a, a.clone()
 
 
-def reinforce_plus_plus(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """A_t = G_t = rho_t + gamma G_{t+1} over all positions, masked ones included as time steps. arXiv 2501.03262.
+def discounted(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE++: A_t = G_t = rho_t + gamma G_{t+1} over all positions, masked ones included as time steps. arXiv 2501.03262.
 
     A sample with nothing trained gets zeros.
     """
@@ -82,8 +83,8 @@ def reinforce_plus_plus(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tenso
     return g, g.clone()
 
 
-def reinforce_plus_plus_baseline(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """A_t = R_i - kl_coef kl_t, R_i centred on its group."""
+def reward_minus_kl(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a baseline: A_t = R_i - kl_coef kl_t, R_i centred on its group."""
     a = x.rewards.to(torch.float64)[x.index] - reward_kl(cfg, x)
     return a, a.clone()
 
@@ -105,22 +106,15 @@ def gae(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, returns
 
 
-def on_policy_distillation(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """A_t = teacher_t - student_t, the negative reverse-KL integrand; rewards are ignored. Reference A6."""
+def distilled(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """On-policy distillation: A_t = teacher_t - student_t, the negative reverse-KL integrand; rewards are ignored. Reference A6."""
     teacher = _need(x.teacher_logp, "teacher_logp", "advantage_estimator=on_policy_distillation")
     student = _need(x.old_logp, "old_logp", "advantage_estimator=on_policy_distillation")
     a = keep(x.mask, teacher - student)
     return a, a.clone()
 
 
-ADVANTAGES: dict[str, Callable[[ObjectiveConfig, AdvantageInputs], tuple[Tensor, Tensor]]] = {
-    "grpo": broadcast,
-    "gspo": broadcast,
-    "cispo": broadcast,
-    "rloo": broadcast,
-    "maxrl": broadcast,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "ppo": gae,
-    "on_policy_distillation": on_policy_distillation,
-}
+def advantage_of(estimator: str) -> Callable[[ObjectiveConfig, AdvantageInputs], tuple[Tensor, Tensor]]:
+    """The function that an estimator's record names."""
+    found: Callable[[ObjectiveConfig, AdvantageInputs], tuple[Tensor, Tensor]] = globals()[ESTIMATORS[estimator].advantage]
+    return found

@@ -6,21 +6,6 @@ import torch
 from torch import Tensor
 
 
-def response_rows(total_lengths: Tensor, response_lengths: Tensor) -> Tensor:
-    """Row of the packed sequence that predicts each response token, int64 [T].
-
-    Sequences of total_lengths [S] lie back to back; the last response_lengths [S] tokens of each are the response;
-    token at position p is predicted by row p - 1 of its own sequence. A response that starts at position 0 (no
-    prompt) has no such row: its first token gets row 0 of its sequence and must be masked (`prepare_batch` does).
-    """
-    ends = torch.cumsum(total_lengths, 0)
-    index = torch.repeat_interleave(torch.arange(ends.numel(), device=ends.device), response_lengths)
-    first = torch.cumsum(response_lengths, 0) - response_lengths
-    offset = torch.arange(index.numel(), device=ends.device) - first[index]
-    row = ends[index] - response_lengths[index] + offset - 1
-    return torch.maximum(row, (ends - total_lengths)[index])
-
-
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:

@@ -140,7 +140,8 @@ def _loss_of_hook(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Ten
         with torch.no_grad():
             gap = (mb.new_logp - mb.rollout_logp).abs()
             gap = keep(usable & torch.isfinite(gap), gap)
-            sums["train_rollout_logprob_abs_diff"] = reduce_sum(gap, usable, mb.metric_weights)
+            for name in ("train_rollout_logprob_abs_diff", "forward_logp_abs_diff"):
+                sums[name] = reduce_sum(gap, usable, mb.metric_weights)
             sums["forward_logp_max_diff"] = gap.amax() if gap.numel() else gap.sum()
     return total * (norm.scale / norm.divisor), sums
 
@@ -215,4 +216,5 @@ def _diagnostics(mb: LossInputs, t: TokenTerms, norm: Norm, sums: dict[str, Tens
     measured = mb.new_logp.detach() if mb.old_logp is None else mb.old_logp
     forward = (measured - mb.rollout_logp).abs()
     forward = keep(t.usable & torch.isfinite(forward), forward)
+    t.raw_rows["forward_logp_abs_diff"] = forward  # of the trainer's own pass, whatever the denominator is made of
     sums["forward_logp_max_diff"] = forward.amax() if forward.numel() else forward.sum()

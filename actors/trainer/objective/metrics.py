@@ -7,6 +7,7 @@ counts. `merge` combines two dicts, `finish` divides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -95,3 +96,17 @@ def name_nonfinite(values: Tensor, mask: Tensor, index: Tensor, sample_ids: Sequ
     """Ids of the samples with a NaN or infinite value at a trained token. values [T], mask bool [T], index [T]."""
     bad = mask & ~torch.isfinite(values.detach())
     return [sample_ids[i] for i in torch.unique(index[bad]).tolist()]
+
+
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """How well the values before the step foretold the returns, over trained tokens; float [N] each, mask bool [N].
+
+    explained_variance = 1 - Var(R - V) / Var(R): 1 foretells everything, 0 no more than the mean; 0 where returns do not
+    vary. Nothing trained: no metrics.
+    """
+    v, r = values[mask].double(), returns[mask].double()
+    if v.numel() == 0:
+        return {}
+    spread, missed = float(r.var(correction=0)), float((r - v).var(correction=0))
+    explained = 1.0 - missed / spread if spread > 0 and math.isfinite(missed) else 0.0
+    return {"values_mean": float(v.mean()), "returns_mean": float(r.mean()), "explained_variance": explained}

@@ -62,7 +62,7 @@ def rejection(cfg: ObjectiveConfig, x: CorrectionInputs) -> tuple[Tensor, dict[s
         "mis_rs_mask_fraction_high": (rho > upper).to(dtype),
     }
     accepted = x.mask & (rho >= lower) & (rho <= upper)
-    if cfg.rs_veto_threshold is not None:
+    if cfg.rs_veto_threshold:
         worst = x.mask & (x.log_ratio < math.log(cfg.rs_veto_threshold))
         vetoed = (x.segment_sum(worst.to(dtype), x.index, x.counts.numel()) > 0)[x.index]
         metrics["mis_rs_catastrophic_token_fraction"] = worst.to(dtype)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from torch import Tensor
 
 from actors.trainer.objective.advantages import MissingInputError
@@ -33,21 +30,3 @@ def opd_penalty(
         reverse_kl = student - teacher
     rk = keep(mask, reverse_kl.to(advantages.dtype))
     return advantages - coef * rk, rk
-
-
-def topk_reverse_kl(
-    student: Tensor, teacher: Tensor, chosen: Tensor, *, weight: Literal["student_p", "teacher_p", "none"] = "student_p"
-) -> Tensor:
-    """sum_k w_k (s_k - t_k) per token over a chosen set of vocabulary entries.
-
-    student, teacher float [T, K] log-probs; chosen bool [T, K]; w = probabilities of student or teacher
-    normalised over the chosen set, or 1. Returns float [T], 0 where nothing is chosen.
-    """
-    gap = keep(chosen, student - teacher)
-    if weight == "none":
-        return gap.sum(-1)
-    source = student if weight == "student_p" else teacher
-    logits = torch.where(chosen, source, torch.full_like(source, -torch.inf))
-    any_chosen = chosen.any(-1, keepdim=True)
-    w = torch.softmax(torch.where(any_chosen, logits, torch.zeros_like(logits)), -1)
-    return (keep(chosen, w) * gap).sum(-1)

@@ -1,9 +1,8 @@
 """Once per rollout batch: rewards -> advantages, final masks and global divisors; then micro-batches are cut freely.
 
-`prepare_batch` sees the whole batch (or, on several ranks, everybody's scalars and the local samples' tokens) and
-fixes everything that is global: group baselines, whitening statistics, trained tokens per trajectory. Always true:
-what it returns does not depend on sample order, and no token beyond the staleness bound, with a NaN log-prob or of
-a sample without a reward is in a mask.
+`prepare_batch` sees the whole batch and fixes everything that is global: group baselines, whitening statistics, trained
+tokens per trajectory. Always true: what it returns does not depend on sample order, and no token beyond the staleness
+bound, with a NaN log-prob or of a sample without a reward is in a mask.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from actors.trainer.objective import custom
 from actors.trainer.objective import metrics as metric
-from actors.trainer.objective.advantages import ADVANTAGES, AdvantageInputs, MissingInputError
+from actors.trainer.objective.advantages import AdvantageInputs, MissingInputError, advantage_of
+from actors.trainer.objective.kl import masked_kl
 from actors.trainer.objective.opd import opd_penalty
-from actors.trainer.objective.prepared import AllReduce, PreparedBatch
+from actors.trainer.objective.prepared import PreparedBatch
 from actors.trainer.objective.rewards import normalize_group_rewards
 from actors.trainer.objective.samples import (
     FLOAT_FIELDS,
@@ -34,7 +34,7 @@ from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
 from actors.trainer.objective.whitening import whiten
 from actors.trainer.objective_config import ObjectiveConfig
 
-REWARDLESS = frozenset({"on_policy_distillation"})
+TOO_LARGE = 1e15  # an advantage: gradients are squared and added up in float32, which ends at 3e38
 
 
 def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
@@ -45,7 +45,7 @@ def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
         "ref_logp": cfg.needs_ref_logp,
         "teacher_logp": cfg.needs_student_logp,
         "opd_reverse_kl": cfg.use_opd,
-        "values": cfg.advantage_estimator == "ppo",
+        "values": cfg.estimator.critic,
     }
 
 
@@ -75,26 +75,19 @@ def prepare_batch(
     samples: Sequence[TrainSample],
     *,
     current_version: int | None = None,
-    local: Sequence[int] | None = None,
-    all_reduce: AllReduce | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PreparedBatch:
     """Advantages, masks and counts of a rollout batch.
 
-    samples: the whole batch on every rank, in the same order; on several ranks only samples in `local` (positions)
-    need their arrays, and `all_reduce` must sum a tensor over the ranks. It is called the same number of times on
-    every rank, whatever is local. current_version: policy version being trained, in the numbering of the spans;
-    needed when cfg.max_staleness is set. Bad samples are masked and listed in `flags`, nothing is raised for data;
-    MissingInputError when the settings need a field that no sample has. Arrays lie on the CPU in `dtype`.
+    samples: the whole batch, on every rank the same, in the same order. current_version: step being trained, in the
+    numbering of the spans; needed when cfg.max_staleness is set. Bad samples are masked and listed in `flags`, nothing is
+    raised for data; MissingInputError when the settings need a field that no sample has. Arrays lie on the CPU in `dtype`.
     """
     flags = Flags()
-    positions = tuple(range(len(samples)) if local is None else local)
-    own = [samples[i] for i in positions]
-    reduce = all_reduce or (lambda t: t)
     rewards, conflicting = _agreed_rewards(samples)
-    flags.add("conflicting_rewards", [samples[i].sample_id for i in positions if i in conflicting])
+    flags.add("conflicting_rewards", [s.sample_id for i, s in enumerate(samples) if i in conflicting])
     baseline = normalize_group_rewards(
-        [0.0] * len(samples) if cfg.advantage_estimator in REWARDLESS else rewards,
+        [0.0] * len(samples) if cfg.estimator.teacher else rewards,
         [s.group for s in samples],
         [s.trajectory for s in samples],
         estimator=cfg.advantage_estimator,
@@ -107,42 +100,39 @@ def prepare_batch(
         missing = [i for i, value in enumerate(values) if value is None]
         baseline = replace(baseline, values=[value or 0.0 for value in values], missing=missing)
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
-    own_lengths = lengths[list(positions)]
-    index = sample_index(own_lengths)
-    mask = pack_masks(own, flags)
+    index = sample_index(lengths)
+    mask = pack_masks(samples, flags)
     fields = {}
     for name in FLOAT_FIELDS:
-        packed = pack_floats(own, name, dtype, flags)
+        packed = pack_floats(samples, name, dtype, flags)
         if packed is not None:
             fields[name] = packed
 
     unrewarded = set(baseline.missing)
-    drop = torch.tensor([i in unrewarded for i in positions], dtype=torch.bool)
-    flags.add("missing_reward", [samples[i].sample_id for i in positions if i in unrewarded - conflicting])
-    drop |= _untrainable(cfg, own, fields, mask, index, flags)
+    drop = torch.tensor([i in unrewarded for i in range(len(samples))], dtype=torch.bool)
+    flags.add("missing_reward", [s.sample_id for i, s in enumerate(samples) if i in unrewarded - conflicting])
+    drop |= _untrainable(cfg, samples, fields, mask, index, flags)
     mask = mask & ~drop[index]
-    versions = pack_versions(own, flags)
-    age, mask = _apply_staleness(cfg, own, versions, current_version, mask, index, flags)
+    versions = pack_versions(samples, flags)
+    age, mask = _apply_staleness(cfg, samples, versions, current_version, mask, index, flags)
 
-    counts = torch.zeros(len(samples), dtype=torch.int64)
-    counts[list(positions)] = segment_sum(mask.to(torch.int64), index, len(own))
-    counts = reduce(counts)
-    advantages, returns = _advantages(cfg, baseline.values, positions, fields, mask, index, own_lengths)
+    advantages, returns = _advantages(cfg, baseline.values, fields, mask, index, lengths)
+    mask = mask & ~_unusable_groups(samples, advantages, returns, mask, index, flags)
+    if cfg.kl_coef != 0 and fields.keys() >= {"old_logp", "ref_logp"}:
+        _, uncharged = masked_kl(cfg.kl_loss_type, mask, fields["old_logp"], fields["ref_logp"])
+        flags.add("kl_not_finite", _ids(samples, uncharged, index))
+    counts = segment_sum(mask.to(torch.int64), index, len(samples))
     if int(counts.sum()) == 0:
-        flags.add("all_masked", [s.sample_id for s in own])
+        flags.add("all_masked", [s.sample_id for s in samples])
     elif cfg.whiten:
-        advantages = whiten(advantages, mask, all_reduce=all_reduce)
-    flags.add("nothing_to_train", [samples[i].sample_id for i in positions if int(counts[i]) == 0])
+        advantages = whiten(advantages, mask)
+    flags.add("nothing_to_train", [s.sample_id for s, n in zip(samples, counts.tolist(), strict=True) if n == 0])
 
     known: dict[Hashable, int] = {}
     rollout_of = torch.tensor([known.setdefault(s.trajectory, len(known)) for s in samples], dtype=torch.int64)
-    offsets = [-1] * len(samples)
-    for i, first in zip(positions, starts(own_lengths).tolist(), strict=True):
-        offsets[i] = first
     return PreparedBatch(
         cfg=cfg,
         sample_ids=tuple(s.sample_id for s in samples),
-        local=positions,
         lengths=lengths,
         rollout_of=rollout_of,
         counts=counts,
@@ -165,8 +155,26 @@ def prepare_batch(
             baseline.non_positive_mean_groups,
         ),
         prompt_lengths=tuple(s.prompt_length or 0 for s in samples),
-        offsets=tuple(offsets),
+        offsets=starts(lengths),
     )
+
+
+def _ids(own: Sequence[TrainSample], tokens: Tensor, index: Tensor) -> list[str]:
+    """Samples that have one of `tokens`, bool [T]."""
+    return [own[i].sample_id for i in torch.unique(index[tokens]).tolist()]
+
+
+def _unusable_groups(
+    own: Sequence[TrainSample], advantages: Tensor, returns: Tensor, mask: Tensor, index: Tensor, flags: Flags
+) -> Tensor:
+    """bool [T]: tokens of groups in which a trained token's advantage or return cannot be trained. One such value makes the
+    gradient of everybody infinite, and its siblings were compared with it; so their group is left out and its samples named."""
+    bad = mask & ~((advantages.abs() < TOO_LARGE) & (returns.abs() < TOO_LARGE))
+    flags.add("nonfinite_advantage", _ids(own, bad, index))
+    groups = {own[i].group for i in torch.unique(index[bad]).tolist()}
+    out = torch.tensor([s.group in groups for s in own], dtype=torch.bool)[index]
+    flags.add("sibling_of_nonfinite", sorted({*_ids(own, mask & out, index)} - {*_ids(own, bad, index)}))
+    return out
 
 
 def _agreed_rewards(samples: Sequence[TrainSample]) -> tuple[list[float | None], set[int]]:
@@ -216,7 +224,6 @@ def _apply_staleness(
 def _advantages(
     cfg: ObjectiveConfig,
     rewards: Sequence[float],
-    positions: Sequence[int],
     fields: dict[str, Tensor],
     mask: Tensor,
     index: Tensor,
@@ -224,7 +231,7 @@ def _advantages(
 ) -> tuple[Tensor, Tensor]:
     """(advantages before whitening, returns), float64 [N]."""
     inputs = AdvantageInputs(
-        rewards=torch.tensor([rewards[i] for i in positions], dtype=torch.float64),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
         mask=mask,
         index=index,
         lengths=lengths,
@@ -233,7 +240,7 @@ def _advantages(
         teacher_logp=fields.get("teacher_logp"),
         values=fields.get("values"),
     )
-    estimate = custom.advantages if cfg.custom_advantage_function_path else ADVANTAGES[cfg.advantage_estimator]
+    estimate = custom.advantages if cfg.custom_advantage_function_path else advantage_of(cfg.advantage_estimator)
     advantages, returns = estimate(cfg, inputs)
     if cfg.use_opd:
         advantages, _ = opd_penalty(
@@ -258,11 +265,11 @@ def _metrics(
     mask: Tensor,
     non_positive: int,
 ) -> dict[str, float]:
-    """Health of the batch. Staleness covers local tokens only (sum; divide by trained tokens)."""
+    """Health of the batch. Staleness is a mean over trained tokens."""
     known = [r for r in rewards if r is not None and r == r]
     trained = [n for n, c in zip(lengths.tolist(), counts.tolist(), strict=True) if c > 0]
     out = {
-        "reward_mean": sum(known) / max(len(known), 1),
+        "reward_mean": sum(r / len(known) for r in known),
         "zero_variance_share": (flat + single) / max(groups, 1),
         "single_groups": float(single),
         "non_positive_mean_groups": float(non_positive),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,21 +14,17 @@ from actors.trainer.objective.corrections import CorrectionInputs
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.mis import norm_factor, norm_sums
 from actors.trainer.objective.reductions import divisor, token_weights
+from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum, starts
 from actors.trainer.objective_config import ObjectiveConfig
-
-AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks and returns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """The batch after preparation. S samples in the order given; N packed response tokens of the local ones."""
+    """The batch after preparation. S samples in the order given; N packed response tokens."""
 
     cfg: ObjectiveConfig
     sample_ids: tuple[str, ...]
-    local: tuple[int, ...]
-    """positions in [0, S) whose tokens are packed here, in packing order"""
     lengths: Tensor
     """int64 [S]"""
     rollout_of: Tensor
@@ -47,39 +44,41 @@ class PreparedBatch:
     staleness: Tensor | None = None
     """int64 [N]"""
     flags: dict[str, list[str]] = field(default_factory=dict)
-    """reason -> ids of local samples it happened to; every entry is worth a counted event"""
+    """reason -> ids of samples it happened to; every entry is worth a counted event"""
     metrics: dict[str, float] = field(default_factory=dict)
     prompt_lengths: tuple[int, ...] = ()
     """[S], 0 where unknown"""
-    offsets: tuple[int, ...] = ()
-    """[S]: first token of each sample in the packed tensors, -1 for samples of other ranks"""
+    offsets: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [S]: first token of each sample in the packed tensors"""
 
     @property
     def rollouts(self) -> int:
         return int(self.rollout_of.max()) + 1 if self.rollout_of.numel() else 0
 
-    def norm(
-        self, step: Sequence[int] | None = None, *, scale: float = 1.0, all_reduce: AllReduce | None = None
-    ) -> Norm:
-        """Global divisors of the step that trains samples `step` (positions in [0, S); None: all).
-
-        A partial last step is normalised by what it holds. `all_reduce` is only called (once) for MIS batch
-        normalisation on several ranks.
-        """
+    def norm(self, step: Sequence[int] | None = None, *, scale: float = 1.0) -> Norm:
+        """Global divisors of the step that trains samples `step` (positions in [0, S); None: all); a partial last step is
+        normalised by what it holds."""
         chosen = torch.arange(len(self.sample_ids)) if step is None else torch.tensor(list(step), dtype=torch.int64)
         rollouts = self.rollout_of[chosen]
         tokens = segment_sum(self.counts[chosen], rollouts, self.rollouts).to(self.advantages.dtype)
         count, trained = int(torch.unique(rollouts).numel()), int(self.counts[chosen].sum())
         mean = 1.0
         if self.cfg.tis_batch_normalize and self.cfg.correction == "mis" and not self.cfg.report_only:
-            sums = norm_sums(self.cfg, self._weights_inputs(chosen.tolist()))
-            mean = norm_factor(all_reduce(sums) if all_reduce else sums)
+            mean = norm_factor(norm_sums(self.cfg, self._weights_inputs(chosen.tolist())))
         size = divisor(self.cfg.reduction, count, trained)
         return Norm(size, count, trained, tokens.to(self.advantages.device), mean, scale)
 
+    def trained_spans(self, samples: Sequence[TrainSample]) -> list[tuple[int, ...]]:
+        """Trained tokens of each version span of the samples prepared from. A mask may sit anywhere."""
+        found = []
+        for sample, first, length in zip(samples, self.offsets.tolist(), self.lengths.tolist(), strict=True):
+            sums = np.append(0, np.cumsum(self.mask[first : first + length].numpy()))
+            ends = np.cumsum([0, *(n for _, n in (((0, length),) if sample.spans is None else sample.spans))]).clip(0, length)
+            found.append(tuple(np.diff(sums[ends]).tolist()))
+        return found
+
     def _weights_inputs(self, samples: Sequence[int]) -> CorrectionInputs:
-        here = set(self.local)
-        own = [i for i in samples if i in here]
+        own = list(samples)
         at = self._tokens(own)
         index = sample_index(self.lengths[own]).to(at.device)
         old, rollout = self._required("old_logp")[at], self._required("rollout_logp")[at]
@@ -93,17 +92,13 @@ class PreparedBatch:
 
     def _tokens(self, samples: Sequence[int]) -> Tensor:
         """Positions of the samples' tokens in the packed tensors, int64."""
-        first = [self.offsets[i] for i in samples]
-        if any(f < 0 for f in first):
-            name = self.sample_ids[samples[first.index(-1)]]
-            raise MissingInputError(f"sample {name} belongs to another rank: its tokens are not in this batch.")
         lengths = self.lengths[list(samples)]
-        shift = torch.tensor(first, dtype=torch.int64) - starts(lengths)
+        shift = self.offsets[list(samples)] - starts(lengths)
         at = torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
         return at.to(self.mask.device)
 
     def micro_batch(self, samples: Sequence[int], new_logp: Tensor, *, entropy: Tensor | None = None) -> LossInputs:
-        """Inputs of the loss for the given samples (positions in [0, S), local), in the given order.
+        """Inputs of the loss for the given samples (positions in [0, S)), in the given order.
 
         new_logp (and entropy) float [T]: response tokens of these samples back to back, T = sum of their
         lengths; moved tensors follow its dtype and device. Raises ValueError if T does not fit.

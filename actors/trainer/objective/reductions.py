@@ -51,18 +51,3 @@ def reduce_sum(x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
 def divisor(name: str, rollouts: int, trained_tokens: int) -> float:
     """The step's global divisor, at least 1 so that a step with nothing to train is 0 and not NaN."""
     return float(max(trained_tokens if name == "per_token" else rollouts, 1))
-
-
-def framework_scale(
-    name: str, *, rollouts: int, dp_size: int = 1, cp_size: int = 1, micro_batches: int = 1, megatron: bool = False
-) -> float:
-    """Factor on an undivided micro-batch sum for trainers that average themselves. Reference section 4.8.
-
-    per_sample: averaging over dp ranks (FSDP) is undone by dp; Megatron also divides by its micro-batches and
-    averages over dp * cp. per_token: the framework divides by its all-reduced token total, only cp is undone.
-    """
-    if name == "per_token":
-        return float(cp_size if megatron else 1)
-    if megatron:
-        return micro_batches * dp_size * cp_size / max(rollouts, 1)
-    return dp_size / max(rollouts, 1)

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from actors.trainer.objective_estimators import ESTIMATORS
+
 STD_EPS = 1e-6
 
 
@@ -62,15 +64,18 @@ def over_mean(r: Sequence[float]) -> list[float]:
     return [(x - mean) / mean if mean > 0 else 0.0 for x in r]
 
 
-BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
-    "grpo": standardised,
-    "gspo": standardised,
-    "cispo": standardised,
-    "reinforce_plus_plus_baseline": centred,
-    "rloo": leave_one_out,
-    "maxrl": over_mean,
-}
-"""estimator -> group transform. Estimators that are not here take raw rewards."""
+def baseline_of(estimator: str) -> Callable[[Sequence[float]], list[float]] | None:
+    """The group transform that an estimator's record names; None: it takes raw rewards."""
+    name = ESTIMATORS[estimator].baseline
+    return globals()[name] if name else None
+
+
+def _within(transform: Callable[[Sequence[float]], list[float]], r: Sequence[float]) -> list[float]:
+    """The transform, or NaN for all where a sum is beyond float64; their samples are named and not trained."""
+    try:
+        return transform(r)
+    except OverflowError:
+        return [math.nan] * len(r)
 
 
 def normalize_group_rewards(
@@ -104,7 +109,7 @@ def normalize_group_rewards(
                 f"samples of trajectory {rollout!r} (group {group!r}) carry rewards {known[rollout]} and {reward}. "
                 "A trajectory has one reward: give its samples the same."
             )
-    transform = BASELINES.get(estimator) if enabled else None
+    transform = baseline_of(estimator) if enabled else None
     if transform is standardised and not std:
         transform = centred
     flat = single = negative = 0
@@ -117,8 +122,8 @@ def normalize_group_rewards(
         if transform is None or not values:
             scaled[group] = known
             continue
-        negative += transform is over_mean and math.fsum(values) < 0
-        scaled[group] = dict(zip(known, [0.0] * len(values) if constant else transform(values), strict=True))
+        negative += transform is over_mean and sum(values) < 0
+        scaled[group] = dict(zip(known, [0.0] * len(values) if constant else _within(transform, values), strict=True))
     absent = set(missing)
     values_of = [
         0.0 if i in absent else scaled[group][rollout] for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
@@ -126,7 +131,7 @@ def normalize_group_rewards(
     for i, (reward, others) in enumerate(zip(rewards, brought, strict=True)):
         if i not in absent and others and transform is not None and reward is not None and reward in others:
             constant = max(others) == min(others)
-            values_of[i] = 0.0 if constant else transform(others)[list(others).index(reward)]
+            values_of[i] = 0.0 if constant else _within(transform, others)[list(others).index(reward)]
     return GroupRewards(
         values=values_of,
         missing=missing,

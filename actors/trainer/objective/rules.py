@@ -6,12 +6,12 @@ correction or with explicit permission.
 
 from __future__ import annotations
 
-from actors.trainer.objective.advantages import ADVANTAGES
 from actors.trainer.objective.corrections import CORRECTIONS
 from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective.kl import KL_ESTIMATORS
 from actors.trainer.objective.losses import POLICY_LOSSES
-from actors.trainer.objective_config import NEEDS_WHITENING, ObjectiveConfig
+from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_estimators import ESTIMATORS
 from actors.trainer.objective_hooks import hooks_of
 
 
@@ -28,7 +28,7 @@ def problems(cfg: ObjectiveConfig) -> list[str]:
             found.append(text)
 
     for name, table in (
-        ("advantage_estimator", ADVANTAGES),
+        ("advantage_estimator", ESTIMATORS),
         ("loss_name", POLICY_LOSSES),
         ("kl_loss_type", KL_ESTIMATORS),
         ("correction", CORRECTIONS),
@@ -53,7 +53,7 @@ def problems(cfg: ObjectiveConfig) -> list[str]:
     )
     rule(0 <= cfg.gamma <= 1 and 0 <= cfg.lambd <= 1, f"gamma={cfg.gamma}, lambd={cfg.lambd}: both within [0, 1].")
     rule(
-        cfg.normalize_advantages is not False or cfg.advantage_estimator not in NEEDS_WHITENING,
+        cfg.normalize_advantages is not False or not cfg.estimator.whitens,
         f"{cfg.advantage_estimator} is only defined with whitened advantages. Drop normalize_advantages=false.",
     )
     rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ FLOAT_FIELDS = ("rollout_logp", "old_logp", "ref_logp", "teacher_logp", "opd_rev
 class TrainSample:
     """One training sample. n = response_length; arrays have n entries, None where not available.
 
-    `rollout` is the trajectory it belongs to (None: its own), `group` the prompt group. Mutable on purpose: the
+    `rollout` is the trajectory of its group that it belongs to (None: its own), `group` the prompt group. Mutable on purpose: the
     trainer fills old_logp, ref_logp and values from its own passes before `prepare_batch`.
     """
 
@@ -51,7 +51,8 @@ class TrainSample:
 
     @property
     def trajectory(self) -> Hashable:
-        return self.sample_id if self.rollout is None else self.rollout
+        """Key of the trajectory: a `rollout` names it within its group only."""
+        return self.sample_id if self.rollout is None else (self.group, self.rollout)
 
 
 class Flags:
@@ -63,14 +64,6 @@ class Flags:
     def add(self, reason: str, sample_ids: Sequence[str]) -> None:
         if sample_ids:
             self.by_reason.setdefault(reason, []).extend(sample_ids)
-
-
-def reward_value(reward: float | Mapping[str, Any] | None, key: str | None = None) -> float | None:
-    """The scalar of a reward, or None (counted as a missing reward) when it has none: a dict without `key`, a
-    dict with no key configured, text, a boolean tensor. bool counts as 0 or 1."""
-    if isinstance(reward, Mapping):
-        reward = reward.get(key) if key is not None else None
-    return float(reward) if isinstance(reward, (bool, int, float)) else None
 
 
 def as_vector(x: ArrayLike) -> np.ndarray:

@@ -36,12 +36,6 @@ def segment_sum(x: Tensor, index: Tensor, count: int) -> Tensor:
     return torch.zeros((*x.shape[:-1], count), dtype=x.dtype, device=x.device).index_add(-1, index, x)
 
 
-def segment_mean(x: Tensor, mask: Tensor, index: Tensor, count: int) -> Tensor:
-    """Masked mean per sample -> [count]; 0 where nothing is trained."""
-    sums = segment_sum(keep(mask, x), index, count)
-    return sums / segment_sum(mask.to(x.dtype), index, count).clamp(min=1)
-
-
 def safe_log_ratio(mask: Tensor, num: Tensor, den: Tensor, limit: float = LOG_RATIO_LIMIT) -> tuple[Tensor, Tensor]:
     """num - den [T] with the unusable removed -> (log-ratio, mask of usable tokens).
 

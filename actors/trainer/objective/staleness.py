@@ -22,8 +22,9 @@ def token_versions(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
 
 
 def staleness(versions: Tensor, current: int) -> Tensor:
-    """Policy versions between the weights that made each token and the weights being trained, >= 0. int64 [T]."""
-    return (current - versions).clamp(min=0)
+    """Steps between the weights that made each token and the weights being trained, >= 0, on either side: of tokens of a lost
+    future as `bus.messages.versions.staleness` has it. int64 [T]."""
+    return (current - versions).abs()
 
 
 def fresh(versions: Tensor, current: int, bound: int | None) -> Tensor:

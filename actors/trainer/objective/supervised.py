@@ -1,4 +1,4 @@
-"""Critic and supervised losses on packed micro-batches, reduced like the policy loss. Reference section 4.7."""
+"""The critic's loss on packed micro-batches, reduced like the policy loss. Reference section 4.7."""
 
 from __future__ import annotations
 
@@ -27,9 +27,3 @@ def value_loss(clip: float, values: Tensor, mb: LossInputs, norm: Norm) -> tuple
     share = reduce_sum(clipped.to(loss.dtype), m, mb.metric_weights)
     sums = {"value_loss": total.detach(), "value_clipfrac": share}
     return total * (norm.scale / norm.divisor), sums
-
-
-def sft_loss(mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the trained tokens: (loss [], sums). A -inf at a masked token never counts."""
-    total = -reduce_sum(mb.new_logp, mb.mask, mb.weights)
-    return total * (norm.scale / norm.divisor), {"loss": total.detach()}

@@ -1,4 +1,4 @@
-"""One rank's share of the training: models, optimizers, and the verbs every rank runs in the same order.
+"""One rank's share of the training: models, optimizers, what is loaded and stored (`Passes` computes with them).
 
 Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `TorchBackend` or the
 follower. Always true: after `restore` (and only if it did not raise) everything that training depends on is as it was.
@@ -7,6 +7,7 @@ follower. Always true: after `restore` (and only if it did not raise) everything
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from actors.trainer.torch_backend.model import Policy, export_files, load_policy
 from actors.trainer.torch_backend.offload import Offload, storages
 from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.passes import Passes
 from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
+from actors.trainer.training.verbs import Rates
 
 OBJECTIVE_KNOBS = {
     "eps_clip": "eps_clip",
@@ -41,7 +44,7 @@ OBJECTIVE_KNOBS = {
 """Live knob -> field of the objective's settings."""
 
 
-class Core:
+class Core(Passes):
     """Built once per process; `ranks` must be connected."""
 
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
@@ -73,7 +76,7 @@ class Core:
         depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
         self.old_actors = OldActors(depth, on_host=ranks.alone)
         self.critic: CriticTraining | None = None
-        if self.objective.advantage_estimator == "ppo":
+        if self.objective.estimator.critic:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)
@@ -126,25 +129,14 @@ class Core:
             min_lr=min(c.min_lr, peak),
         )
 
-    def policy_learns(self, step: int) -> bool:
-        """Whether rollout batch `step` moves the policy; the first ones may be the critic's alone."""
-        return self.critic is None or step >= self.config.num_critic_only_steps
-
-    def sync_gradients(self, now: bool) -> None:
-        """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
-        if not self.ranks.alone:
-            sharded: Any
-            for sharded in (self.policy,) if self.critic is None else (self.policy, self.critic.model):
-                sharded.set_requires_gradient_sync(now)
-                sharded.set_is_last_backward(now)
-
-    @torch.no_grad()
-    def refresh_reference(self) -> None:
-        """The reference becomes the present policy."""
-        if self.reference is not None:
-            targets, sources = self.reference.named_weights(), self.policy.named_weights()
-            for name, p in targets.items():
-                p.copy_(sources[name])
+    def rates(self, step: int, knobs: Mapping[str, Any]) -> Rates:
+        """Of rollout batch `step`; the first ones may be the critic's alone."""
+        return Rates(
+            lr=self.rate(step, knobs),
+            critic_lr=self.critic.rate(step) if self.critic else 0.0,
+            clip=float(knobs.get("clip_grad", self.config.clip_grad)),
+            policy_learns=self.critic is None or step >= self.config.num_critic_only_steps,
+        )
 
     # -- the device, and others who want it ------------------------------------------------------------------------
 
@@ -192,7 +184,7 @@ class Core:
             if self.ranks.rank != 0:
                 return None
             tensors = tensors if self.fp8 is None else quantized(tensors, self.fp8)
-        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, self.fp8 is not None))
+        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None))
 
     def snapshot(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
@@ -205,6 +197,7 @@ class Core:
         critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
         if self.ranks.rank != 0:
             return None
+        export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
         return TrainingState(
             model_type=self.policy.hf.config.model_type,
             weights=weights,
@@ -213,7 +206,9 @@ class Core:
             old_actors=old_actors,
             critic=critic_weights,
             critic_optimizer=critic_optimizer,
-            beside=export_files(self.config.hf_checkpoint, self.policy.hf, torch.float32),
+            beside=export(torch.float32),
+            dtype=self.dtype,
+            hf_beside=export(self.dtype),
             scalars=Scalars(
                 optimizer=self.config.optimizer,
                 optimizer_steps=self.optimizer.steps,
@@ -315,6 +310,12 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
         raise ObjectiveConfigError(
             f"use_dynamic_global_batch_size makes one step of a rollout batch, num_steps_per_rollout="
             f"{config.num_steps_per_rollout} asks for several. Keep one of the two."
+        )
+    if objective.use_opsm and not several and not objective.keep_old_actor and objective.proximal in ("recompute", "current"):
+        raise ObjectiveConfigError(
+            f"use_opsm leaves nothing out with num_steps_per_rollout={config.num_steps_per_rollout}: the policy before the only "
+            "step is the policy in it, so no sequence has moved. Use several steps, keep_old_actor or use_rollout_logprobs, or "
+            "drop use_opsm."
         )
     early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:

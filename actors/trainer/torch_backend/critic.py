@@ -7,7 +7,6 @@ known. The backbone starts from `critic_load` (or the policy's own model directo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
-from actors.trainer.objective import LossInputs, Norm, learning_rate, value_loss
+from actors.trainer.objective import learning_rate
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.model import load_backbone
 from actors.trainer.torch_backend.optim import Optimizer, Weights
@@ -103,25 +102,5 @@ class CriticTraining:
             step, lr=peak, style=c.lr_decay_style, total=c.num_rollout, warmup=c.lr_warmup_iters, min_lr=min(c.min_lr, peak)
         )
 
-    def backward(self, micro: MicroBatch, inputs: LossInputs, norm: Norm, clip: float) -> dict[str, Tensor]:
-        """Forward and backward of one micro-batch; returns the metrics' sums."""
-        loss, sums = value_loss(clip, self.model(micro), inputs, norm)
-        loss.backward()
-        return sums
 
-
-def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """How well the values before the step foretold the returns, over trained tokens; float [N] each, mask bool [N].
-
-    explained_variance = 1 - Var(R - V) / Var(R): 1 foretells everything, 0 no more than the mean; 0 where returns do not
-    vary. Nothing trained: no metrics.
-    """
-    v, r = values[mask].double(), returns[mask].double()
-    if v.numel() == 0:
-        return {}
-    spread, missed = float(r.var(correction=0)), float((r - v).var(correction=0))
-    explained = 1.0 - missed / spread if spread > 0 and math.isfinite(missed) else 0.0
-    return {"values_mean": float(v.mean()), "returns_mean": float(r.mean()), "explained_variance": explained}
-
-
-__all__ = ("Critic", "CriticTraining", "load_critic", "value_metrics")
+__all__ = ("Critic", "CriticTraining", "load_critic")

@@ -33,9 +33,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     """Size and checksum of one file."""
 
     n_bytes: int
-    xxh3: str = ""
-    blake2b: str = ""
-    """instead, in a checkpoint from before XXH3"""
+    xxh3: str
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,16 +144,11 @@ def _verify(directory: Path, name: str, entry: FileEntry) -> None:
         size = path.stat().st_size
         if size != entry.n_bytes:
             raise _refused(directory, f"{name} has {size} bytes instead of {entry.n_bytes}: it is cut or overwritten")
-        same = checksum_of(path) == entry.xxh3 if entry.xxh3 else _blake2b_of(path) == entry.blake2b
+        same = checksum_of(path) == entry.xxh3
     except OSError as error:
         raise _refused(directory, f"{name} cannot be read ({error.strerror})") from error
     if not same:
         raise _refused(directory, f"{name} does not match its checksum: it is damaged")
-
-
-def _blake2b_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:

@@ -22,6 +22,10 @@ from actors.trainer.torch_backend.layout import MicroBatch
 
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
 DTYPES = {
     "float32": torch.float32,
@@ -136,9 +140,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def export_files(path: str, hf: Any, dtype: torch.dtype, is_fp8: bool = False) -> dict[str, bytes]:
-    """What lies beside exported weights: config.json (with their type, and the source's quantisation where they have it),
-    generation_config.json where the source has one."""
+def export_files(
+    path: str, hf: Any, dtype: torch.dtype, *, is_fp8: bool = False, with_tokenizer: bool = False
+) -> dict[str, bytes]:
+    """What lies beside exported weights: config.json (with their type, and the source's quantisation where they have it) and,
+    where the source has them, generation_config.json and, if asked for, tokenizer and chat template."""
     source = Path(path) / "config.json"
     config = json.loads(source.read_text()) if source.is_file() else hf.config.to_dict()
     name = str(dtype).removeprefix("torch.")
@@ -148,9 +154,9 @@ def export_files(path: str, hf: Any, dtype: torch.dtype, is_fp8: bool = False) -
     if not is_fp8:
         config.pop("quantization_config", None)
     files = {"config.json": json.dumps(config, indent=2).encode()}
-    extra = Path(path) / "generation_config.json"
-    if extra.is_file():
-        files[extra.name] = extra.read_bytes()
+    for beside in ("generation_config.json", *(TOKENIZER_FILES if with_tokenizer else ())):
+        if (extra := Path(path) / beside).is_file():
+            files[beside] = extra.read_bytes()
     return files
 
 

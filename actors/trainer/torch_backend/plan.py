@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.trainer.backend import BackendConfig
-from actors.trainer.batching import CostModel, StepPlan, dynamic_global_batch_size, plan_batches
-from actors.trainer.packing import BatchingError
+from actors.trainer.batching import CostModel, StepPlan, dynamic_global_batch_size, plan_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,7 @@ def plan_steps(
     for i, trajectory in enumerate(trajectories):
         members.setdefault(trajectory, []).append(i)
     groups = list(members.values())
-    if not groups:
-        raise BatchingError("the step's batch has no samples. Cut a batch only when groups are ready.")
-    kept, count = len(groups), min(max(config.num_steps_per_rollout, 1), len(groups))
+    kept, count = len(groups), max(1, min(config.num_steps_per_rollout, len(groups)))
     if config.use_dynamic_global_batch_size:
         kept, count = dynamic_global_batch_size(len(groups), ranks), 1
     dynamic = config.use_dynamic_batch_size
@@ -57,20 +54,18 @@ def plan_steps(
     for k in range(count):
         mine = groups[kept * k // count : kept * (k + 1) // count]
         at = sorted(i for group in mine for i in group)
-        plan = plan_batches(
+        plan = plan_step(
             [total_lengths[i] for i in at],
             [trajectories[i] for i in at],
-            global_batch_size=len(mine),
             dp_size=ranks,
             max_tokens_per_gpu=config.max_tokens_per_gpu if dynamic else None,
             micro_batch_size=None if dynamic else config.micro_batch_size,
             balance="none" if ranks == 1 else config.balance,
             costs=[work[i] for i in at],
         )
-        over += [at[i] for i in plan.over_cap]
-        for step in plan.steps:
-            dealt = tuple(tuple(tuple(at[i] for i in batch) for batch in rank) for rank in step.ranks)
-            steps.append(StepPlan(tuple(at[i] for i in step.samples), step.num_rollouts, dealt))
+        over += [i for i in at if dynamic and total_lengths[i] > config.max_tokens_per_gpu]
+        dealt = tuple(tuple(tuple(at[i] for i in batch) for batch in rank) for rank in plan.ranks)
+        steps.append(StepPlan(tuple(at), plan.num_rollouts, dealt))
     trimmed = tuple(sorted(i for group in groups[kept:] for i in group))
     return RolloutPlan(tuple(steps), tuple(over), trimmed, max(_imbalance(step, work) for step in steps))
 

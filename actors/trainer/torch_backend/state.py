@@ -1,7 +1,7 @@
 """Copies of weights and training state in host memory, and the files they become.
 
     weights      model.safetensors (Hugging Face names, tied ones once), config.json
-    checkpoint   model.safetensors (float32) and config.json: a model directory for whoever wants one;
+    checkpoint   model.safetensors (float32), config.json and tokenizer: a model directory for whoever wants one;
                  optimizer.safetensors, reference.safetensors (when it moves), old_actors.safetensors (with keep_old_actor),
                  critic.safetensors and critic_optimizer.safetensors (with a critic), scalars.json, index.json with the
                  size and checksum of each, written last
@@ -12,6 +12,7 @@ loaded by any number of ranks.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping, Set
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from actors.trainer.torch_backend.files import (
@@ -42,6 +44,7 @@ CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
 OLD_ACTORS = "old_actors.safetensors"
 SCALARS = "scalars.json"
+COMPLETE = ".complete"
 
 
 class Scalars(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +104,11 @@ class TrainingState:
     old_actors: dict[str, Tensor] = field(default_factory=dict)
     """step/name -> weight"""
     beside: dict[str, bytes] = field(default_factory=dict)
-    """config.json and the like: what makes the directory one of a Hugging Face model"""
+    """config.json, tokenizer and the like: what makes the directory one of a Hugging Face model"""
+    dtype: torch.dtype = torch.float32
+    """type the model computes in, and engines serve"""
+    hf_beside: dict[str, bytes] = field(default_factory=dict)
+    """`beside` for weights of that type"""
 
     def write(self, directory: Path) -> None:
         """Write every file, flush each, the index last. A file of an earlier attempt is replaced. Raises OSError."""
@@ -129,6 +136,23 @@ class TrainingState:
         )
         write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)
         fsync_dir(directory)
+        fsync_dir(directory.parent)
+
+
+    def write_hf(self, directory: Path) -> None:
+        """The model alone, in the type it computes in, as a Hugging Face directory with tokenizer and chat template. It appears
+        at once, `.complete` in it, and replaces an earlier export; FileExistsError for any other directory. Raises OSError."""
+        if directory.exists() and not (directory / COMPLETE).is_file():
+            raise FileExistsError(errno.EEXIST, "it exists and is no earlier export", str(directory))
+        part = directory.with_name(f".{directory.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for name, data in self.hf_beside.items():
+            write_bytes(part / name, data, durable=True)
+        write_tensors(part / MODEL, {name: t.to(self.dtype) for name, t in self.weights.items()}, durable=True)
+        write_bytes(part / COMPLETE, b"", durable=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(part, directory)
         fsync_dir(directory.parent)
 
 

@@ -7,8 +7,7 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,36 +17,22 @@ from torch import Tensor
 from actors.trainer.backend import StepBatch, StepResult
 from actors.trainer.batching import StepPlan
 from actors.trainer.objective import (
+    LossInputs,
     ObjectiveConfig,
     PreparedBatch,
+    TrainSample,
     finish,
     flatten,
     merge,
     policy_loss,
     prepare_batch,
     unflatten,
+    value_loss,
 )
-from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite
+from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
 from actors.trainer.selfcheck import measure
-from actors.trainer.torch_backend.clockwork import Stopwatch
-from actors.trainer.torch_backend.core import Core
-from actors.trainer.torch_backend.critic import value_metrics
-from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
-from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.plan import RolloutPlan, plan_steps
-
-Work = list[tuple[tuple[int, ...], MicroBatch]]
-"""This rank's micro-batches of one step, with the sample positions in them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """What the live knobs and the schedule give this batch."""
-
-    lr: float
-    critic_lr: float
-    clip: float
-    policy_learns: bool
+from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
 
 
 @dataclass(slots=True)
@@ -60,30 +45,25 @@ class _Tally:
     skipped: list[StepPlan] = field(default_factory=list)
 
 
-def train_batch(core: Core, batch: StepBatch) -> StepResult:
+def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     """Train on one rollout batch; the same call on every rank with the same batch."""
-    watch = Stopwatch(core.device)
+    watch = core.watch()
     torch.manual_seed(batch.seed)
     cfg = core.objective_for(batch.knobs)
-    rates = _Rates(
-        lr=core.rate(batch.step, batch.knobs),
-        critic_lr=core.critic.rate(batch.step) if core.critic else 0.0,
-        clip=float(batch.knobs.get("clip_grad", core.config.clip_grad)),
-        policy_learns=core.policy_learns(batch.step),
-    )
+    rates = core.rates(batch.step, batch.knobs)
     with watch.phase("prepare"):
-        packed = PackedBatch(batch.samples)
+        packed = core.pack(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
         plan = plan_steps(
             core.config,
             packed.total.tolist(),
             names,
             responses=packed.response.tolist(),
-            ranks=core.ranks.size,
+            ranks=core.n_ranks,
             cost=core.cost,
         )
         work: list[Work] = [
-            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.ranks.rank]] for step in plan.steps
+            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.rank]] for step in plan.steps
         ]
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, work)
@@ -104,130 +84,101 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
-    result = _result(core, packed, prepared, plan, tally, rates, watch)
-    if batch.step == 0:
+    result = _result(core, packed, prepared, samples, plan, tally, rates, watch)
+    # A first step that is done again may train on what lost weights made; nothing is to be expected of those.
+    if batch.step == 0 and all(made == 0 for s in samples for made, _ in s.spans or ()):
         result.metrics |= measure(tally.metrics[0], core.config, cfg)
     return result
 
 
-def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> None:
+def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Packed, work: list[Work]) -> None:
     """Fill old_logp, ref_logp, teacher_logp and values of every sample where the objective needs them. Uses the
     micro-batches of the gradient pass, so that equal weights give equal numbers to the last bit (KL to the reference is
     exactly 0 at step 1)."""
-    models: dict[str, Policy | None] = {
-        "old_logp": core.policy if cfg.needs_old_logp else None,
-        "ref_logp": core.reference if cfg.needs_ref_logp else None,
-        "teacher_logp": core.teacher,
-    }
-    passes: dict[str, Callable[[MicroBatch], Tensor]] = {n: _logp_of(m) for n, m in models.items() if m is not None}
-    if core.critic is not None:
-        passes["values"] = core.critic.model
-    for name, model in passes.items():
-        values = _pass(core, model, packed, work)
+    for name in core.models(cfg):
+        values = core.score(name, packed, work)
         for i, s in enumerate(batch.samples):
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
 
 
-def _old_actor_passes(core: Core, batch: StepBatch, packed: PackedBatch, work: list[Work]) -> list[str]:
+def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work]) -> list[str]:
     """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
-    own, lost = core.policy.named_weights(), []
+    lost = []
     made = [np.repeat(*np.array(s.train.spans or [(batch.step, s.train.response_length)]).T) for s in batch.samples]
-    kept = core.old_actors.steps
+    kept = core.former_steps()
     nearest = {
         int(step): max((k for k in kept if k <= step), default=min(kept, default=batch.step))
         for step in {int(v) for versions in made for v in np.unique(versions)}
         if step < batch.step
     }
     for step in sorted({k for k in nearest.values() if k < batch.step}):
-        with core.old_actors.wearing(step, own):
-            values = _pass(core, _logp_of(core.policy), packed, work)
+        with core.former_weights(step):
+            values = core.score("old_logp", packed, work)
         for i, sample in enumerate(batch.samples):
             here = torch.from_numpy(np.isin(made[i], [v for v, k in nearest.items() if k == step]))
             first, n = packed.first_response[i], packed.response[i]
             present = torch.as_tensor(sample.train.old_logp)
             sample.train.old_logp = torch.where(here, values[first : first + n], present)
     for sample, versions in zip(batch.samples, made, strict=True):
-        if any(v < batch.step and nearest[int(v)] != v for v in np.unique(versions)):
+        if any(nearest.get(int(v), batch.step) != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
-    core.old_actors.keep(batch.step, own)
+    core.keep_weights(batch.step)
     return lost
 
 
-def _logp_of(policy: Policy) -> Callable[[MicroBatch], Tensor]:
-    return lambda micro: policy(micro)[0]
-
-
-@torch.no_grad()
-def _pass(core: Core, model: Callable[[MicroBatch], Tensor], packed: PackedBatch, work: list[Work]) -> Tensor:
-    """One number of a model per response token of the batch, float32 [N] on the CPU, equal on every rank."""
-    values = torch.zeros(packed.response_tokens)
-    for mine in work:
-        for _, micro in mine:
-            values[torch.from_numpy(micro.response_slots)] = model(micro).float().cpu()
-    return core.ranks.total(values)
-
-
 def _one_step(
-    core: Core,
+    core: Verbs,
     cfg: ObjectiveConfig,
     prepared: PreparedBatch,
     step: StepPlan,
     mine: Work,
-    rates: _Rates,
-    watch: Stopwatch,
+    rates: Rates,
+    watch: Watch,
     tally: _Tally,
 ) -> None:
     """One optimizer step over `step`'s samples, of which `mine` are this rank's."""
-    norm = prepared.norm(step.samples, scale=float(core.ranks.size))  # FSDP averages over ranks: undone here
+    norm = prepared.norm(step.samples, scale=core.average_over)
     totals: dict[str, Tensor] = {}
-    seen: list[tuple[Tensor, Tensor, Tensor, tuple[str, ...]]] = []
-    learners = {"grad_norm": (core.weights, core.optimizer, rates.lr)} if rates.policy_learns else {}
-    if core.critic is not None:
-        learners["critic_grad_norm"] = (core.critic.weights, core.critic.optimizer, rates.critic_lr)
-    for weights, _, _ in learners.values():
-        weights.clear()
-    for k, (ids, micro) in enumerate(mine):
-        core.sync_gradients(k == len(mine) - 1)
-        with watch.phase("forward"), torch.set_grad_enabled(rates.policy_learns):
-            logp, entropy = core.policy(micro, cfg.entropy_coef != 0)
-            inputs = prepared.micro_batch(ids, logp, entropy=entropy)
-            loss, sums = policy_loss(cfg, inputs, norm)
-        if rates.policy_learns:
-            with watch.phase("backward"):
-                loss.backward()
+    seen: dict[tuple[int, ...], LossInputs] = {}
+
+    def policy(ids: tuple[int, ...], logp: Tensor, entropy: Tensor) -> Tensor:
+        inputs = prepared.micro_batch(ids, logp, entropy=entropy)
+        loss, sums = policy_loss(cfg, inputs, norm)
         merge(totals, sums)
-        if core.critic is not None:
-            with watch.phase("critic"):
-                merge(totals, core.critic.backward(micro, inputs, norm, cfg.value_clip))
-        seen.append((logp.detach(), inputs.mask, inputs.index, inputs.sample_ids))
+        seen[ids] = replace(inputs, new_logp=logp.detach(), entropy=None)
+        return loss
+
+    def value(ids: tuple[int, ...], values: Tensor) -> Tensor:
+        loss, sums = value_loss(cfg.value_clip, values, seen[ids], norm)
+        merge(totals, sums)
+        return loss
+
+    core.forward_backward(
+        mine, policy, value, learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
+    )
     with watch.phase("optimizer"):
-        norms = {name: weights.clip(rates.clip) for name, (weights, _, _) in learners.items()}
-        finite = all(map(math.isfinite, norms.values()))
-        if finite and norm.trained_tokens > 0:
-            for weights, optimizer, lr in learners.values():
-                optimizer.step(lr)
-                weights.publish()
-            tally.updates += 1
+        norms, finite = core.apply(rates, update=norm.trained_tokens > 0)
+    tally.updates += finite and norm.trained_tokens > 0
     if not finite:
         tally.skipped.append(step)
         tally.flags.setdefault("nonfinite_gradient", []).extend(prepared.sample_ids[i] for i in step.samples)
     report = finish(_over_ranks(core, totals), norm, per_token=cfg.reduction == "per_token")
     if report.get("nonfinite_tokens", 0) > 0:
-        for logp, mask, index, ids_ in seen:
-            bad = name_nonfinite(logp, mask, index, ids_)
+        for inputs in seen.values():
+            bad = name_nonfinite(inputs.new_logp, inputs.mask, inputs.index, inputs.sample_ids)
             if bad:
                 tally.flags.setdefault("nonfinite_logp", []).extend(bad)
     tally.metrics.append(report | norms)
 
 
-def _over_ranks(core: Core, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+def _over_ranks(core: Verbs, totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """The step's sums over all ranks, on the CPU."""
     here = {name: value.cpu() for name, value in totals.items()}
-    if core.ranks.alone:
+    if core.n_ranks == 1:
         return here
     sums, tops = flatten(here)
-    return unflatten(here, core.ranks.total(sums), core.ranks.largest(tops))
+    return unflatten(here, core.total(sums), core.largest(tops))
 
 
 def _combine(reports: list[dict[str, float]]) -> dict[str, float]:
@@ -240,11 +191,11 @@ def _combine(reports: list[dict[str, float]]) -> dict[str, float]:
     return out
 
 
-def _second_model(prepared: PreparedBatch, rates: _Rates) -> dict[str, float]:
+def _second_model(prepared: PreparedBatch, rates: Rates) -> dict[str, float]:
     """What critic or teacher said of the batch before the step."""
     fields, mask = prepared.fields, prepared.mask
     out: dict[str, float] = {}
-    if prepared.cfg.advantage_estimator == "ppo":
+    if prepared.cfg.estimator.critic:
         out |= value_metrics(fields["values"], prepared.returns, mask) | {"critic_lr": rates.critic_lr}
     if prepared.cfg.needs_student_logp and "teacher_logp" in fields and bool(mask.any()):
         out["opd_reverse_kl"] = float((fields["old_logp"] - fields["teacher_logp"])[mask].mean())
@@ -252,13 +203,14 @@ def _second_model(prepared: PreparedBatch, rates: _Rates) -> dict[str, float]:
 
 
 def _result(
-    core: Core,
-    packed: PackedBatch,
+    core: Verbs,
+    packed: Packed,
     prepared: PreparedBatch,
+    samples: Sequence[TrainSample],
     plan: RolloutPlan,
     tally: _Tally,
-    rates: _Rates,
-    watch: Stopwatch,
+    rates: Rates,
+    watch: Watch,
 ) -> StepResult:
     steps = plan.steps
     trimmed = {prepared.sample_ids[i] for i in plan.trimmed}  # listed under one reason only
@@ -266,9 +218,8 @@ def _result(
     listed["trimmed"] = [prepared.sample_ids[i] for i in plan.trimmed]
     listed["over_token_cap"] = [prepared.sample_ids[i] for i in plan.over_cap]
     flags = {reason: ids for reason, ids in listed.items() if ids}
-    trained = np.array(prepared.counts.tolist(), dtype=np.int64)
-    for step in tally.skipped:
-        trained[list(step.samples)] = 0
+    skipped = {i for step in tally.skipped for i in step.samples}
+    trained = [tuple(n * (i not in skipped) for n in spans) for i, spans in enumerate(prepared.trained_spans(samples))]
     seconds, phases = watch.read()
     tokens = sum(int(packed.total[list(step.samples)].sum()) for step in steps)
     metrics = {
@@ -286,13 +237,13 @@ def _result(
         "step_s": seconds,
         **{f"{name}_s": value for name, value in phases.items()},
     }
-    if not core.ranks.alone:
+    if core.n_ranks > 1:
         metrics["rank_imbalance"] = plan.imbalance
     packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)
     return StepResult(
         metrics={f"train/{name}": value for name, value in metrics.items()},
         packing=packing,
-        trained_tokens=trained.tolist(),
+        trained_spans=trained,
         flags=flags,
         skipped=bool(tally.skipped) and tally.updates == 0,
     )

@@ -38,6 +38,8 @@ class FlatBuffers:
             raise ValueError(f"{len(lost)} tensors came or went since the first version, first {lost[0]}")
         with torch.no_grad():
             torch._foreach_copy_(list(self._views.values()), [tensors[name].detach() for name in self._views])
+        if self.flat and self.flat[0].is_cuda:
+            torch.cuda.synchronize(self.flat[0].device)  # others read these bytes next, on streams of their own
 
     def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
         import torch

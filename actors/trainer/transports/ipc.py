@@ -7,19 +7,10 @@ version or a newer whole version only between fills; the caller fills when all e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from actors.trainer.transports.flat import FlatBuffers
-from bus.messages.policy import WeightManifest
 from bus.messages.weights import Bucket, FileHandle, WeightPlan
-from bus.plans import write_plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class IpcSender:
@@ -32,35 +23,14 @@ class IpcSender:
         self._tp_size = tp_size
         self._handles: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def prepare(
-        self,
-        tensors: Mapping[str, Tensor],
-        directory: Path,
-        *,
-        workers: tuple[str, ...] = (),
-        deadline_s: float = 60.0,
-        whole: str = "",
-    ) -> WeightManifest:
-        """Fill the buffers and write the plan (`workers`, `deadline_s`, `whole`: see WeightPlan): all that can be done before
-        engines pause. Tensors under their Hugging Face names; on a GPU raises ImportError without SGLang, whose form of
-        handles its engines expect."""
-        import torch
-
-        self._buffers.fill(tensors)
+    def plan(self, *, workers: tuple[str, ...] = (), deadline_s: float = 60.0, whole: str = "") -> WeightPlan:
+        """What workers must know to load what the buffers hold, once these are filled (`workers`, `deadline_s`, `whole`: see
+        WeightPlan). On a GPU raises ImportError without SGLang, whose form of handles its engines expect."""
         if not self._handles:
             self._handles = [self._export(i) for i in range(len(self._buffers.flat))]
-        if self._buffers.flat[0].is_cuda:
-            torch.cuda.synchronize()  # another process reads these bytes next
         pairs = zip(self._buffers.buckets, self._handles, strict=True)
         buckets = tuple(msgspec.structs.replace(b, handles=handles, quick=quick) for b, (handles, quick) in pairs)
-        plan = WeightPlan(transport="ipc", buckets=buckets, workers=workers, deadline_s=deadline_s, whole=whole)
-        write_plan(directory, plan)
-        return WeightManifest(
-            transport="ipc",
-            path=str(directory),
-            n_tensors=sum(len(bucket.tensors) for bucket in buckets),
-            n_bytes=sum(bucket.n_bytes for bucket in buckets),
-        )
+        return WeightPlan(transport="ipc", buckets=buckets, workers=workers, deadline_s=deadline_s, whole=whole)
 
     def _export(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Handles of a buffer for SGLang's own loader, and for ours inside SGLang."""

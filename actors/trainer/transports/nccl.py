@@ -10,18 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.runtime.broadcast import join_group, leave_group, open_store
 from actors.trainer.transports.flat import FlatBuffers
 from bus.errors import Transient
-from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
-from bus.plans import write_plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GroupBroken(Transient):
@@ -62,13 +56,11 @@ class NcclSender:
         self._group: Any = None
         self._closed = False
 
-    def prepare(self, tensors: Mapping[str, Tensor], directory: Path, *, whole: str = "") -> WeightManifest:
-        """Fill the buffers and write the plan: all that can be done before engines pause. `whole`: see WeightPlan."""
-        self._buffers.fill(tensors)
-        buckets = self._buffers.buckets
-        plan = WeightPlan(
+    def plan(self, *, whole: str = "") -> WeightPlan:
+        """What workers must know to receive what the buffers hold, once these are filled. `whole`: see WeightPlan."""
+        return WeightPlan(
             transport="nccl",
-            buckets=buckets,
+            buckets=self._buffers.buckets,
             group=self.name,
             address=self._address,
             port=self.port,
@@ -78,13 +70,6 @@ class NcclSender:
             workers=tuple(self.ranks),
             deadline_s=self._deadline.total_seconds(),
             whole=whole,
-        )
-        write_plan(directory, plan)
-        return WeightManifest(
-            transport="nccl",
-            path=str(directory),
-            n_tensors=sum(len(bucket.tensors) for bucket in buckets),
-            n_bytes=sum(bucket.n_bytes for bucket in buckets),
         )
 
     def open(self) -> None:
@@ -113,7 +98,7 @@ class NcclSender:
         return self._group is not None
 
     def send(self) -> None:
-        """Broadcast what `prepare` filled in, bucket by bucket; waits for the last. GroupBroken when a peer is lost."""
+        """Broadcast what the buffers hold, bucket by bucket; waits for the last. GroupBroken when a peer is lost."""
         if self._group is None:
             raise GroupBroken(f"group {self.name} is not open")
         failed = self._try_to_send()

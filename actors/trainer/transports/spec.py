@@ -6,7 +6,7 @@ import msgspec
 
 
 class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How versions travel. `transport`: disk, delta, ipc or nccl. `deadline_s`: longest wait for engines, and for a broadcast."""
+    """How versions travel. `transport`: disk, ipc or nccl. `deadline_s`: longest wait for engines, and for a broadcast."""
 
     transport: str = "disk"
     buffer_bytes: int = 512 << 20

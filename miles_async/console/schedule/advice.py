@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from miles_async.console.history import History
+from actors.recorder.history import History
 from miles_async.console.schedule.model import Rule, Setup, simulate
 from miles_async.console.schedule.observed import Observed, observe
 from miles_async.console.text import plural

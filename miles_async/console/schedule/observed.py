@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.history import History, Step
 from actors.runtime.seeds import rng_for
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
-from miles_async.console.history import History, Step
 from miles_async.console.schedule.model import Rule, Sample
 
 LOOKED_AT = 64  # newest steps

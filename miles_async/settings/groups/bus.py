@@ -10,7 +10,11 @@ class BusSettings(Group, frozen=True, kw_only=True):
 
     bus_url: Annotated[
         str | None,
-        doc("redis://, rediss:// or unix:// address of your Redis. Unset: the run starts a private server."),
+        doc(
+            "redis://, rediss:// or unix:// address of your Redis; its password better in the variable "
+            "MILES_ASYNC_BUS_PASSWORD, or in the file that MILES_ASYNC_BUS_PASSWORD_FILE names. Unset: the run starts a private "
+            "server."
+        ),
     ] = None
     lease_s: Annotated[
         float,

@@ -64,6 +64,13 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc("Path of a file; when it exists at the end of a step a checkpoint is saved and the file is removed."),
     ] = None
+    save_hf: Annotated[
+        str | None,
+        doc(
+            "Path pattern with {rollout_id}: beside each checkpoint the model is written there as a Hugging Face directory, in the "
+            "type that it computes in, with tokenizer and chat template."
+        ),
+    ] = None
     save_debug_rollout_data: Annotated[
         str | None,
         doc("Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay."),

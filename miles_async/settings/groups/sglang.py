@@ -173,13 +173,6 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             le=1,
         ),
     ] = 1.0
-    update_weight_delta: Annotated[
-        bool,
-        doc(
-            "Write only the tensors that changed since the version before, for transport disk. Engines with another version "
-            "get whole files."
-        ),
-    ] = False
     check_weight_update_equal: Annotated[
         bool,
         doc(

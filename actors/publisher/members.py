@@ -1,0 +1,151 @@
+"""The run's generation workers, as the events log tells (pure): who lives, serves what, and can be sent a version.
+
+This table alone decides it. Time is the reader's own monotonic clock at the receipt of a word; no clock of another host is read.
+
+    no seat --activated--> seat --joined, engine stalled, transport failed, late, no version--> no seat
+
+Always true: an engine has a seat only between an activation and the next sign of trouble, so one that is new, or that a
+transport failed, takes a version from files before it is sent to again. One that failed STRIKES times in a row gets files alone
+for ASIDE_S; one that refuses files which others load gets nothing for as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bus.messages.control import BOOTING, Event, Vitals
+from bus.messages.policy import Seat
+
+STRIKES = 2
+REFUSALS = 3
+ASIDE_S = 600.0
+NOT_HERE = ("stopped", "failed", "draining")
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One living worker. `heard`: when, in the reader's monotonic seconds."""
+
+    heard: float
+    serving: int = -1  # version id, -1 = none
+    slots: int = 0  # samples it takes at once, as it said last
+    waits: str = ""
+    seat: Seat | None = None
+    ordered: tuple[int, float] | None = None  # version id, and when
+    late: bool = False  # it let the deadline of its last order pass
+    refused: str = ""  # the files that it refused, until it activated something
+
+
+class Members:
+    """Folded from the events log. `timeout_s`: silence after which a worker counts as gone."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.all: dict[str, Member] = {}
+        self._failed: dict[str, tuple[int, float]] = {}  # worker -> transports that failed in a row; when the last
+        self._refused: dict[str, tuple[int, float]] = {}  # worker -> files refused in a row; when the last
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """Worker -> version id, by name."""
+        return {name: member.serving for name, member in sorted(self.all.items())}
+
+    def fold(self, message: object, now: float, entry_id: str = "") -> None:
+        """Take one message of the events log; what is not about workers is ignored. `entry_id` names the incarnation of an
+        engine that begins with this entry."""
+        match message:
+            case Vitals(role="generation", state=state) if state in NOT_HERE:
+                self.all.pop(message.actor, None)
+            case Vitals(role="generation"):
+                member = self._hear(message.actor, now)
+                member.serving, member.slots, member.waits = message.version, message.slots, message.waits_for
+                if message.version < 0:
+                    member.seat = None
+            case Event(kind="joined"):
+                member = self._hear(message.actor, now)
+                member.serving, member.seat, member.ordered = -1, None, None
+            case Event(kind="activated", data=data):
+                member = self._hear(message.actor, now)
+                member.serving = int(data.get("version", -1))
+                member.late, member.ordered, member.refused = False, None, ""
+                if member.seat is None:
+                    member.seat = Seat(message.actor, int(data.get("gpus", 1)), str(data.get("host", "")), entry_id)
+                if data.get("transport") != "disk":
+                    self._failed.pop(message.actor, None)
+                self._refused.pop(message.actor, None)
+            case Event(kind="transport failed" | "engine stalled" | "weights refused" as kind) if message.actor in self.all:
+                member = self.all[message.actor]
+                member.ordered = None
+                if kind != "weights refused":
+                    member.seat = None
+                else:
+                    member.refused = str(message.data.get("path", ""))
+                    self._refused[message.actor] = (self._refused.get(message.actor, (0, 0.0))[0] + 1, now)
+                if kind == "transport failed":
+                    self._failed[message.actor] = (self._failed.get(message.actor, (0, 0.0))[0] + 1, now)
+
+    def _hear(self, name: str, now: float) -> Member:
+        member = self.all.setdefault(name, Member(heard=now))
+        member.heard = max(member.heard, now)
+        return member
+
+    def expire(self, now: float, *, unread_s: float = 0.0) -> None:
+        """Leave out who has been silent for too long. `unread_s`: seconds in which nothing could be read, which count for
+        nobody's silence."""
+        for name, member in list(self.all.items()):
+            member.heard += unread_s
+            if now - member.heard > self._timeout_s:
+                del self.all[name]
+        for counts in (self._failed, self._refused):
+            for name in [n for n, (_, at) in counts.items() if n not in self.all and now - at > ASIDE_S]:
+                del counts[name]
+
+    def unseat(self, names: Iterable[str]) -> None:
+        """Do not send to them until they activated something."""
+        for name in names:
+            if name in self.all:
+                self.all[name].seat = None
+
+    def withdraw(self, version: int) -> None:
+        """Orders to this version are void: whoever has one is ordered anew."""
+        for member in self.all.values():
+            if member.ordered is not None and member.ordered[0] == version:
+                member.ordered = None
+
+    def overdue(self, now: float, deadline_s: float) -> list[tuple[str, int]]:
+        """Workers that let an order's deadline pass, and its version; they take files next. No deadline runs while an engine
+        boots."""
+        found = []
+        for name, member in sorted(self.all.items()):
+            if member.ordered is None:
+                continue
+            version, at = member.ordered
+            if member.waits == BOOTING:
+                member.ordered = (version, now)
+            elif now - at > deadline_s:
+                member.ordered, member.seat, member.late = None, None, True
+                found.append((name, version))
+        return found
+
+    def able(self, transport: str, host: str, now: float) -> dict[str, Seat]:
+        """Who can be sent a version by `transport` from `host`, by name. ipc: engines of that host, and of one size, since
+        handles are made for each rank."""
+        aside = self.aside(now)
+        seats = {name: m.seat for name, m in sorted(self.all.items()) if m.seat is not None and name not in aside}
+        if transport == "ipc":
+            here = {name: seat for name, seat in seats.items() if seat.host == host}
+            gpus = max((seat.gpus for seat in here.values()), default=0)
+            return {name: seat for name, seat in here.items() if seat.gpus == gpus}
+        return seats if transport == "nccl" else {}
+
+    def aside(self, now: float) -> set[str]:
+        """Workers that get files alone for now."""
+        return {name for name, (times, at) in self._failed.items() if times >= STRIKES and now - at < ASIDE_S}
+
+    def hopeless(self, now: float) -> set[str]:
+        """Workers that refused REFUSALS files and one more in a row and get nothing for now."""
+        return {name for name, (times, at) in self._refused.items() if times > REFUSALS and now - at < ASIDE_S}
+
+
+__all__ = ("ASIDE_S", "REFUSALS", "STRIKES", "Member", "Members")

@@ -1,0 +1,146 @@
+"""Recorder: keeps a run's story on disk. It follows the bus and writes metrics.jsonl, so that launchers may come and go.
+
+Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
+Owns  metrics.jsonl
+Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
+line of its own that names the lost steps; lines already written stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from actors.recorder.feed import Feed
+from actors.recorder.file import MetricsFile
+from actors.recorder.records import Record, sample_event
+from actors.runtime.child import is_alive
+from actors.runtime.context import Context
+from actors.runtime.prompts import Tokenizer
+from bus import Bus, Out
+from bus.errors import BadMessage
+from bus.messages.control import Event, Vitals
+from bus.messages.groups import GroupKept
+from bus.topology import EVENTS, GROUPS
+
+AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
+TEXTS_FROM_S, TEXTS_TO_S = (
+    30.0,
+    600.0,
+)  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
+
+
+class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts."""
+
+    tokenizer_dir: str = ""
+
+
+class Recorder:
+    """One per run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        run_dir: Path,
+        spec: RecorderSpec | None = None,
+        *,
+        unread: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._bus = bus
+        self._run_dir = run_dir
+        self._unread = unread
+        directory = spec.tokenizer_dir if spec is not None else ""
+        readable = directory and (Path(directory) / "tokenizer.json").exists()
+        self._tokenizer = Tokenizer(directory) if readable else None
+        self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
+
+    async def follow(
+        self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
+    ) -> None:
+        """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
+        file = await asyncio.to_thread(MetricsFile, self._run_dir)
+        feed = Feed(self._bus, file.past, unread=self._unread)
+        file.past = []
+        try:
+            while not stop.is_set():
+                await self._write(file, feed, 0.5)
+            while not await others_end():
+                await self._write(file, feed, 0.1)
+            while await self._write(file, feed, 0.0):
+                continue
+            await self._write_ledger(file, feed)
+        finally:
+            await feed.close()
+            file.close()
+
+    async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
+        records, more = await feed.read(block_s)
+        file.append(records)
+        kinds = {record["kind"] for record in records}
+        if kinds & {"checkpoint", "finished"}:
+            await self._write_ledger(file, feed)
+        now = self._bus.clock.monotonic()
+        if "step" in kinds and self._tokenizer is not None and now >= self._next_text_s:
+            self._next_text_s = now + self._text_pause_s
+            self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
+            texts = await self._texts(self._tokenizer, feed.history.furthest)
+            await self._bus.append([Out(EVENTS, text) for text in texts], repeatable=True)
+        return more
+
+    async def _texts(self, tokenizer: Tokenizer, step: int) -> list[Event]:
+        """The first and the last member of the newest group that waits for training: what the policy writes now."""
+        for entry in await self._bus.last(GROUPS, 2):
+            try:
+                message = await self._bus.message(entry)
+            except BadMessage:
+                continue  # the trainer, which reads the stream for work, reports it
+            if isinstance(message, GroupKept) and message.samples:
+                chosen = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
+                wall = self._bus.clock.wall()
+                return [sample_event(scored, step, tokenizer.decode, wall) for scored in chosen]
+        return []
+
+    async def _write_ledger(self, file: MetricsFile, feed: Feed) -> None:
+        small = await self._bus.snapshot()
+        record: Record = {"kind": "ledger", "wall": self._bus.clock.wall(), "accounts": small.ledger}
+        if small.ledger and small.ledger != feed.history.ledger:
+            feed.history.fold(record)
+            file.append([record])
+
+
+async def run(context: Context, spec: RecorderSpec) -> None:
+    """The recorder's process. When the run stops it is the last to go: what the others say at their end is on record too."""
+    until = 0.0
+
+    async def others_end() -> bool:
+        nonlocal until
+        now = context.clock.monotonic()
+        until = until or now + max(0.0, context.spec.drain_timeout_s - AFTER_THE_OTHERS_S)
+        return now > until or not await _living(context)
+
+    recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning)
+    with context.waiting("news"):
+        await recorder.follow(context.draining, others_end)
+
+
+async def _living(context: Context) -> bool:
+    """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
+    here, wall = socket.gethostname(), context.clock.wall()
+    for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
+        try:
+            other = msgspec.msgpack.decode(raw, type=Vitals)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
+            continue
+        if is_alive(other.pid) if other.host == here else wall - other.wall < 5 * context.spec.heartbeat_s:
+            return True
+    return False
+
+
+__all__ = ("Recorder", "RecorderSpec", "run")

@@ -1,0 +1,57 @@
+"""The one fold of a run's logs: new entries become records, and records the history. Recorder and console both read here.
+
+Reads  policy, eval.results, knobs, events, verdicts, dead (logs)    Writes  nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from actors.recorder.history import History
+from actors.recorder.records import RECORDED, Record, records_of
+from bus import Bus, Tail
+from bus.errors import BadMessage
+from bus.streams.hop import id_key
+
+
+class Feed:
+    """`history` has taken in everything that was given out. `unread`: told of each entry that is no message."""
+
+    def __init__(
+        self, bus: Bus, past: Iterable[Record] = (), *, unread: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._bus = bus
+        self._unread = unread
+        self._tail = Tail(bus, RECORDED)
+        self.history = History()
+        self._tail.positions = dict.fromkeys((stream.name for stream in RECORDED), "0")
+        for record in past:
+            self.history.fold(record)
+            stream, at, entry_id = str(record.get("entry", "")).partition("@")
+            if at and id_key(entry_id) > id_key(self._tail.positions.get(stream, "0")):
+                self._tail.positions[stream] = entry_id
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._tail.close()
+
+    async def read(self, block_s: float) -> tuple[list[Record], bool]:
+        """New records, folded already, and whether there were entries at all: where there were none within `block_s`, the
+        logs have come to their end."""
+        fresh: list[Record] = []
+        entries = await self._tail.read(block_s)
+        for entry in entries:
+            try:
+                message = await self._bus.message(entry)
+            except BadMessage as error:
+                self._unread(f"{entry.stream.name} {entry.id} not recorded: {error}")
+                continue
+            for record in records_of(entry, message):
+                if record["kind"] == "restored":
+                    record["lost"] = [s.step for s in self.history.steps if s.step > record["step"]]
+                self.history.fold(record)
+                fresh.append(record)
+        return fresh, bool(entries)
+
+
+__all__ = ("Feed",)

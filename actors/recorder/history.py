@@ -1,0 +1,167 @@
+"""A run's past, folded from records (pure): the surviving steps, evaluations, drops, pauses and faults.
+
+Steps after a restore point are a lost future: they leave `steps` and are counted in `lost_steps`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from actors.recorder.records import Record
+
+REWARD = "rollout/raw_reward"
+AVG_STALENESS = "rollout/fully_async/avg_staleness"
+MAX_STALENESS = "rollout/fully_async/max_staleness"
+MOST_SAMPLES = 64
+TOKENS_PER_S = "perf/tokens_per_s"
+
+
+@dataclass(slots=True)
+class Step:
+    """One training step of the surviving lineage. `gap_s`: wall seconds since the step before it, 0 for the first.
+    `resumed`: the first after a restart, so that its gap is mostly the trainer's absence."""
+
+    step: int
+    wall: float
+    metrics: dict[str, float]
+    n_groups: int
+    gap_s: float = 0.0
+    resumed: bool = False
+
+    def get(self, name: str, default: float = 0.0) -> float:
+        return float(self.metrics.get(name, default))
+
+
+@dataclass(slots=True)
+class Eval:
+    """One evaluation; `score` is its main metric, the mean reward (accuracy for 0/1 rewards)."""
+
+    step: int
+    wall: float
+    name: str
+    score: float
+    metrics: dict[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of its tokens, those that the version of `step` made."""
+        return self.metrics.get(f"eval/{self.name}/version_share", 1.0)
+
+
+@dataclass(slots=True)
+class History:
+    """Fold records into it, oldest first."""
+
+    steps: list[Step] = field(default_factory=list)
+    evals: list[Eval] = field(default_factory=list)
+    failed_evals: dict[str, Record] = field(default_factory=dict)  # by name, where the newest one measured nothing
+    drops: Counter[str] = field(default_factory=Counter)  # groups by reason
+    dead: list[Record] = field(default_factory=list)
+    faults: list[Record] = field(default_factory=list)
+    knobs: list[Record] = field(default_factory=list)
+    activations: list[Record] = field(default_factory=list)
+    announced: list[Record] = field(default_factory=list)
+    checkpoints: list[Record] = field(default_factory=list)
+    restores: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
+    ledger: dict[str, int] = field(default_factory=dict)
+    first_wall: float = 0.0
+    last_wall: float = 0.0
+    lost_steps: int = 0
+    furthest: int = 0  # the last step ever made, lost ones included
+    finished: bool = False
+    _resumed: bool = False
+
+    def fold(self, record: Record) -> None:
+        """Take in one record; unknown kinds change only the clock."""
+        wall = float(record.get("wall", 0.0))
+        self.first_wall = min(self.first_wall, wall) if self.first_wall else wall
+        self.last_wall = max(self.last_wall, wall)
+        match record.get("kind"):
+            case "step":
+                self._step(record, wall)
+            case "eval":
+                self._eval(record, wall)
+            case "restored":
+                self._restored(record)
+            case "drop":
+                self.drops[str(record["reason"])] += 1
+            case "dead":
+                self.dead.append(record)
+            case "fault":
+                self.faults.append(record)
+            case "knob":
+                self.knobs.append(record)
+            case "activated":
+                self.activations.append(record)
+            case "announced":
+                self.announced.append(record)
+            case "checkpoint":
+                self.checkpoints.append(record)
+            case "ledger":
+                self.ledger = {str(k): int(v) for k, v in record["accounts"].items()}
+            case "sample":
+                self.samples.append(record)
+                if len(self.samples) > MOST_SAMPLES:
+                    del self.samples[: MOST_SAMPLES // 2 : 2]
+            case "finished":
+                self.finished = True
+
+    def _step(self, record: Record, wall: float) -> None:
+        number = int(record["step"])
+        self.furthest = max(self.furthest, number)
+        if self.steps and number <= self.steps[-1].step:
+            # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
+            return
+        gap = wall - self.steps[-1].wall if self.steps else 0.0
+        metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
+        n_groups = len(record.get("groups", ()))
+        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed=self._resumed and gap > 0))
+        self._resumed = False
+        for _, reason in record.get("dropped", ()):
+            self.drops[str(reason)] += 1
+
+    def _eval(self, record: Record, wall: float) -> None:
+        name, metrics = str(record["name"]), {str(k): float(v) for k, v in record.get("metrics", {}).items()}
+        score = metrics.get(f"eval/{name}")
+        if score is None:
+            self.failed_evals[name] = {"error": "nothing was measured", **record}
+            return
+        self.failed_evals.pop(name, None)
+        self.evals.append(Eval(int(record["step"]), wall, name, score, metrics))
+
+    def _restored(self, record: Record) -> None:
+        step = int(record["step"])
+        kept = [s for s in self.steps if s.step <= step]
+        self.lost_steps += len(self.steps) - len(kept)
+        self.steps = kept
+        self.evals = [e for e in self.evals if e.step <= step]
+        self.restores.append(record)
+        self.finished = False
+        self._resumed = True
+
+    def unsaved_groups(self) -> int:
+        """Groups trained since the newest checkpoint."""
+        saved = int(self.checkpoints[-1]["step"]) if self.checkpoints else 0
+        return sum(s.n_groups for s in self.steps if s.step > saved)
+
+    def eval_names(self) -> list[str]:
+        """Names of evaluation sets, in order of appearance."""
+        return list(dict.fromkeys(e.name for e in self.evals))
+
+    def evals_of(self, name: str) -> list[Eval]:
+        """Evaluations of one set by step; of one done twice, the later."""
+        return sorted({e.step: e for e in self.evals if e.name == name}.values(), key=lambda e: e.step)
+
+
+def history_of(records: Iterable[Record]) -> History:
+    """Fold all records."""
+    history = History()
+    for record in records:
+        history.fold(record)
+    return history
+
+
+__all__ = ("AVG_STALENESS", "MAX_STALENESS", "REWARD", "TOKENS_PER_S", "Eval", "History", "Step", "history_of")

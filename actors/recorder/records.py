@@ -1,0 +1,194 @@
+"""What the bus says, as lines of metrics.jsonl (pure).
+
+A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry id>", unique and ordered within a stream),
+then what the kind has:
+
+step        step, version, trained_on, knob_epoch, groups, members (of groups trained in part: indexes by group), dropped,
+            metrics
+eval        step, version, name, n_samples, duration_s, metrics, versions (tokens by version), error
+announced   step, version, prepare_s, n_bytes
+activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
+            compared (tensors)
+slots       actor, slots, why                                      samples at once on its engine, by auto
+checkpoint  step, path, save_s
+restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
+knob        epoch, values, author, reason
+drop        group, prompt, reason, samples, tokens, reward, members (indexes; absent = all of it)
+                                                                   what of a prompt group will not be trained
+dead        stream, sample, group, actor, error
+fault       actor, event, text, level
+finished    step, version
+ledger      accounts                                               samples and tokens by account, at checkpoints and ends
+sample      step, sample, group, version, reward, label, tokens, finish, prompt, response
+                                                                   what the policy writes, now and then: texts as decoded, of at
+                                                                   most TEXT_LIMIT characters, their middle left out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bus import Entry
+from bus.inspect import wall_of
+from bus.messages.base import unpack_ints
+from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
+from bus.messages.groups import GroupVerdict, index_of
+from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
+from bus.messages.samples import Scored
+from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
+
+Record = dict[str, Any]
+TEXT_LIMIT = 2000
+RECORDED = (POLICY, EVAL_RESULTS, KNOBS, EVENTS, VERDICTS, DEAD)
+
+
+def records_of(entry: Entry, message: Any) -> list[Record]:
+    """Lines for one message, mostly one or none."""
+    head = {"wall": wall_of(entry.id), "entry": f"{entry.stream.name}@{entry.id}"}
+    make = _MAKERS.get(type(message))
+    if make is None:
+        return []
+    return [{"kind": kind, **head, **fields} for kind, fields in make(message)]
+
+
+def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], str], wall: float) -> Event:
+    """News that shows one scored sample in words. `step`: the newest when it was looked at; `wall`: now."""
+    rollout = scored.rollout
+    task, response = rollout.task, rollout.response
+    data = {
+        "step": step,
+        "sample": task.sample_id,
+        "group": task.group_id,
+        "version": response.spans[-1].version if response.spans else -1,
+        "reward": scored.reward,
+        "label": _bounded(task.label),
+        "tokens": response.n_tokens,
+        "finish": rollout.finish,
+        "prompt": _bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens))),
+        "response": _bounded(decode(unpack_ints(response.tokens))),
+    }
+    return Event(actor="recorder", kind="sample", text=task.sample_id, wall=wall, data=data)
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    first, last = 2 * TEXT_LIMIT // 3, TEXT_LIMIT // 3 - 40
+    return f"{text[:first]} [{len(text) - first - last} characters left out] {text[-last:]}"
+
+
+Made = list[tuple[str, Record]]
+
+
+def _step(m: StepDone) -> Made:
+    return [
+        (
+            "step",
+            {
+                "step": m.step,
+                "version": m.version.id,
+                "trained_on": m.trained_on.id,
+                "knob_epoch": m.knob_epoch,
+                "groups": list(m.groups),
+                **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
+                "dropped": [list(pair) for pair in m.dropped],
+                "metrics": dict(m.metrics),
+                **({"wall": m.wall} if m.wall else {}),
+            },
+        )
+    ]
+
+
+def _in_part(samples: Sequence[str]) -> dict[str, list[int]]:
+    """Indexes by group of the groups of which a step trained fewer samples than of its largest."""
+    found = _indexes_by_group(samples)
+    most = max(map(len, found.values()), default=0)
+    return {group: indexes for group, indexes in found.items() if len(indexes) < most}
+
+
+def _indexes_by_group(samples: Sequence[str]) -> dict[str, list[int]]:
+    """Indexes by group of sample ids."""
+    found: dict[str, list[int]] = {}
+    for sample in samples:
+        found.setdefault(sample.rpartition("/")[0], []).append(index_of(sample))
+    return found
+
+
+def _eval(m: EvalDone) -> Made:
+    fields: Record = {"step": m.step, "version": m.version, "name": m.name, "n_samples": m.n_samples}
+    fields["duration_s"] = m.duration_s
+    versions = {str(version): n for version, n in (m.versions or {}).items()}
+    return [("eval", {**fields, "metrics": dict(m.metrics), "versions": versions, "error": m.error or ""})]
+
+
+def _announced(m: PolicyAnnounced) -> Made:
+    fields = {"step": m.version.step, "version": m.version.id, "prepare_s": m.prepare_s, "n_bytes": m.manifest.n_bytes}
+    return [("announced", fields)]
+
+
+def _event(m: Event) -> Made:
+    if m.kind == "activated":
+        seconds = {name: float(m.data.get(name, 0.0)) for name in ("pause_s", "total_s")}
+        numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
+        how = {"transport": str(m.data.get("transport", "")), "requests": str(m.data.get("requests", ""))}
+        return [
+            ("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})
+        ]
+    if m.kind == "sample":
+        return [("sample", dict(m.data))]
+    if m.kind == "slots":
+        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
+    if m.level == "info":
+        return []
+    return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]
+
+
+def _verdict(m: GroupVerdict) -> Made:
+    if m.kept:
+        return []
+    fields = {"group": m.group_id, "prompt": m.prompt_id, "reason": m.reason, "samples": m.n_samples}
+    members = {"members": list(m.members)} if m.members else {}
+    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
+
+
+def _given_up(m: GroupsGivenUp) -> Made:
+    prompts = dict(zip((g for g, _ in m.groups), m.prompts, strict=False))
+    members = _indexes_by_group(m.samples)
+    return [
+        (
+            "drop",
+            {
+                "group": group,
+                "prompt": prompts.get(group, ""),
+                "reason": reason,
+                "reissued": m.reissue,
+                **({"members": members[group]} if group in members else {}),
+            },
+        )
+        for group, reason in m.groups
+    ]
+
+
+def _dead(m: DeadLetter) -> Made:
+    fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
+    return [("dead", fields)]
+
+
+_MAKERS: dict[type, Callable[[Any], Made]] = {
+    StepDone: _step,
+    EvalDone: _eval,
+    PolicyAnnounced: _announced,
+    Event: _event,
+    GroupVerdict: _verdict,
+    GroupsGivenUp: _given_up,
+    DeadLetter: _dead,
+    Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
+    Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
+    Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
+    KnobPatch: lambda m: [
+        ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})
+    ],
+}
+
+__all__ = ("RECORDED", "TEXT_LIMIT", "Record", "records_of", "sample_event")

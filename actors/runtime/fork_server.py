@@ -1,0 +1,213 @@
+"""Actors forked from a process that has their libraries loaded: milliseconds and shared memory, where an import takes seconds.
+
+`python -m actors.runtime.fork_server MODULE...` imports the modules and then forks a child for each order on stdin; it answers
+with the child's pid, and later with its exit status. It ends with whoever orders; its children stay. It imports, and does
+nothing else: no thread, no loop, no device may be open in a process that forks. A child's command line is that of a process
+started by hand (`python -m actors.<room> SPEC`), so that it is found by the same means. Linux only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import os
+import random
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+
+from actors.runtime.child import PYTHON
+
+SPACE = "-" * 2000  # room for a child's command line in the server's own
+NO_SERVER = 3
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Run `words[0]` as `python -m` would, with the others as its arguments; `env` is set beside what the server has."""
+
+    words: list[str]
+    log: str
+    env: dict[str, str]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`ended` false: the last order's child has this pid. True: this child ended with `code` (negative: by a signal)."""
+
+    pid: int
+    ended: bool = False
+    code: int = 0
+
+
+class ForkServer:
+    """The ordering side. `start` is None when the server cannot serve; the caller starts a process of its own then."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [*PYTHON, __name__, *modules, SPACE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._orders: asyncio.Queue[asyncio.Future[int]] = asyncio.Queue()
+        self._ends: dict[int, asyncio.Future[int | None]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(
+        self, words: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> tuple[int, asyncio.Future[int | None]] | None:
+        """Pid, and a future of the exit status: None = the server was lost before it could tell."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read(), name="fork server")
+        if self._reader.done() or self._process.stdin is None:
+            return None
+        loop = asyncio.get_running_loop()
+        forked: asyncio.Future[int] = loop.create_future()
+        self._orders.put_nowait(forked)
+        try:
+            self._process.stdin.write(msgspec.json.encode(Order(list(words), str(log), dict(env))) + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        pid = await forked
+        return (pid, self._ends.setdefault(pid, loop.create_future())) if pid else None
+
+    async def _read(self) -> None:
+        """Waits for answers; woken by the pipe, also by its end."""
+        loop = asyncio.get_running_loop()
+        stream = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout)
+        while line := await stream.readline():
+            answer = msgspec.json.decode(line, type=Answer)
+            if not answer.ended:
+                self._ends[answer.pid] = loop.create_future()
+                self._orders.get_nowait().set_result(answer.pid)
+            else:
+                self._ends.pop(answer.pid).set_result(answer.code)
+        transport.close()
+        while not self._orders.empty():
+            self._orders.get_nowait().set_result(0)
+        for future in self._ends.values():
+            future.set_result(None)
+        self._ends.clear()
+
+    async def close(self) -> None:
+        """It ends; children go on."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._reader is not None:
+            await self._reader
+        await asyncio.to_thread(self._process.wait)
+
+
+def serve() -> Order | None:
+    """In the server: until stdin ends (None), or in a child: its order."""
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pending = b""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            _collect()
+        if 0 not in ready:
+            continue
+        data = os.read(0, 65536)
+        if not data:
+            return None
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            order = msgspec.json.decode(line, type=Order)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(wake)
+                os.close(woken)
+                return order
+            _say(Answer(pid))
+
+
+def _collect() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _say(Answer(pid, True, os.waitstatus_to_exitcode(status)))
+
+
+def _say(answer: Answer) -> None:
+    os.write(1, msgspec.json.encode(answer) + b"\n")
+
+
+def become(order: Order) -> None:
+    """In a child: run the order in this process, and end."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number, handle in ((0, null), (1, log), (2, log)):
+        os.dup2(handle, number)
+    os.close(null)
+    os.close(log)
+    os.environ.update(order.env)
+    random.seed()  # else all children would draw the same pauses
+    sys.argv = list(order.words)
+    rename([*PYTHON, *order.words])
+    code = 1
+    try:
+        runpy.run_module(order.words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:  # noqa: BLE001 - this process ends here, with the words that any other would end with
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An interpreter that takes itself apart touches, and so copies, all that it shares with the server: seconds.
+        os._exit(code)
+
+
+def rename(words: Sequence[str]) -> bool:
+    """Write another command line over the one this process was started with; False where that cannot be done."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(fields[45]), int(fields[46])
+    except (OSError, IndexError, ValueError):
+        return False
+    text = b"".join(word.encode() + b"\0" for word in words)
+    if not begin or len(text) > end - begin:
+        return False
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    return Path("/proc/self/cmdline").read_bytes().startswith(text)
+
+
+if __name__ == "__main__":
+    if not rename([*PYTHON, "actors.runtime.fork_server", *sys.argv[1:-1]]):
+        sys.exit(NO_SERVER)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for name in sys.argv[1:-1]:
+        import_module(name)
+    wanted = serve()
+    if wanted is None:
+        os._exit(0)
+    sys.stderr = sys.__stderr__
+    become(wanted)
+
+__all__ = ("ForkServer",)

@@ -1,0 +1,155 @@
+"""Forward and backward over micro-batches, and the update: the verbs of a step that move numbers (`training.verbs`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.trainer.backend import BackendConfig, BatchSample
+from actors.trainer.objective import ObjectiveConfig
+from actors.trainer.torch_backend.clockwork import Stopwatch
+from actors.trainer.torch_backend.critic import CriticTraining
+from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
+from actors.trainer.torch_backend.model import Policy
+from actors.trainer.torch_backend.old_actors import OldActors
+from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
+
+
+class Passes:
+    """The half of `Core` that computes; the other half loads and stores what is named here."""
+
+    config: BackendConfig
+    device: torch.device
+    ranks: Ranks
+    policy: Policy
+    reference: Policy | None
+    teacher: Policy | None
+    critic: CriticTraining | None
+    weights: Weights
+    optimizer: Optimizer
+    old_actors: OldActors
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def n_ranks(self) -> int:
+        return self.ranks.size
+
+    @property
+    def average_over(self) -> float:
+        return float(self.ranks.size)  # FSDP averages gradients over ranks
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None
+
+    def watch(self) -> Stopwatch:
+        return Stopwatch(self.device)
+
+    def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
+        return PackedBatch(samples)
+
+    def total(self, x: Tensor) -> Tensor:
+        return self.ranks.total(x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return self.ranks.largest(x)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def models(self, cfg: ObjectiveConfig) -> tuple[str, ...]:
+        here = {
+            "old_logp": cfg.needs_old_logp,
+            "ref_logp": cfg.needs_ref_logp and self.reference is not None,
+            "teacher_logp": self.teacher is not None,
+            "values": self.critic is not None,
+        }
+        return tuple(name for name, wanted in here.items() if wanted)
+
+    @torch.no_grad()
+    def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
+        model = self._model(which)
+        values = torch.zeros(packed.response_tokens)
+        for mine in work:
+            for _, micro in mine:
+                values[torch.from_numpy(micro.response_slots)] = model(micro).float().cpu()
+        return self.ranks.total(values)
+
+    def _model(self, which: str) -> Callable[[MicroBatch], Tensor]:
+        if which == "values":
+            assert self.critic is not None
+            return self.critic.model
+        policy = {"old_logp": self.policy, "ref_logp": self.reference, "teacher_logp": self.teacher}[which]
+        assert policy is not None
+        return lambda micro: policy(micro)[0]
+
+    def former_steps(self) -> tuple[int, ...]:
+        return self.old_actors.steps
+
+    def former_weights(self, step: int) -> AbstractContextManager[None]:
+        return self.old_actors.wearing(step, self.policy.named_weights())
+
+    def keep_weights(self, step: int) -> None:
+        self.old_actors.keep(step, self.policy.named_weights())
+
+    # -- backward and update ------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Watch
+    ) -> None:
+        for weights, _ in self._learners(learns).values():
+            weights.clear()
+        for k, (ids, micro) in enumerate(work):
+            self._sync_gradients(k == len(work) - 1)
+            with watch.phase("forward"), torch.set_grad_enabled(learns):
+                loss = policy(ids, *self.policy(micro, entropy_gradient))
+            if learns:
+                with watch.phase("backward"):
+                    loss.backward()
+            if self.critic is not None:
+                with watch.phase("critic"):
+                    value(ids, self.critic.model(micro)).backward()
+
+    def _learners(self, policy_learns: bool) -> dict[str, tuple[Weights, Optimizer]]:
+        """By the metric of their gradient norm."""
+        found = {"grad_norm": (self.weights, self.optimizer)} if policy_learns else {}
+        if self.critic is not None:
+            found["critic_grad_norm"] = (self.critic.weights, self.critic.optimizer)
+        return found
+
+    def _sync_gradients(self, now: bool) -> None:
+        """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
+        if not self.ranks.alone:
+            sharded: Any
+            for sharded in (self.policy,) if self.critic is None else (self.policy, self.critic.model):
+                sharded.set_requires_gradient_sync(now)
+                sharded.set_is_last_backward(now)
+
+    def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
+        learners = self._learners(rates.policy_learns)
+        norms = {name: weights.clip(rates.clip) for name, (weights, _) in learners.items()}
+        finite = all(map(math.isfinite, norms.values()))
+        if finite and update:
+            for name, (weights, optimizer) in learners.items():
+                optimizer.step(rates.critic_lr if name == "critic_grad_norm" else rates.lr)
+                weights.publish()
+        return norms, finite
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        if self.reference is not None:
+            targets, sources = self.reference.named_weights(), self.policy.named_weights()
+            for name, p in targets.items():
+                p.copy_(sources[name])
+
+
+__all__ = ("Passes",)

@@ -1,0 +1,152 @@
+"""The verbs that a training step asks of a library. Every rank enters each, in the same order, with the same batch.
+
+Always true: between two verbs every rank holds the same sums; only `apply` moves weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.trainer.backend import BackendConfig, BatchSample
+from actors.trainer.batching import CostModel
+from actors.trainer.objective import ObjectiveConfig
+
+
+class Micro(Protocol):
+    """One micro-batch as the library wants it."""
+
+    @property
+    def response_slots(self) -> np.ndarray:
+        """int64 [R]: place of each response token among the batch's."""
+        ...
+
+
+class Packed(Protocol):
+    """A rollout batch, packed: the library's own layout."""
+
+    total: np.ndarray
+    """int64 [S]: tokens of each sample, prompt and response"""
+    response: np.ndarray
+    """int64 [S]: response tokens of each sample"""
+    first_response: np.ndarray
+    """int64 [S]: place of each sample's first response token among the batch's"""
+
+    @property
+    def response_tokens(self) -> int: ...
+
+    def micro_batch(self, positions: Sequence[int], device: torch.device) -> Any:
+        """The given samples, in the given order."""
+        ...
+
+
+Work = list[tuple[tuple[int, ...], Any]]
+"""This rank's micro-batches of one step, with the sample positions in them."""
+PolicyLoss = Callable[[tuple[int, ...], Tensor, Tensor], Tensor]
+"""(sample positions, log-probs [R], entropies [R]) -> loss []"""
+ValueLoss = Callable[[tuple[int, ...], Tensor], Tensor]
+"""(sample positions, values [R]) -> loss []"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the live knobs and the schedule give a batch."""
+
+    lr: float
+    critic_lr: float
+    clip: float
+    policy_learns: bool
+
+
+class Watch(Protocol):
+    """Seconds by phase."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def read(self) -> tuple[float, dict[str, float]]: ...
+
+
+class Verbs(Protocol):
+    """A library with its models loaded, as the step sees it. `rank` of `ranks` data-parallel ones; gradients are averaged over
+    `average_over`, which the loss undoes. `has_critic`: a second model learns values."""
+
+    config: BackendConfig
+    device: torch.device
+    cost: CostModel
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def n_ranks(self) -> int: ...
+
+    @property
+    def average_over(self) -> float: ...
+
+    @property
+    def has_critic(self) -> bool: ...
+
+    def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
+        """The objective with a step's live knobs; ObjectiveConfigError when they break a rule."""
+        ...
+
+    def rates(self, step: int, knobs: Mapping[str, Any]) -> Rates: ...
+
+    def watch(self) -> Watch:
+        """A new one, running."""
+        ...
+
+    def pack(self, samples: Sequence[BatchSample]) -> Packed: ...
+
+    def models(self, cfg: ObjectiveConfig) -> tuple[str, ...]:
+        """Fields of a sample that models here compute and the objective needs, each a name for `score`."""
+        ...
+
+    def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
+        """One number of a model per response token of the batch, float32 [N] on the CPU, equal on every rank. Forward only."""
+        ...
+
+    def former_steps(self) -> tuple[int, ...]:
+        """Steps whose weights are kept, oldest first."""
+        ...
+
+    def former_weights(self, step: int) -> AbstractContextManager[None]:
+        """The policy computes with the weights of that step while the body runs."""
+        ...
+
+    def keep_weights(self, step: int) -> None:
+        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more."""
+        ...
+
+    def forward_backward(
+        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Watch
+    ) -> None:
+        """Gradients of all micro-batches, added up; the library calls the losses where the numbers are. Without `learns` only the
+        critic gets any."""
+        ...
+
+    def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
+        """One update of all that learns -> (gradient norms before clipping, by metric; whether all are finite). Weights change only
+        with `update` and finite norms."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of a CPU tensor over all ranks."""
+        ...
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Maximum of a CPU tensor over all ranks."""
+        ...
+
+    def refresh_reference(self) -> None:
+        """The reference becomes the present policy."""
+        ...
+
+
+__all__ = ("Micro", "Packed", "PolicyLoss", "Rates", "ValueLoss", "Verbs", "Watch", "Work")

@@ -1,0 +1,63 @@
+"""What a run is, as it stands on its bus, for whoever joins it or starts it again. And which runs a server holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bus.client import connect
+from bus.errors import BusRefused
+from bus.streams.redis import Bus, BusConfig
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Written by the launcher; read by elastic workers, rerun commands and tools. The defaults serve who only looks at a run."""
+
+    run: str = ""
+    fingerprint: str = ""
+    worker: dict[str, Any] = {}
+    bus: dict[str, Any] = {}
+    run_seed: int = 0
+    heartbeat_s: float = 2.0
+    drain_timeout_s: float = 30.0
+    run_dir: str = ""
+
+    def bus_at(self, url: str) -> BusConfig:
+        """Bus settings of the run at the address that the joiner uses; BusRefused for those of another release."""
+        try:
+            return msgspec.structs.replace(msgspec.convert(self.bus, BusConfig), url=url)
+        except msgspec.ValidationError as error:
+            raise BusRefused(
+                f"run {self.run} states its bus as this release does not understand it ({error}). Use the run's release here."
+            ) from error
+
+
+async def read_identity(bus: Bus) -> Identity | None:
+    """None when the bus holds no run of this name, or one of a release that says otherwise what it is."""
+    raw = await bus.link.run("GET", bus.keys.identity)
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=Identity)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+async def write_identity(bus: Bus, identity: Identity) -> None:
+    """Replace it."""
+    await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
+
+
+async def runs_on(url: str) -> list[str]:
+    """Names of all runs on a server, from keys that every run has. Raises redis-py's errors, as no bus is open yet."""
+    client = connect(url)
+    names: set[str] = set()
+    try:
+        for pattern in ("ma:{*}:identity", "ma:{*}:vitals", "ma:{*}:state"):
+            async for key in client.scan_iter(match=pattern, count=1000):
+                names.add(key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0])
+    finally:
+        await client.aclose()
+    return sorted(names)
+
+
+__all__ = ("Identity", "read_identity", "runs_on", "write_identity")

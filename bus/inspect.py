@@ -1,0 +1,232 @@
+"""The streams as an operator looks at them: entries by id and plain fields, who holds them, readers, lengths, ages.
+
+Nothing here takes an entry or changes one. Bodies stay on the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from bus.streams.hop import id_key
+from bus.streams.link import Script
+from bus.streams.redis import Bus
+from bus.topology import STREAMS, Stream
+
+PAGE = 500
+HEADS, FACTS = Script("heads.lua"), Script("facts.lua")
+
+
+class Head(msgspec.Struct, frozen=True):
+    """One entry without its body. `size` is the body's bytes, also when it lies in a blob."""
+
+    stream: str
+    id: str
+    size: int
+    fields: dict[str, str]
+
+    @property
+    def wall(self) -> float:
+        """When the server took it in, seconds."""
+        return wall_of(self.id)
+
+    @property
+    def sample(self) -> str:
+        return self.fields.get("id", "")
+
+    @property
+    def group(self) -> str:
+        return self.fields.get("group", "")
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """One delivered and unacknowledged entry: who holds it, idle seconds since its lease was renewed, deliveries."""
+
+    stream: str
+    readers: str
+    id: str
+    owner: str
+    idle_s: float
+    deliveries: int
+
+
+class Consumer(msgspec.Struct, frozen=True):
+    """One who reads: entries held, seconds since it asked last."""
+
+    name: str
+    pending: int
+    idle_s: float
+
+
+class ReadersFacts(msgspec.Struct, frozen=True):
+    """One consumer group of a stream. `lag`: entries not yet delivered. `oldest_*`: of the oldest entry delivered and not
+    acknowledged: its id, seconds since it was appended, who holds it, seconds since that lease was renewed."""
+
+    readers: str
+    consumers: int
+    pending: int
+    lag: int
+    oldest_id: str = ""
+    oldest_age_s: float = 0.0
+    oldest_owner: str = ""
+    oldest_idle_s: float = 0.0
+    oldest_deliveries: int = 0
+
+
+class StreamFacts(msgspec.Struct, frozen=True):
+    """One stream: entries on it, bytes not yet acknowledged (data streams), seconds since the newest append."""
+
+    name: str
+    writer: str
+    is_data: bool
+    length: int
+    n_bytes: int
+    newest_id: str = ""
+    newest_age_s: float = 0.0
+    readers: tuple[ReadersFacts, ...] = ()
+
+    @property
+    def pending(self) -> int:
+        return sum(r.pending for r in self.readers)
+
+    @property
+    def lag(self) -> int:
+        return sum(r.lag for r in self.readers)
+
+
+def wall_of(entry_id: str) -> float:
+    """Server time inside an entry id, seconds."""
+    return int(entry_id.partition("-")[0]) / 1000
+
+
+async def heads(bus: Bus, stream: Stream, *, start: str = "-", stop: str = "+", count: int = PAGE) -> list[Head]:
+    """Oldest first, from `start` on."""
+    return await _read(bus, stream, "XRANGE", start, stop, count)
+
+
+async def newest_heads(bus: Bus, stream: Stream, count: int) -> list[Head]:
+    """The newest `count`, oldest of them first."""
+    return (await _read(bus, stream, "XREVRANGE", "+", "-", count))[::-1]
+
+
+async def all_heads(bus: Bus, stream: Stream) -> list[Head]:
+    """Everything on a stream, in pages."""
+    found: list[Head] = []
+    start = "-"
+    while (page := await heads(bus, stream, start=start)):
+        found += page
+        start = f"({page[-1].id}"
+        if len(page) < PAGE:
+            break
+    return found
+
+
+async def pending_entries(bus: Bus, stream: Stream, readers: str, *, limit: int = 10_000) -> list[Pending]:
+    """Delivered and unacknowledged entries, oldest first; none when the readers do not exist."""
+    found: list[Pending] = []
+    start = "-"
+    while len(found) < limit:
+        rows = await bus.link.run("XPENDING", bus.keys.stream(stream.name), readers, start, "+", PAGE)
+        for entry_id, owner, idle_ms, deliveries in rows or []:
+            found.append(
+                Pending(stream.name, readers, _text(entry_id), _text(owner), int(idle_ms) / 1000, int(deliveries))
+            )
+        if len(rows or []) < PAGE:
+            break
+        start = f"({found[-1].id}"
+    return found
+
+
+async def readers_of(bus: Bus, stream: Stream) -> list[str]:
+    """Names of the consumer groups; empty when the stream does not exist."""
+    if not int(await bus.link.run("EXISTS", bus.keys.stream(stream.name))):
+        return []
+    raw = await bus.link.run("XINFO", "GROUPS", bus.keys.stream(stream.name))
+    return [_text(_pairs(row)["name"]) for row in raw]
+
+
+async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[Consumer]:
+    """Everybody who ever read as one of these readers and was not forgotten."""
+    raw = await bus.link.run("XINFO", "CONSUMERS", bus.keys.stream(stream.name), readers)
+    rows = [_pairs(row) for row in raw]
+    return [Consumer(_text(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
+
+
+async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:
+    """The server's time, and every stream with its readers at that instant."""
+    keys = [bus.keys.stream(s.name) for s in STREAMS]
+    (time, rows), n_bytes = await asyncio.gather(
+        bus.link.run_script(FACTS, keys, []), bus.hash_of(bus.keys.in_flight_bytes)
+    )
+    now = int(time[0]) + int(time[1]) / 1e6
+    found = zip(STREAMS, keys, rows, strict=True)
+    return now, {s.name: _stream(s, row, now, int(n_bytes.get(key, b"0"))) for s, key, row in found}
+
+
+def _stream(stream: Stream, row: Any, now: float, n_bytes: int) -> StreamFacts:
+    length, newest, groups = int(row[0]), _text(row[1]), row[2]
+    return StreamFacts(
+        name=stream.name,
+        writer=stream.writer,
+        is_data=stream.is_data,
+        length=length,
+        n_bytes=max(0, n_bytes) if stream.is_data else 0,
+        newest_id=newest,
+        newest_age_s=max(0.0, now - wall_of(newest)) if newest else 0.0,
+        readers=tuple(_readers(group, length, now) for group in groups),
+    )
+
+
+def _readers(group: Any, length: int, now: float) -> ReadersFacts:
+    name, consumers, pending, lag, oldest = group
+    if int(lag) < 0:  # before Redis 7: acknowledged entries are deleted, so what is not pending waits for delivery
+        lag = max(0, length - int(pending))
+    facts = ReadersFacts(_text(name), int(consumers), int(pending), int(lag))
+    if not oldest:
+        return facts
+    return msgspec.structs.replace(
+        facts,
+        oldest_id=_text(oldest[0]),
+        oldest_age_s=max(0.0, now - wall_of(_text(oldest[0]))),
+        oldest_owner=_text(oldest[1]),
+        oldest_idle_s=int(oldest[2]) / 1000,
+        oldest_deliveries=int(oldest[3]),
+    )
+
+
+async def _read(bus: Bus, stream: Stream, command: str, start: str, stop: str, count: int) -> list[Head]:
+    rows = await bus.link.run_script(HEADS, [bus.keys.stream(stream.name)], [command, start, stop, count])
+    found: list[Head] = []
+    for entry_id, size, flat in rows:
+        fields = {_text(k): _text(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
+        blob = fields.get("blob", "")
+        blob_size = blob.rpartition(":")[2]
+        found.append(Head(stream.name, _text(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))
+    return found
+
+
+def _pairs(row: Any) -> dict[str, Any]:
+    return {_text(name): value for name, value in zip(row[::2], row[1::2], strict=True)}
+
+
+def _text(value: bytes | str | int) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+__all__ = (
+    "Consumer",
+    "Head",
+    "Pending",
+    "ReadersFacts",
+    "StreamFacts",
+    "all_heads",
+    "consumers_of",
+    "heads",
+    "id_key",
+    "newest_heads",
+    "pending_entries",
+    "readers_of",
+    "stream_facts",
+    "wall_of",
+)

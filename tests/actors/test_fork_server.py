@@ -1,0 +1,95 @@
+"""What is forked is like what is started: same command line, own session, own log, own end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.runtime.child import PYTHON, Child, ended, is_alive
+from actors.runtime.fork_server import ForkServer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+PROGRAM = """
+import json, os, sys, time
+print(json.dumps([sys.argv[1:], os.environ["GIVEN"], "json.decoder" in sys.modules]), flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that every server here can run."""
+    (tmp_path / "a_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}")
+    return tmp_path
+
+
+async def started(server: ForkServer, program: Path, word: str) -> Child:
+    forked = await server.start(["a_program", word], program / f"{word}.log", {"GIVEN": "x"})
+    assert forked is not None
+    child = Child(outlives=True)
+    child.adopt(*forked)
+    return child
+
+
+async def test_a_child_runs_its_order_and_its_exit_status_comes_back(program: Path) -> None:
+    server = ForkServer(["json"])
+    try:
+        children = [await started(server, program, word) for word in ("0", "70")]
+        assert [await asyncio.wait_for(child.wait(), 20) for child in children] == [0, 70]
+        assert (program / "70.log").read_text() == '[["70"], "x", true]\n'
+    finally:
+        await server.close()
+
+
+async def test_a_child_is_found_as_if_it_had_been_started_by_hand(program: Path) -> None:
+    server = ForkServer([])
+    try:
+        child = await started(server, program, "wait")
+        process = psutil.Process(child.pid)
+        async with asyncio.timeout(20):
+            while "a_program" not in process.cmdline():  # noqa: ASYNC110 - what another process does
+                await asyncio.sleep(0.01)
+        assert [word for word in process.cmdline() if word] == [*PYTHON, "a_program", "wait"]
+        assert os.getsid(child.pid) == child.pid
+        pid, waiting = child.pid, asyncio.create_task(child.wait())
+        await asyncio.sleep(0)
+        assert await child.stop(10)
+        assert await asyncio.wait_for(waiting, 20) == -signal.SIGTERM
+        assert not is_alive(pid)
+    finally:
+        await server.close()
+
+
+async def test_children_outlive_their_server_and_are_watched_all_the_same(program: Path) -> None:
+    server = ForkServer([])
+    child = await started(server, program, "wait")
+    psutil.Process(child.pid).parent().kill()
+    waiting = asyncio.create_task(child.wait())
+    assert await server.start(["a_program", "0"], program / "late.log", {}) is None, "the caller starts it by itself"
+    assert child.alive and not waiting.done()
+    os.kill(child.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(waiting, 20) is None
+    await server.close()
+
+
+async def test_a_server_that_cannot_load_serves_nobody(program: Path) -> None:
+    server = ForkServer(["no_such_module"])
+    assert await server.start(["a_program", "0"], program / "0.log", {}) is None
+    await server.close()
+
+
+async def test_the_end_of_a_strange_process_is_noticed_and_awaited_no_longer_than_asked() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
+    assert not await ended(process.pid, 0.05)
+    process.kill()
+    assert await ended(process.pid, 20)
+    await process.wait()

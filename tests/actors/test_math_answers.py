@@ -1,0 +1,143 @@
+"""Kinds of answers that a grader meets: which our rule takes by itself, which math-verify adds, and what neither runs or takes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from actors.reward.mathanswer import same_answer, undecided
+from actors.reward.rules import RULES
+from actors.reward.sample import Sample
+from actors.reward.scorer import SECOND_LOOK_S, Scorers
+from actors.reward.second_look import HOOK, number_only
+
+NEEDED = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the extra `math` is not installed")
+
+# fmt: off
+OURS = (
+    ("42", "42"), ("-7", "-7"), ("042", "42"), ("3.50", "3.5"), (".5", "1/2"), ("1,000,000", "1000000"), ("1e3", "1000"),
+    (r"3\times10^5", "300000"), (r"2.5 \cdot 10^{-3}", "0.0025"), ("10^{-2}", "0.01"), (r"\frac{3}{4}", "0.75"),
+    (r"\dfrac{7}{2}", "3.5"), (r"\frac34", "3/4"), (r"3\frac{1}{2}", r"\frac{7}{2}"), (r"-\tfrac{1}{3}", "-1/3"),
+    (r"25\%", "25"), (r"\$4.20", "4.2"), (r"45^\circ", "45"), (r"12\text{ cm}^2", "12"), ("60 mph", "60"),
+    ("2^{10}", "1024"), ("2^{-3}", r"\frac18"), ("0.1+0.2", "0.3"), ("1+2+3+4", "10"),
+    (r"\frac{1}{2}+\frac{1}{3}", r"\frac{5}{6}"), (r"\sqrt{16}", "4"), (r"\sqrt[3]{27}", "3"), (r"\sqrt{50}", r"5\sqrt{2}"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("3!", "6"), (r"\frac{5!}{2!3!}", "10"), (r"\binom52", "10"),
+    (r"\binom{10}{3}", "120"), (r"\dbinom{6}{2}", "15"), (r"2\pi", r"\pi\cdot 2"), (r"\frac{\pi}{2}", r"0.5\pi"),
+    ("e^{2}e", "e^3"), ("ab", "ba"), ("xy+1", "1+yx"), ("(x+1)(x-1)", "x^2-1"), (r"\frac{x^2-1}{x-1}", "x+1"),
+    ("x^{1/2}", r"\sqrt{x}"), ("2+3i", "3i+2"), (r"0.\overline{3}", r"\frac13"), ("x=5", "5"), ("y = 2x+1", "y=1+2x"),
+    ("x = 1, x = 2", "1, 2"), (r"x=1 \text{ or } x=2", r"\{1,2\}"), (r"\pm 3", "3, -3"), ("(1,2)", r"\left( 1, 2 \right)"),
+    (r"\{3,1,2\}", r"\{1,2,3\}"), (r"x\in(1,3)", "(1,3)"), (r"(-\infty,1)\cup(3,\infty)", r"(3,\infty) \cup (-\infty, 1)"),
+    ("3>x", "x<3"), (r"1 \le x < 3", "[1,3)"), (r"x \geq 2", r"[2,\infty)"), (r"\emptyset", r"\{\}"), (r"\text{(B)}", "B"),
+    ("|-5|", "5"),
+)
+"""(answer, reference) that our rule finds equal."""
+SECOND = (
+    (r"\log_2 8", "3"), (r"\ln e^2", "2"), (r"\sin(\pi/6)", r"\frac12"), (r"\cos\frac{\pi}{3}", "0.5"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+)
+"""What it leaves open and math-verify finds equal."""
+NEITHER = ((r"\tan 45^\circ", "1"), (r"\log_2 8", "4"), (r"\sin(\pi/6)", "1"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "1"))
+"""What stays wrong: false but for the first, whose degrees neither reads."""
+# fmt: on
+
+
+def test_the_table_has_65_kinds() -> None:
+    assert len({*OURS, *SECOND, *NEITHER[:1]}) == 65 and len(OURS) == 59
+
+
+@pytest.mark.parametrize(("given", "wanted"), OURS)
+def test_our_rule_reads(given: str, wanted: str) -> None:
+    assert same_answer(given, wanted) and same_answer(wanted, wanted)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [*SECOND, *NEITHER])
+def test_our_rule_leaves_open(given: str, wanted: str) -> None:
+    assert not same_answer(given, wanted) and undecided(given, wanted)
+    assert RULES["math_whole"](sample(given, wanted)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("41", "42"), ("6/8", "3/4"), ("evil", "live"), ("no", "on"), ("", "1"), ("1" * 1001, "1"), (r"\text{red}", "blue"),
+        (r"3\times10^5", "30000"), ("1e3", "100"),
+    ],
+)  # fmt: skip
+def test_what_our_rule_decides_is_asked_no_further(given: str, wanted: str) -> None:
+    assert not same_answer(given, wanted) and not undecided(given, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("2^{10}", "1025"), ("3!", "7"), (r"\binom52", "20"), ("4000!", "1"), (r"\binom{4000}{2000}", "1"),
+        ("0.1+0.2", "0.30001"), ("3>x", "x>3"), (r"x\le 3", "x<3"), (r"1<x\le 3", "[1,3)"), ("x<3, y<4", "x<4, y<3"),
+        (r"0.\overline{3}", "0.3"), ("|5", "5"), ("1<2", "3<4"), ("(-1)!", "1"), ("2.5!", "2"),
+    ],
+)  # fmt: skip
+def test_what_looks_alike_is_not_the_same(given: str, wanted: str) -> None:
+    assert not same_answer(given, wanted)
+
+
+def sample(given: str, wanted: str, question: str = "") -> Sample:
+    return Sample(sample_id="g1/0", prompt=question, response=given, label=wanted)
+
+
+@pytest.mark.parametrize(
+    "code", ["__import__ ('os' ).system ('x' )", "Symbol ('x' )", "Integer (2 )**Integer (9 )", "Float ('1'.x )", ""]
+)
+def test_no_code_is_evaluated_for_the_second_look(code: str) -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        number_only(code, {}, {})
+    assert number_only("Integer (2 )", {}, {}) == 2 and number_only("-Float ('0.5' )", {}, {}) == -0.5
+
+
+async def test_without_math_verify_our_rule_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.reward.second_look.installed", lambda: False)
+    async with Scorers(rm_type="math_whole") as scorers:
+        assert scorers.lacks_second_look
+        assert [await scorers.named("").score(sample(*pair), 1.0) for pair in (SECOND[0], OURS[0])] == [0.0, 1.0]
+    async with Scorers(rm_type="f1") as scorers:
+        assert not scorers.lacks_second_look
+
+
+@pytest.fixture
+async def asked() -> AsyncIterator[tuple[Scorers, Counter[str]]]:
+    counts: Counter[str] = Counter()
+    async with Scorers(rm_type="math_whole", count=lambda name: counts.update([name])) as scorers:
+        yield scorers, counts
+
+
+@NEEDED
+async def test_math_verify_is_asked_on_our_no_and_adds_what_it_knows(asked: tuple[Scorers, Counter[str]]) -> None:
+    scorers, counts = asked
+    assert not scorers.lacks_second_look
+    rule = scorers.named("")
+    assert [await rule.score(sample(*pair), 10.0) for pair in (*SECOND, *NEITHER)] == [1.0] * len(SECOND) + [0.0] * len(NEITHER)
+    assert counts == {"second_look/right": len(SECOND), "second_look/wrong": len(NEITHER)}
+    assert await scorers.named("dapo").score(sample(r"Answer: \log_2 8", "3"), 10.0) == {"score": 1.0, "acc": 1.0}
+    assert await scorers.named("boxed_math").score(sample(r"\boxed{\ln e^2}", "2"), 10.0) == 1.0
+    before = counts.total()
+    for pair in (*OURS, ("41", "42"), ("evil", "live")):
+        await rule.score(sample(*pair), 10.0)
+    assert await rule.score(sample(r"\ln e^2", "2", "What is the logarithm of e^2?"), 10.0) == 0.0, "the question is no answer"
+    assert counts.total() == before, "not asked"
+
+
+@NEEDED
+async def test_an_answer_that_math_verify_chokes_on_costs_that_look_alone(
+    asked: tuple[Scorers, Counter[str]], tmp_path: Path
+) -> None:
+    scorers, counts = asked
+    rule, mark = scorers.named(""), tmp_path / "run"
+    tower = r"\lfloor 10^{10^{10^{10}}} \rfloor \log_2 3"
+    assert await rule.score(sample(tower, "3"), 0.5) == 0.0 and counts["second_look/failed"] == 1
+    for code in (f"__import__('os').system('touch {mark}')", rf"\text{{open('{mark}','w')}}", f"\\sin open('{mark}', 'w')"):
+        assert await rule.score(sample(code, r"\sin x"), 10.0) == 0.0
+    assert not mark.exists()
+    assert await rule.score(sample(*SECOND[0]), 10.0) == 1.0, "the next one has a process again"
+    assert SECOND_LOOK_S < 10 and HOOK.startswith("actors.reward.")

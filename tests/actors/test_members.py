@@ -1,0 +1,148 @@
+"""Who lives, who can be sent a version and which way, and what is done about files that nobody can load: pure decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.publisher.members import ASIDE_S, REFUSALS, Members
+from actors.publisher.plan import TRIES, Target, Ways, choose_ways
+from actors.trainer.transports.nccl import first_ranks
+from bus.messages.control import BOOTING, Event, Vitals
+from bus.messages.policy import Seat, WeightManifest, WeightsReady
+from bus.messages.versions import PolicyVersion
+
+V7 = PolicyVersion(id=7, step=6)
+
+
+def event(kind: str, wall: float = 0.0, worker: str = "w", **data: Any) -> Event:
+    return Event(actor=worker, kind=kind, text="", wall=wall, data=data)
+
+
+def beat(state: Any = "running", version: int = 1, *, wall: float = 0.0, waits_for: str = "") -> Vitals:
+    return Vitals(
+        actor="w", role="generation", pid=1, host="h", state=state, wall=wall, version=version, waits_for=waits_for
+    )
+
+
+def able(members: Members, now: float = 0.0) -> dict[str, Seat]:
+    return members.able("nccl", "h", now)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, -30.0, 0.0, 30.0])
+def test_a_workers_own_clock_decides_nothing(skew_s: float) -> None:
+    members = Members(timeout_s=10.0)
+    members.fold(event("activated", 1000.0 + skew_s), 5.0)
+    members.fold(beat(wall=1001.0 + skew_s), 6.0)
+    members.expire(16.0)
+    assert set(members.all) == set(able(members)) == {"w"}
+    members.expire(16.1)
+    assert not members.all, "silent for too long by the reader's clock"
+
+
+def test_time_in_which_nothing_could_be_read_is_nobodys_silence() -> None:
+    members = Members(timeout_s=10.0)
+    members.fold(beat(), 0.0)
+    members.expire(60.0, unread_s=55.0)
+    assert set(members.all) == {"w"}
+
+
+def test_engines_can_be_sent_to_between_an_activation_and_the_next_trouble() -> None:
+    members = Members(timeout_s=10.0)
+    members.fold(event("joined"), 0.0)
+    assert able(members) == {}
+    for stint, trouble in enumerate(("joined", "engine stalled", "transport failed")):
+        members.fold(event("activated", gpus=2, host="h", transport="nccl"), 1.0, f"{stint}-0")
+        members.fold(event("activated", gpus=2, host="h", transport="nccl"), 2.0, "later")
+        assert able(members) == {"w": Seat("w", 2, "h", f"{stint}-0")}, "another incarnation asks for another group"
+        members.fold(event(trouble), 3.0)
+        assert able(members) == {}
+    for state, version, there in (("running", 1, True), ("draining", 1, False), ("running", -1, False)):
+        members.fold(event("activated"), 4.0)
+        members.fold(beat(state, version), 4.0)
+        assert bool(able(members, 4.0)) is there
+
+
+def test_handles_are_for_engines_of_the_trainers_host_and_of_one_size() -> None:
+    members = Members(timeout_s=10.0)
+    for name, gpus, host in (("a", 2, "h"), ("b", 1, "h"), ("c", 2, "h"), ("d", 2, "elsewhere")):
+        members.fold(event("activated", worker=name, gpus=gpus, host=host), 0.0)
+    assert [*members.able("ipc", "h", 0.0)] == ["a", "c"]
+    assert [*members.able("nccl", "h", 0.0)] == ["a", "b", "c", "d"] and members.able("disk", "h", 0.0) == {}
+
+
+def test_an_engine_that_a_transport_fails_again_and_again_gets_files_for_a_while() -> None:
+    members = Members(timeout_s=1e9)
+    for now in (1.0, 2.0):
+        assert members.aside(now) == set()
+        members.fold(event("activated", transport="disk"), now)
+        members.fold(event("transport failed"), now)
+        members.fold(event("activated", transport="disk"), now)
+    assert members.aside(2.0) == {"w"} and able(members, 2.0) == {}
+    assert members.aside(2.0 + ASIDE_S) == set() and set(able(members, 2.0 + ASIDE_S)) == {"w"}, "one more try"
+    members.fold(event("transport failed"), 3.0 + ASIDE_S)
+    assert members.aside(3.0 + ASIDE_S) == {"w"}
+    members.fold(event("activated", transport="ipc"), 4.0 + ASIDE_S)
+    members.fold(event("transport failed"), 5.0 + ASIDE_S)
+    assert members.aside(5.0 + ASIDE_S) == set(), "one that works again starts from nothing"
+
+
+def test_a_late_worker_takes_files_and_no_deadline_runs_while_it_boots() -> None:
+    members = Members(timeout_s=1e9)
+    members.fold(event("activated"), 0.0)
+    members.all["w"].ordered = (7, 0.0)
+    members.fold(beat(waits_for=BOOTING), 50.0)
+    assert members.overdue(100.0, 60.0) == []
+    members.fold(beat(waits_for="activation of version 7"), 101.0)
+    assert members.overdue(160.0, 60.0) == [] and members.overdue(161.0, 60.0) == [("w", 7)]
+    assert able(members) == {} and members.all["w"].ordered is None
+
+
+def test_a_worker_that_refuses_files_again_and_again_gets_nothing_for_a_while() -> None:
+    members = Members(timeout_s=1e9)
+    members.fold(beat(), 0.0)
+    for n in range(REFUSALS + 1):
+        assert members.hopeless(1.0) == set()
+        members.fold(event("weights refused", path=f"/{n}"), 1.0)
+    assert members.hopeless(1.0) == {"w"} and members.hopeless(1.0 + ASIDE_S) == set()
+    members.fold(event("activated"), 2.0)
+    assert members.hopeless(2.0) == set()
+
+
+# -- the ways of a version -----------------------------------------------------------------------------------------
+
+
+def ready(attempt: int, path: str) -> WeightsReady:
+    return WeightsReady(version=V7, manifest=WeightManifest(path=path), attempt=attempt)
+
+
+def test_who_is_not_sent_the_version_gets_files() -> None:
+    a, b = Seat("a", stint="1"), Seat("b", stint="1")
+    target = Target(V7, WeightManifest(transport="nccl", host="h"))
+    target.seats = {"a": a, "b": b}
+    seats = {"a": a, "b": Seat("b", stint="2")}  # b has come back since
+    assert choose_ways("abc", target, seats) == Ways([], [], ["b", "c"]), "a waits until the trainer is ready"
+    target.take(WeightsReady(version=V7, manifest=WeightManifest(transport="nccl", plan="p")))
+    assert choose_ways("abc", target, seats) == Ways(["a"], [], ["b", "c"])
+    target.take(ready(0, "/7"))
+    assert choose_ways("abc", target, seats) == Ways(["a"], ["b", "c"], [])
+    target.only_files()
+    assert choose_ways("abc", target, seats) == Ways([], ["a", "b", "c"], [])
+
+
+def test_refused_files_are_written_anew_and_not_for_ever() -> None:
+    target = Target(V7, WeightManifest(path="/0"))
+    for attempt in range(1, TRIES + 1):
+        old = f"/{attempt - 1}"
+        assert target.spoiled(old) and (target.files, target.attempt) == (None, attempt)
+        assert not target.spoiled(old), "a second worker says the same"
+        target.take(ready(attempt - 1, old))
+        assert target.files is None, "an answer to an earlier order"
+        target.take(ready(attempt, f"/{attempt}"))
+    assert not target.spoiled("/0") and not target.spoiled(f"/{TRIES}")
+    assert target.files is not None
+
+
+def test_every_gpu_of_every_engine_has_a_rank() -> None:
+    assert first_ranks({"b": 2, "a": 1, "c": 4}) == ({"a": 1, "b": 2, "c": 4}, 8)

@@ -1,0 +1,151 @@
+"""metrics.jsonl: everything once, whole lines, also after crashes."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from actors.recorder.actor import Recorder, RecorderSpec
+from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
+from actors.recorder.history import history_of
+from actors.recorder.records import TEXT_LIMIT, _bounded
+from bus import Bus
+from bus.messages.policy import Restored
+from bus.messages.versions import PolicyVersion
+from bus.topology import POLICY
+from miles_async.quickstart.arithmetic import ARITHMETIC
+from miles_async.quickstart.tokenizer import save_tokenizer
+from tests.miles_async.console_data import Story, config, step_done
+
+DEADLINE_S = 20.0
+
+
+async def record(bus, run_dir, *, until):
+    """Follow until the file satisfies `until`, then stop as the launcher does."""
+    stop = asyncio.Event()
+    recorder = Recorder(bus, run_dir)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(recorder.follow(stop))
+        deadline = time.monotonic() + DEADLINE_S
+        while not until(read_records(run_dir)):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        stop.set()
+    return recorder
+
+
+def kinds(records):
+    return [r["kind"] for r in records]
+
+
+async def test_a_run_becomes_lines_and_the_ledger_comes_last(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        await record(bus, tmp_path, until=lambda r: "fault" in kinds(r) and "eval" in kinds(r))
+    lines = read_records(tmp_path)
+    assert {
+        "knob",
+        "restored",
+        "announced",
+        "step",
+        "checkpoint",
+        "eval",
+        "activated",
+        "fault",
+        "drop",
+        "ledger",
+    } == set(kinds(lines))
+    trained = next(r for r in lines if r["kind"] == "step")
+    assert (trained["step"], trained["groups"], trained["metrics"]["rollout/raw_reward"]) == (1, ["g1"], 0.5)
+    assert next(r for r in lines if r["kind"] == "drop")["reason"] == "zero_std_0"
+    active = next(r for r in lines if r["kind"] == "activated")
+    assert (active["transport"], active["requests"], active["compared"]) == ("ipc", "kept", 7)
+    assert lines[-1]["accounts"]["issued"] == 8
+    assert all(r["wall"] > 0 for r in lines)
+
+
+async def test_a_restarted_recorder_writes_nothing_twice_and_misses_nothing(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        for number in (1, 2, 3):
+            await story.say(POLICY, step_done(number))
+        await record(bus, tmp_path, until=lambda r: len(r) == 3)
+        for number in (4, 5):
+            await story.say(POLICY, step_done(number))
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(b'{"kind":"step","st')  # killed in the middle of a line
+        await record(bus, tmp_path, until=lambda r: len(r) == 5)
+    lines = read_records(tmp_path)
+    assert [r["step"] for r in lines] == [1, 2, 3, 4, 5]
+    assert len({r["entry"] for r in lines}) == 5
+    assert all(msgspec.json.decode(line) for line in (tmp_path / FILE).read_bytes().splitlines())
+
+
+async def test_a_restore_names_the_lost_steps_and_leaves_their_lines(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        for number in (1, 2, 3):
+            await story.say(POLICY, step_done(number))
+        await story.say(POLICY, Restored(step=1, version=PolicyVersion(9, 1), checkpoint="iter_1"), step_done(2))
+        await record(bus, tmp_path, until=lambda r: len(r) == 5)
+    lines = read_records(tmp_path)
+    assert [r.get("step") for r in lines if r["kind"] == "step"] == [1, 2, 3, 2]
+    assert next(r for r in lines if r["kind"] == "restored")["lost"] == [2, 3]
+    assert [s.step for s in history_of(lines).steps] == [1, 2]
+
+
+async def test_what_is_on_the_streams_at_the_end_is_still_written(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        for number in range(1, 601):
+            await Story(bus).say(POLICY, step_done(number))
+        stop = asyncio.Event()
+        stop.set()
+        await Recorder(bus, tmp_path).follow(stop)
+    assert [r["step"] for r in read_records(tmp_path)] == list(range(1, 601))
+
+
+def test_a_second_writer_is_refused_in_one_line(tmp_path):
+    first = MetricsFile(tmp_path)
+    try:
+        with pytest.raises(MetricsBusy, match=r"metrics\.jsonl is written by another process"):
+            MetricsFile(tmp_path)
+    finally:
+        first.close()
+    MetricsFile(tmp_path).close()
+
+
+def test_lines_that_are_no_records_are_left_out(tmp_path):
+    (tmp_path / FILE).write_bytes(b'{"kind":"step","step":1}\nnot json\n[1]\n{"step":2}\n{"kind":"step","step":3}')
+    assert [r["step"] for r in read_records(tmp_path)] == [1]
+
+
+async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):
+    (tmp_path / "model").mkdir()
+    save_tokenizer(tmp_path / "model", ARITHMETIC)
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue("g1")
+        await story.generate()
+        await story.score()
+        await story.judge("g1")
+        await story.say(POLICY, step_done(1))
+        stop = asyncio.Event()
+        recorder = Recorder(bus, tmp_path, RecorderSpec(tokenizer_dir=str(tmp_path / "model")))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(recorder.follow(stop))
+            deadline = time.monotonic() + DEADLINE_S
+            while kinds(read_records(tmp_path)).count("sample") < 2:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            stop.set()
+    first, last = [r for r in read_records(tmp_path) if r["kind"] == "sample"]
+    assert (first["sample"], last["sample"]) == ("g1/0", "g1/1")
+    assert first["prompt"] == "1+1=" and len(first["response"]) > 0
+    assert first["entry"].startswith("events@"), "so a recorder that is started again does not write it twice"
+
+
+def test_a_long_text_keeps_its_ends():
+    text = "a" * 5000 + "z" * 5000
+    assert len(_bounded(text)) <= TEXT_LIMIT and _bounded(text)[0] == "a" and _bounded(text)[-1] == "z"

@@ -1,0 +1,95 @@
+"""A connection that the network closes underneath, and a server that stays away: under uvloop, which has its own word for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.runtime.context import ActorSpec, Context
+from actors.runtime.loop import runner
+from actors.runtime.run import EXIT_BUS_GONE, run_actor
+from bus import Bus, BusConfig, Out, Tail
+from bus.knobs.live import publish_initial
+from bus.messages.control import Event
+from bus.server import EmbeddedRedis
+from bus.topology import EVENTS
+from tests.actors.house import KNOBS
+
+
+def config(server: EmbeddedRedis, deadline_s: float) -> BusConfig:
+    return BusConfig(url=server.url, run="cut", deadline_s=deadline_s)
+
+
+def news() -> Out:
+    return Out(EVENTS, Event(actor="a", kind="note", text="", wall=0.0))
+
+
+def close_underneath(wire: Any) -> None:
+    """As the network does after a long cut: nobody who holds the connection is told."""
+    wire._connection._writer.transport.abort()
+
+
+def test_connections_that_were_closed_underneath_are_dialled_again(private_redis: EmbeddedRedis) -> None:
+    async def body() -> tuple[int, int]:
+        async with Bus(config(private_redis, 5.0)) as bus:
+            tail = Tail(bus, [EVENTS], start="$")
+            await tail.open()
+            await bus.append([news()], repeatable=True)
+            await bus.link.run_many([("PING",)], repeatable=True)
+            first = await tail.read(1.0)
+            for wire in (bus.link._wire, bus.link._bulk, tail._wire):
+                close_underneath(wire)
+            await bus.append([news()], repeatable=True)
+            await bus.link.run_many([("PING",)], repeatable=True)
+            found = len(first), len(await tail.read(1.0))
+            await tail.close()
+            return found
+
+    with runner() as loop:
+        assert loop.run(body()) == (1, 1)
+
+
+def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis: EmbeddedRedis) -> None:
+    path = private_redis.url.partition("://")[2].partition("?")[0]
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_server, from_server = (await asyncio.open_unix_connection(path))[::-1]
+        await asyncio.gather(pump(reader, to_server), pump(from_server, writer))
+
+    async def address_at(url: str) -> str:
+        async with Bus(BusConfig(url=url, run="cut")) as bus:
+            await bus.state("nothing")
+            return bus.link.local_address
+
+    async def body() -> tuple[str, str]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as front:
+            port = front.sockets[0].getsockname()[1]
+            return await address_at(f"redis://127.0.0.1:{port}/0"), await address_at(private_redis.url)
+
+    with runner() as loop:
+        assert loop.run(body()) == ("127.0.0.1", "")
+
+
+def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
+    private_redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(context: Context, _: None) -> None:
+        await asyncio.to_thread(private_redis.kill)
+        while True:
+            await context.bus.append([news()], repeatable=True)
+
+    async def body() -> int:
+        async with Bus(config(private_redis, 5.0)) as bus:
+            await publish_initial(bus, KNOBS)
+        return await run_actor(ActorSpec(name="a", role="generation", bus=config(private_redis, 1.0)), None, work)
+
+    with runner() as loop:
+        assert loop.run(body()) == EXIT_BUS_GONE
+    assert "did not answer for 1 s" in caplog.text

@@ -1,0 +1,91 @@
+"""The bus over TLS, as a Redis user that has exactly the rights which docs/security.md names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import pytest_asyncio
+from redis.exceptions import NoPermissionError
+
+from bus import Bus, BusConfig
+from bus.client import PASSWORD, connect
+from bus.errors import BusRefused, BusUnreachable
+from bus.identity import Identity, read_identity, runs_on, write_identity
+from bus.inspect import consumers_of, newest_heads, stream_facts
+from bus.leavers import forget_leavers
+from bus.ledger import check
+from bus.server import EmbeddedRedis, check_server
+from bus.topology import PROMPTS
+from tests.bus.suite import blobs, conformance, flow
+from tests.bus.suite.conformance import Check
+from tests.bus.test_conformance import bus_maker
+from tests.tls import tls_before
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+SECRET = "open-sesame"
+CHECKS = (conformance.CHECKS | flow.CHECKS | blobs.CHECKS).values()
+
+
+def rights(password: str = SECRET) -> list[str]:
+    """The command of the page, as words."""
+    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("ACL SETUSER trainer")]
+    return line.replace("PASSWORD", password).split()
+
+
+@pytest_asyncio.fixture
+async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """A server of its own with that user, behind TLS."""
+    with TemporaryDirectory(prefix="ma-tls-") as directory:
+        server = EmbeddedRedis(Path(directory))
+        await asyncio.to_thread(server.start)
+        try:
+            async with connect(server.url) as client:
+                await client.execute_command(*rights())
+            monkeypatch.setenv(PASSWORD, SECRET)
+            async with tls_before(server.socket_path, Path(directory)) as (port, certificate):
+                yield f"rediss://trainer@localhost:{port}/0?ssl_ca_certs={certificate}"
+        finally:
+            await asyncio.to_thread(server.stop)
+
+
+async def test_delivery_needs_no_more_rights_than_the_page_names(url: str, run_name: str) -> None:
+    async def one(number: int, check: Check) -> None:
+        await check(bus_maker(url, f"{run_name[:40]}-{number}", ""))
+
+    for number, one_check in enumerate(CHECKS):
+        await one(number, one_check)
+    assert len(CHECKS) > 20
+
+
+async def test_neither_do_the_start_the_tools_and_the_ledger(url: str, run_name: str) -> None:
+    async with connect(url) as client:
+        assert (await check_server(client, url=url)).version >= (6, 2, 0)
+        with pytest.raises(NoPermissionError):
+            await client.get("another")
+        with pytest.raises(NoPermissionError):
+            await client.flushall()
+        with pytest.raises(NoPermissionError):
+            await client.config_get("*")
+    async with Bus(BusConfig(url=url, run=run_name)) as bus:
+        await bus.make_readers()
+        await conformance.publish(bus, 2)
+        await write_identity(bus, Identity(run=run_name))
+        assert (await read_identity(bus) or Identity()).run == run_name and await runs_on(url) == [run_name]
+        now, facts = await stream_facts(bus)
+        assert facts["prompts"].length == 2 and now > 0 and "redis" in await bus.server_info()
+        assert len(await newest_heads(bus, PROMPTS, 5)) == 2 and await consumers_of(bus, PROMPTS, "generation") == []
+        assert not (await check(bus)).closes, "they were never issued"
+        assert await forget_leavers(bus) == [] and await bus.forget_run() > 0
+
+
+async def test_a_wrong_password_and_a_strange_certificate_are_refused_in_one_line(url: str, monkeypatch) -> None:
+    for bad, kind in ((url.partition("?")[0], BusUnreachable), (url, BusRefused)):
+        monkeypatch.setenv(PASSWORD, "wrong" if kind is BusRefused else SECRET)
+        async with connect(bad) as client:
+            with pytest.raises(kind) as refusal:
+                await check_server(client, url=bad)
+        assert "\n" not in str(refusal.value) and SECRET not in str(refusal.value)

@@ -1,0 +1,168 @@
+"""Launchers come and go: a closed terminal, a killed launcher, a stop without one. The record is complete in all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bus.topology import POLICY
+from tests.crash.conftest import Launch
+from tests.crash.house import REPO, Run, Tables, merged, until
+from tests.crash.judge import judge
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+
+LONG: Tables = {"rollout": {"num_rollout": 100_000}}
+
+
+def command(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
+    """A miles-async command about the run."""
+    return subprocess.run(
+        [sys.executable, "-m", "miles_async", *words, "--runs-dir", str(run.dir.parent)],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def recorded(run: Run) -> list[int]:
+    """Steps in metrics.jsonl, in its order."""
+    lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == "step"]
+
+
+def trained(run: Run) -> list[int]:
+    """Steps as the trainer said them on the bus."""
+
+    async def steps(bus) -> list[int]:
+        entries = await bus.scan_all(POLICY)
+        return [int(e.fields["id"].removeprefix("step")) for e in entries if e.fields["type"] == "policy.step"]
+
+    return run.ask(steps)
+
+
+def assert_complete(run: Run) -> None:
+    """Every step of the trainer is in the file, once."""
+    wanted = trained(run)
+    until("the record to have caught up", lambda: len(recorded(run)) >= len(wanted))
+    found = recorded(run)[: len(wanted)]
+    assert found == wanted and max(Counter(found).values()) == 1
+
+
+def go_on(run: Run, steps: int = 5) -> None:
+    """Wait for more steps, whoever keeps the actors."""
+    wanted = run.step() + steps
+    until(f"step {wanted}", lambda: run.step() >= wanted)
+
+
+def test_a_closed_terminal_ends_the_view_and_not_the_run(run_of: Launch) -> None:
+    run = run_of(merged(LONG, {"launch": {"console": "plain"}}))
+    run.start()
+    run.until_step(2)
+    assert run.launcher is not None
+    run.launcher.send_signal(signal.SIGHUP)
+    log = run.dir / "logs" / "launcher.log"
+    until("its word", lambda: log.exists() and "miles-async attach" in log.read_text())
+    go_on(run)
+    shown = run.output().count("\nstep ")
+    pid = run.kill("filter")
+    until("the filter to be started again", lambda: run.pids("filter") not in ([], [pid]))
+    go_on(run)
+    assert run.output().count("\nstep ") == shown
+    assert_complete(run)
+    assert command(run, "doctor").stdout.count("no launcher") == 0
+    stopped = command(run, "stop", "--wait", "60")
+    assert stopped.returncode == 0, stopped.stderr
+    assert run.join() == 0
+    assert not run.processes()
+    judge(run, steps=run.saved())
+
+
+def test_without_a_launcher_the_record_goes_on_and_stop_ends_the_actors(run_of: Launch) -> None:
+    run = run_of(LONG)
+    run.start()
+    run.until_step(2)
+    assert run.launcher is not None
+    run.launcher.kill()
+    run.launcher.wait(10)
+    go_on(run)
+    assert_complete(run)
+    until("the doctor to miss the launcher", lambda: "error    no launcher: pid" in command(run, "doctor").stdout)
+    stopped = command(run, "stop", "--wait", "60")
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout.strip() == "r has stopped. The same miles-async train command resumes it."
+    assert not run.processes()
+    assert (
+        not Path(run.dir / "redis.sock").exists()
+        or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
+    )
+    assert_ended_run_can_be_asked(run)
+    last = recorded(run)[-1]
+    assert last == run.saved(), "the recorder is the last to go"
+    run.start(flags=("--num-rollout", str(last + 2)))
+    run.finish()
+    assert recorded(run) == list(range(1, last + 3))
+    judge(run, steps=last + 2)
+
+
+def assert_ended_run_can_be_asked(run: Run) -> None:
+    """All that look at a run look at an ended one too, and change nothing of what it left."""
+    before = contents(run.dir / "redis")
+    status = command(run, "status")
+    assert status.returncode == 0 and "trainer" in status.stdout, status.stderr
+    assert "not running" in status.stderr
+    assert command(run, "ledger", "--check").returncode == 0
+    assert "initial values" in command(run, "tune", "--log").stdout
+    assert "no dead letters" in command(run, "bus", "dead", "list").stdout
+    assert "trained in step 1" in command(run, "trace", first_group(run)).stdout
+    assert command(run, "report").returncode == 0
+    refused = command(run, "tune", "lr=1e-4")
+    assert refused.returncode == 2 and "is not running" in refused.stderr
+    assert contents(run.dir / "redis") == before
+
+
+def first_group(run: Run) -> str:
+    lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
+    return next(line["groups"][0] for line in lines if line["kind"] == "step")
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file."""
+    return {str(f): (f.stat().st_size, f.stat().st_mtime_ns) for f in directory.rglob("*") if f.is_file()}
+
+
+def test_a_finished_run_started_again_says_so_and_touches_nothing(run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 2}})
+    run.start()
+    run.finish()
+    before = contents(run.dir)
+    run.start()
+    assert run.join(seconds=30) == 0
+    assert "run r has finished: 2 of 2 steps are done" in run.output()
+    assert contents(run.dir) == before
+    assert_ended_run_can_be_asked(run)
+
+
+def test_a_view_attached_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
+    run = run_of({"rollout": {"num_rollout": 12}})
+    run.start()
+    run.until_step(1)
+    words = ("attach", "r", "--console", "plain", "--runs-dir", str(run.dir.parent))
+    view = subprocess.Popen(
+        [sys.executable, "-m", "miles_async", *words],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    run.finish()
+    shown, _ = view.communicate(timeout=60)
+    assert view.returncode == 0
+    assert "step 12/12" in shown and "has ended" in shown

@@ -1,0 +1,151 @@
+"""Published files that are damaged or gone: publisher, the trainer's courier, worker and engine on a real bus. They are written
+anew until they can be loaded, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from actors.generation.spec import GenerationSpec
+from actors.publisher.actor import Publisher, PublisherSpec
+from actors.publisher.plan import TRIES
+from actors.runtime.context import Context
+from actors.runtime.run import RunEnds
+from actors.trainer.courier import Courier
+from actors.trainer.null_backend import NullBackend
+from actors.trainer.torch_backend.state import WeightFiles
+from actors.trainer.transports.spec import CourierSpec
+from bus import Bus
+from bus.messages.policy import WeightManifest
+from bus.messages.versions import PolicyVersion
+from bus.plans import version_dir
+from tests.actors.house import open_bus, running, until
+from tests.engine.workers import at_work, events, told
+
+Models = Callable[[str], tuple[Path, Path]]
+V1 = PolicyVersion(id=1, step=0)
+pytestmark = pytest.mark.timeout(120)
+
+
+class Weights(NullBackend):
+    """A backend that publishes one model and has nothing to train. `spoil` is done to each directory that is written."""
+
+    def __init__(self, model: Path, spoil: Callable[[Path], None] = lambda _: None) -> None:
+        self._model = model
+        self._spoil = spoil
+
+    def copy_weights(self, *, live: bool = False) -> WeightFiles:
+        spoil = self._spoil
+
+        class Files(WeightFiles):
+            def write(self, directory: Path) -> WeightManifest:
+                manifest = WeightFiles.write(self, directory)
+                spoil(directory)
+                return manifest
+
+        beside = {"config.json": (self._model / "config.json").read_bytes()}
+        return Files(load_file(self._model / "model.safetensors"), beside)
+
+
+def flip(directory: Path) -> None:
+    """Two bytes of the last tensor."""
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    data[-1] ^= 128
+    file.write_bytes(data)
+
+
+def drop(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def drop_all(directory: Path) -> None:
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+
+
+@asynccontextmanager
+async def published(bus: Bus, folder: Path, backend: Weights) -> AsyncIterator[None]:
+    """The trainer's part, once version 1 is announced."""
+    announced = asyncio.Event()
+
+    async def in_thread(call: Any, *args: Any) -> Any:
+        return await asyncio.to_thread(call, *args)
+
+    async def body(context: Context, _: None) -> None:
+        courier = Courier(context, CourierSpec(), backend, in_thread, folder)
+        async with asyncio.TaskGroup() as tasks:
+            await courier.open()
+            tasks.create_task(courier.follow())
+            await courier.publish(tasks, V1)
+            await courier.wait()
+            context.version = V1.id
+            announced.set()
+            while not context.draining.is_set():
+                await context.beat()
+                await context.clock.sleep(0.2)
+            courier.stop()
+        courier.close()
+
+    async with running(bus, "trainer", body, None):
+        await asyncio.wait_for(announced.wait(), 10.0)
+        yield
+
+
+@asynccontextmanager
+async def publishing(bus: Bus, folder: Path, ended: list[RunEnds]) -> AsyncIterator[None]:
+    async def body(context: Context, spec: PublisherSpec) -> None:
+        try:
+            await Publisher(context, spec).run()
+        except RunEnds as error:
+            ended.append(error)
+
+    async with running(bus, "publisher", body, PublisherSpec(weights_dir=str(folder), worker_timeout_s=600.0)):
+        yield
+
+
+@pytest.mark.parametrize(("damage", "refused"), [(flip, 1), (drop, 1), (drop_all, 0)])
+async def test_the_trainer_writes_the_version_anew_and_it_is_served(
+    damage: Callable[[Path], None], refused: int, redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    model, _ = models("qwen3")
+    folder, ended = tmp_path / "weights", list[RunEnds]()
+    spec = GenerationSpec(model_path=str(model))
+    async with open_bus(redis_url, run_name) as first, published(first, folder, Weights(model)):
+        damage(version_dir(folder, 1))
+        async with (
+            publishing(first, folder, ended),
+            at_work(redis_url, run_name, spec, run_dir=str(tmp_path / "run")) as (bus, worker),
+        ):
+            await until(lambda: told(bus, "activated", 1), deadline_s=60)
+            assert worker._link.serving == V1 and not ended
+            assert await told(bus, "weights refused", refused) and await told(bus, "files anew", 1)
+
+
+async def test_files_that_are_damaged_each_time_end_the_run_with_the_reason(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    model, _ = models("qwen3")
+    folder, ended = tmp_path / "weights", list[RunEnds]()
+    spec = GenerationSpec(model_path=str(model))
+    async with (
+        at_work(redis_url, run_name, spec, run_dir=str(tmp_path / "run")) as (bus, _),
+        published(bus, folder, Weights(model, flip)),
+        publishing(bus, folder, ended),
+    ):
+
+        async def over() -> bool:
+            return bool(ended)
+
+        await until(over, deadline_s=60)
+        assert len(await events(bus, "weights refused")) == TRIES + 1 and await told(bus, "files anew", TRIES)
+    assert f"no engine can load version 1, whose files were written anew {TRIES} times" in str(ended[0])
+    assert "do not match their checksum" in str(ended[0])
