@@ -24,7 +24,9 @@ BEGINNER = replace(ARITHMETIC, lessons=WarmStart(learn_steps=220, careless_steps
 def section(page: str, head: str) -> list[str]:
     """Names in the first cells of the tables below a heading."""
     body = page.partition(f"## {head}\n")[2].partition("\n## ")[0]
-    return [name for cell in re.findall(r"^\| (`[^|]+) \|", body, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)]
+    return [
+        name for cell in re.findall(r"^\| (`[^|]+) \|", body, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
+    ]
 
 
 def pattern(name: str) -> re.Pattern[str]:
