@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -91,14 +92,14 @@ class ForkServer:
             answer = msgspec.json.decode(line, type=Answer)
             if not answer.ended:
                 self._ends[answer.pid] = loop.create_future()
-                self._orders.get_nowait().set_result(answer.pid)
+                _tell(self._orders.get_nowait(), answer.pid)
             else:
-                self._ends.pop(answer.pid).set_result(answer.code)
+                _tell(self._ends.pop(answer.pid), answer.code)
         transport.close()
         while not self._orders.empty():
-            self._orders.get_nowait().set_result(0)
+            _tell(self._orders.get_nowait(), 0)
         for future in self._ends.values():
-            future.set_result(None)
+            _tell(future, None)
         self._ends.clear()
 
     async def close(self) -> None:
@@ -108,6 +109,12 @@ class ForkServer:
         if self._reader is not None:
             await self._reader
         await asyncio.to_thread(self._process.wait)
+
+
+def _tell(future: asyncio.Future[Any], value: int | None) -> None:
+    """Unless whoever waited has gone."""
+    if not future.done():
+        future.set_result(value)
 
 
 def serve() -> Order | None:

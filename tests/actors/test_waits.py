@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.runtime.context import ActorSpec, Context
 from bus import Bus, BusConfig
 from bus.knobs.live import LiveKnobs
-from bus.testing.clock import ManualClock
+from tests.bus.suite.clock import ManualClock
 
 
 def a_context() -> tuple[Context, ManualClock]:

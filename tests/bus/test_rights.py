@@ -27,6 +27,7 @@ from tests.tls import tls_before
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 SECRET = "open-sesame"
+PARTS = 6
 CHECKS = (conformance.CHECKS | flow.CHECKS | blobs.CHECKS).values()
 
 
@@ -52,13 +53,12 @@ async def url(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
             await asyncio.to_thread(server.stop)
 
 
-async def test_delivery_needs_no_more_rights_than_the_page_names(url: str, run_name: str) -> None:
-    async def one(number: int, check: Check) -> None:
-        await check(bus_maker(url, f"{run_name[:40]}-{number}", ""))
-
-    for number, one_check in enumerate(CHECKS):
-        await one(number, one_check)
-    assert len(CHECKS) > 20
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_delivery_needs_no_more_rights_than_the_page_names(url: str, run_name: str, part: int) -> None:
+    checks: list[Check] = list(CHECKS)[part::PARTS]
+    for number, one in enumerate(checks):
+        await one(bus_maker(url, f"{run_name[:40]}-{number}", ""))
+    assert len(checks) >= 3
 
 
 async def test_neither_do_the_start_the_tools_and_the_ledger(url: str, run_name: str) -> None:

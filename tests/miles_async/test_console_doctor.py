@@ -329,7 +329,7 @@ async def test_a_launcher_that_is_gone_is_named_with_what_goes_on_without_it(red
         await story.whole()
         silent = bus.clock.wall() - 30
         launcher = vitals("launcher", pid=2**22 + 1, wall=silent)
-        await bus.set_vitals("launcher", launcher)
+        await story.alive(launcher)
         found = await faults(bus)
         assert set(found) == {"no launcher"}
         assert "9 actors work on and the record is kept, but nobody starts again what dies" in found["no launcher"]
