@@ -7,24 +7,28 @@ Owns   what it issued last (state field `eval`); collected scores are its pendin
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 
 from actors.evaluator.schedule import Issued, due, result
-from actors.runtime.consume import Consumer
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
+from bus.errors import Poison
 from bus.messages.base import pack_ints
+from bus.messages.control import EvalDone
+from bus.messages.groups import index_of
 from bus.messages.policy import Finished, PolicyActive
 from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
+HEARD = ("active.state", "policy.finished")
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,40 +67,43 @@ class Evaluator:
         self._done_step = -1
         self._issued = Issued()
         self._began: dict[str, float] = {}
-        self._members: dict[str, dict[str, tuple[Entry, Scored | RolloutLost]]] = {}
+        self._members: dict[str, dict[int, tuple[Entry, Scored | RolloutLost]]] = {}  # by group and number
         self._consumer = Consumer(
-            context, [EVAL_SCORED], "evaluator", self.handle, on_dead=_on_dead, batch=256, rebuild=self._members.clear, holds=True
+            context, [EVAL_SCORED], "evaluator", on_dead=as_lost(context, _dead), batch=256, rebuild=self._members.clear, holds=True
         )
 
     async def run(self) -> None:
         """Until draining or until the last version is measured."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._schedule())
-            tasks.create_task(self._consumer.run())
+            tasks.create_task(self._consumer.run(self.handle))
 
     async def _schedule(self) -> None:
         """Waits for versions to become active (woken by the blocking read); issues what is due."""
         context, bus = self._context, self._context.bus
         self._issued = Issued.parse(await bus.state("eval"))
-        for entry in await bus.scan_all(EVAL_RESULTS):
-            self._done_step = max(self._done_step, (await bus.message(entry)).asked_step)
+        await fold_log(context, await bus.scan_all(EVAL_RESULTS), self._hear)
         tail = Tail(bus, [ACTIVE, POLICY])
         await tail.open()
         try:
             while not context.draining.is_set():
                 with context.waiting("a version to measure, or scores"):
                     news = await tail.read(0.5)
-                for entry in news:
-                    message = await bus.message(entry)
-                    if isinstance(message, PolicyActive):
-                        self._active = message.version
-                    elif isinstance(message, Finished) and message.step >= self._spec.num_rollout:
-                        self._final_step = message.step  # not that of a finished run that was given more steps
+                await fold_log(context, news, self._hear, types=HEARD)
                 await self._act()
                 if self._over():
                     context.draining.set()
         finally:
             await tail.close()
+
+    def _hear(self, entry: Entry, message: object) -> None:
+        match message:
+            case EvalDone():
+                self._done_step = max(self._done_step, message.asked_step)
+            case PolicyActive():
+                self._active = message.version
+            case Finished() if message.step >= self._spec.num_rollout:
+                self._final_step = message.step  # not that of a finished run that was given more steps
 
     def _over(self) -> bool:
         """Whether the last version is measured, or is not to be."""
@@ -137,7 +144,7 @@ class Evaluator:
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
         spec = self._spec
-        name, prompt = self._prompts[number // spec.n_samples_per_prompt]
+        name, prompt = self._prompt(number)
         sample_id = f"e{issued.step}/{number}"
         return SampleTask(
             sample_id=sample_id,
@@ -169,12 +176,13 @@ class Evaluator:
             sample_id, group_id = member.rollout.task.sample_id, member.rollout.task.group_id
         else:
             sample_id, group_id = member.sample_id, member.group_id
-        if not (group_id.startswith("e") and group_id[1:].isdecimal()):
-            return Commit(ack=(entry,))  # not of an evaluation of ours
+        number = index_of(sample_id)
+        await self._expected(group_id, number)
         members = self._members.setdefault(group_id, {})
-        if sample_id in members and members[sample_id][0].id != entry.id:
+        if number in members and members[number][0].id != entry.id:
+            self._context.count("duplicates")
             return Commit(ack=(entry,))
-        members[sample_id] = (entry, member)
+        members[number] = (entry, member)
         if len(members) < self._total:
             fault_point(self._context.name, "collecting")
             return None
@@ -188,7 +196,7 @@ class Evaluator:
                 EVAL_RESULTS,
                 result(
                     data.name,
-                    [m for _, m in members.values() if _set_of(m) == data.name],
+                    [m for n, (_, m) in sorted(members.items()) if self._prompt(n)[0] == data.name],
                     issued=issued,
                     wall=self._context.clock.wall(),
                     duration_s=duration_s,
@@ -201,22 +209,22 @@ class Evaluator:
             self._done_step = max(self._done_step, step)
         return None
 
+    async def _expected(self, group_id: str, number: int) -> None:
+        """Poison: nobody waits for this sample, so that it would lie here for ever."""
+        step = self._issued.step
+        if group_id != f"e{step}":  # issued by a former process of ours, as far as is known here
+            step = Issued.parse(await self._context.bus.state("eval")).step
+        if group_id != f"e{step}" or step <= self._done_step or not 0 <= number < self._total:
+            raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 
-def _set_of(member: Scored | RolloutLost) -> str:
-    return member.eval_name if isinstance(member, RolloutLost) else member.rollout.task.eval_name
+    def _prompt(self, number: int) -> tuple[str, Prompt]:
+        """Data set and prompt of a sample, by its number in the evaluation."""
+        return self._prompts[number // self._spec.n_samples_per_prompt]
 
 
-def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
-    """An evaluation score that cannot be read counts as lost."""
-    lost = RolloutLost(
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
-        n_samples=0,
-        reason="malformed",
-        error=error,
-        eval_name="?",
-    )
-    return Commit(append=(Out(EVAL_SCORED, lost),) if lost.sample_id else ())
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead score: it comes again as lost."""
+    return Commit(append=(Out(EVAL_SCORED, lost),))
 
 
 async def run(context: Context, spec: EvaluatorSpec) -> None:

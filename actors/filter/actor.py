@@ -19,14 +19,15 @@ import msgspec
 
 from actors.filter.groups import GroupTable, Half, leaves_now, tips, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
-from actors.runtime.consume import Consumer, header_number
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
-from actors.runtime.run import RunEnds
+from actors.runtime.logs import fold_log
+from actors.runtime.refusals import Row
 from actors.runtime.staleness import bound_in_steps, rule_of
 from bus import Commit, Entry, Out, Tail
-from bus.errors import BadMessage
+from bus.errors import Poison
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import RolloutLost, Scored
@@ -54,10 +55,11 @@ class Filter:
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None
-        self._raised = 0
+        remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
+        self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(
-            context, [SCORED], "filter", self.handle, on_dead=_on_dead, batch=256, rebuild=self._table.clear, holds=True
+            context, [SCORED], "filter", on_dead=as_lost(context, _dead), batch=256, rebuild=self._table.clear, holds=True
         )
 
     async def run(self) -> None:
@@ -69,7 +71,7 @@ class Filter:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(tail, stop))
                 try:
-                    await self._consumer.run()
+                    await self._consumer.run(self.handle)
                 finally:
                     stop.set()
         finally:
@@ -80,26 +82,18 @@ class Filter:
     async def _follow(self, tail: Tail, stop: asyncio.Event) -> None:
         """The trainer's steps, from the policy log; woken by the blocking read. After a start the turn waits until the
         entries that were pending have been taken in."""
-        for entry in reversed(await self._context.bus.last(POLICY, NEWEST)):
-            await self._hear(entry)
+        types = ("policy.step", "policy.restored")  # announcements and orders are not for us
+        before = await self._context.bus.last(POLICY, NEWEST)
+        await fold_log(self._context, reversed(before), self._hear, types=types)
         while not stop.is_set():
             if self._turn != self._said and self._consumer.reader.recovered:
                 async with self._busy:
                     await self._end_turn()
-            for entry in await tail.read(0.5 if self._turn == self._said else 0.02):
-                await self._hear(entry)
+            news = await tail.read(0.5 if self._turn == self._said else 0.02)
+            await fold_log(self._context, news, self._hear, types=types)
 
-    async def _hear(self, entry: Entry) -> None:
-        if entry.fields.get("type") not in ("policy.step", "policy.restored"):
-            return  # announcements and orders are not for us
-        try:
-            message = await self._context.bus.message(entry)
-        except BadMessage as error:
-            self._context.count("unreadable")
-            await self._context.event("unreadable", f"policy {entry.id}: {error}", level="error")
-            return
-        if isinstance(message, StepDone | Restored):
-            self._turn = Turned(step=message.step, version=message.version.id)
+    def _hear(self, entry: Entry, message: StepDone | Restored) -> None:
+        self._turn = Turned(step=message.step, version=message.version.id)
 
     async def _end_turn(self) -> None:
         """Release what is on its last turn, then say so."""
@@ -121,7 +115,7 @@ class Filter:
         group_id = task.group_id
         async with self._busy:
             if not self._table.knows(group_id):
-                self._table.begin(group_id, await self._opened(group_id))
+                self._table.begin(group_id, await self._opened(group_id, task.sample_id))
             if self._table.add(entry, member) == "duplicate":
                 self._context.count("duplicates")
                 return Commit(ack=(entry,))
@@ -132,10 +126,13 @@ class Filter:
         self._context.note = f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         return None
 
-    async def _opened(self, group_id: str) -> OpenGroup | None:
-        """A group as the run lists it: how many samples, which of them have left and with what reward."""
+    async def _opened(self, group_id: str, sample_id: str) -> OpenGroup:
+        """A group as the run lists it: how many samples, which of them have left and with what reward. Poison: it lists none, so
+        that nobody waits for this sample and no siblings will come."""
         raw = await self._context.bus.open_group(group_id)
-        return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
+        if not raw:
+            raise Poison(f"sample {sample_id} is of no open group: {group_id!r} is closed, or was never issued")
+        return msgspec.msgpack.decode(raw, type=OpenGroup)
 
     def _now(self) -> dict[str, Any]:
         """What decides whether a group leaves: the rule, and where the trainer is."""
@@ -172,8 +169,7 @@ class Filter:
         key = half.group_id if whole else part_key(half.group_id, indexes)
         rest = half.wanted - set(indexes)
         if not whole:
-            base = half.opened or OpenGroup(group_id=half.group_id, prompt_id=prompt_id, n_samples=half.n_samples)
-            base = msgspec.structs.replace(base, rewards=basis)
+            base = msgspec.structs.replace(half.opened, rewards=basis)
             if rest:
                 opened[half.group_id] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(sorted(rest))))
             if reason is None:
@@ -212,31 +208,20 @@ class Filter:
         dynamic = self._custom or JUDGES[str(self._context.knobs.dynamic_sampling_filter)]
         try:
             reason = judge(members, dynamic, known)
-        except Exception as error:
-            self._raised += 1
-            said = f"{type(error).__name__}: {error}"
-            await self._context.event("judge raised", f"{group_id} is dropped: {said}"[:300], level="error")
-            if self._raised >= MOST_RAISED:
-                raise RunEnds(
-                    f"the filter {getattr(dynamic, '__name__', dynamic)!r} raised for {self._raised} groups in a row, last "
-                    f"{said}. Mend it, or choose another --dynamic-sampling-filter-path; the same command resumes."
-                ) from error
+            if reason is not None and not (isinstance(reason, str) and reason):
+                raise TypeError(f"it gave {reason!r}, which is neither a reason to drop nor None")
+        except Exception as error:  # noqa: BLE001 - what a judge raises costs what it judged
+            said = f"{getattr(dynamic, '__name__', dynamic)}: {type(error).__name__}: {error}"
+            await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind="judge raised")
+            self._raised.failed(group_id, said)
             return JUDGE_RAISED
-        self._raised = 0
+        self._raised.worked()
         return reason
 
 
-def _on_dead(entry: Entry, message: object, error: str) -> Commit:
-    """A scored entry that cannot be read: its group closes as lost, through the filter's own input."""
-    lost = RolloutLost(
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
-        n_samples=0,
-        reason="malformed",
-        error=error,
-        tokens_made=header_number(entry, "tokens"),
-    )
-    return Commit(append=(Out(SCORED, lost),) if lost.sample_id and lost.group_id else ())
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead entry: its sample comes again as lost, through the filter's own input."""
+    return Commit(append=(Out(SCORED, lost),))
 
 
 async def run(context: Context, spec: FilterSpec) -> None:

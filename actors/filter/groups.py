@@ -19,9 +19,9 @@ class Half:
     those that left first, by index, for late members to be compared with; a group that has any is said to be split."""
 
     group_id: str
-    n_samples: int = 0  # 0 while unknown
-    opened: OpenGroup | None = None
-    wanted: set[int] = field(default_factory=set)
+    opened: OpenGroup
+    n_samples: int
+    wanted: set[int]
     left: dict[int, float] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Half:
     @property
     def complete(self) -> bool:
         """Whether every member that has not left is here."""
-        return bool(self.members) and self.n_samples > 0 and self.wanted <= self.members.keys()
+        return bool(self.members) and self.wanted <= self.members.keys()
 
     @property
     def split(self) -> bool:
@@ -96,25 +96,19 @@ class GroupTable:
     def knows(self, group_id: str) -> bool:
         return group_id in self._groups
 
-    def begin(self, group_id: str, opened: OpenGroup | None) -> None:
+    def begin(self, group_id: str, opened: OpenGroup) -> None:
         """A group whose first member arrives, as the run lists it."""
-        half = self._groups[group_id] = Half(group_id, opened=opened)
-        if opened is not None:
-            half.n_samples = opened.n_samples
-            half.wanted = set(opened.indexes)
-            half.left = {i: reward for i, reward in opened.rewards.items() if i not in half.wanted}
+        half = self._groups[group_id] = Half(group_id, opened, opened.n_samples, set(opened.indexes))
+        half.left = {i: reward for i, reward in opened.rewards.items() if i not in half.wanted}
 
     def add(self, entry: Entry, member: Member) -> Literal["held", "duplicate"]:
         """Take one member of a group that has begun."""
         task = member.rollout.task if isinstance(member, Scored) else member
         half, index = self._groups[task.group_id], index_of(task.sample_id)
-        if half.opened is None and task.n_samples > half.n_samples:  # the run lists no such group: its own word counts
-            half.n_samples = task.n_samples
-            half.wanted = set(range(task.n_samples))
         if index in half.members and half.entries[index].id == entry.id:
             half.entries[index] = entry  # the same entry, delivered again
             return "held"
-        if index in half.members or (half.n_samples and index not in half.wanted):
+        if index in half.members or index not in half.wanted:
             return "duplicate"
         half.entries[index], half.members[index] = entry, member
         return "held"

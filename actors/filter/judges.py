@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from actors.runtime.content import LARGEST_REWARD
 from bus.messages.samples import RolloutLost, Scored
 
 Member = Scored | RolloutLost
 Judge = Callable[[Sequence[Scored]], str | None]
-
-LARGEST_REWARD = 3e38  # of float32, in which advantages are trained
 
 
 def lost_member(members: Sequence[Member]) -> str | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from actors.generation.engine import (
+    AnswerBroken,
     AnswerRefused,
     EngineUnavailable,
     GenerateRequest,
@@ -21,26 +22,32 @@ from actors.generation.engine import (
     RouteBroken,
     VersionUnknown,
 )
-from actors.generation.leasing import Leases
+from actors.generation.leasing import LEASED, Leases
 from actors.generation.pace import Pace
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
 from actors.runtime.child import Child
-from actors.runtime.consume import bury, header_number, keep_leases
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
+from actors.runtime.prompts import vocabulary_of
+from actors.runtime.refusals import Row
 from bus import Commit, Entry, Out, Tail, ledger
-from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.errors import Poison
 from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, PolicyActive, Sending, Turn
 from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 
-FOR_US = ("policy.sending", "policy.restored", TURN)  # of `policy`; steps are large, and not for workers
+# Of `policy` only these: steps are large, and not for workers.
+FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", TURN)
 RESENDS = 8  # in a row without a new token; then the sample is parked
 AGAIN_S = 0.1  # before a request whose way broke is sent again
+MOST_BROKEN = 2  # answers to one sample that cannot be read; one more, and it is poison
+MOST_REFUSED, GROUPS_REFUSED = 32, 8  # answers in a row, and groups among them; then it is not the samples
 
 
 class Worker:
@@ -52,10 +59,15 @@ class Worker:
         self._link = open_link(context, spec, spare)
         self._sharing = Sharing(context, self._link, spec.gives_back)
         self._pace = Pace(context, self._link, spec.max_running, spec.tail_wait_s)
+        self._vocabulary = vocabulary_of(spec.model_path)
+        self._consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, _dead), vocabulary=self._vocabulary)
         self._leases = Leases(
-            context, self._link, self._sharing, self._pace, lambda: self._order is not None, spec.hold_s
+            context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        self._reader = self._leases.reader
+        remedy = "The engine serves another model than this worker was told of, or is broken."
+        self._answers = Row(
+            context.clock.monotonic, "the engine's answers", remedy, most=MOST_REFUSED, of=GROUPS_REFUSED
+        )
         self._running: dict[str, Running] = {}
         self._order: Activate | None = None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
@@ -63,17 +75,15 @@ class Worker:
     async def run(self) -> None:
         """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
         4 engine and connections close."""
-        await self._reader.open()
         tail = Tail(self._context.bus, [ACTIVE, POLICY], start="$")
         await tail.open()
         await self._sharing.open()
         stop = asyncio.Event()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(self._context, self._reader, stop, self._leases.free))
+            async with self._consumer.leased(self._leases.free), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
-                tasks.create_task(self._pace.follow(self._reader, stop))
+                tasks.create_task(self._pace.follow(self._consumer.reader, stop))
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._leases.take(samples, self._handle)
@@ -84,7 +94,6 @@ class Worker:
                     self._link.interrupt()
         finally:
             await self._link.close()
-            await self._reader.close()
             await tail.close()
 
     # -- engine -------------------------------------------------------------------------------------------------
@@ -92,37 +101,36 @@ class Worker:
     async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
         """The newest order that names this worker, the trainer's word that it sends, whose turn it is; woken by the blocking
         read. Older orders tell what labels stand for."""
-        for entry in reversed(await self._context.bus.last(ACTIVE, 64)):
-            message = await self._context.bus.message(entry)
-            if isinstance(message, Activate):
-                self._link.know(message)
-            else:
-                self._leases.standing.fold(message)
-            if isinstance(message, PolicyActive):
-                self._pace.hear(message)
+        await fold_log(self._context, reversed(await self._context.bus.last(ACTIVE, 64)), self._recall)
         while not stop.is_set():
-            for entry in await tail.read(0.5):
-                if entry.stream is POLICY and entry.fields.get("type") not in FOR_US:
-                    continue
-                message = await self._context.bus.message(entry)
-                self._leases.standing.fold(message)
-                self._leases.wake()
-                if isinstance(message, PolicyActive):
-                    self._pace.hear(message)
-                    self._changed.set()
-                if isinstance(message, Sending) and self._context.name in message.workers:
-                    self._link.sending(message.version.id)
-                if isinstance(message, Turn):
-                    self._sharing.hear(message)
-                    self._changed.set()
-                    self._link.interrupt()
-                if isinstance(message, Activate):
-                    self._link.know(message)
-                    ours = not message.workers or self._context.name in message.workers
-                    if ours and (self._order is not None or not self._link.has(message)):
-                        self._order = message
-                        self._changed.set()
-                        self._link.interrupt()
+            await fold_log(self._context, await tail.read(0.5), self._hear, types=FOR_US)
+
+    def _recall(self, entry: Entry, message: Activate | PolicyActive) -> None:
+        if isinstance(message, Activate):
+            self._link.know(message)
+        else:
+            self._leases.standing.fold(message)
+            self._pace.hear(message)
+
+    def _hear(self, entry: Entry, message: object) -> None:
+        self._leases.standing.fold(message)
+        self._leases.wake()
+        if isinstance(message, PolicyActive):
+            self._pace.hear(message)
+            self._changed.set()
+        if isinstance(message, Sending) and self._context.name in message.workers:
+            self._link.sending(message.version.id)
+        if isinstance(message, Turn):
+            self._sharing.hear(message)
+            self._changed.set()
+            self._link.interrupt()
+        if isinstance(message, Activate):
+            self._link.know(message)
+            ours = not message.workers or self._context.name in message.workers
+            if ours and (self._order is not None or not self._link.has(message)):
+                self._order = message
+                self._changed.set()
+                self._link.interrupt()
 
     async def _keep_engine(self, stop: asyncio.Event) -> None:
         """Boots the engine, activates what is ordered, boots it again when it failed, keeps out of the way in the trainer's
@@ -186,21 +194,26 @@ class Worker:
 
     async def _handle(self, entry: Entry) -> None:
         """One entry to its commit. Failures of the engine park the sample; poison is buried with its group's marker."""
-        message: Any = None
         try:
-            if entry.deliveries > self._context.bus.config.max_deliveries:
-                raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
-            message = await self._context.bus.message(entry)
-            if isinstance(message, PrefixDropped):
-                await self._commit(entry, _lost(message.task, message.reason, tokens_made=message.tokens_made))
-            else:
-                await self._run_sample(entry, message)
-        except (BusUnreachable, BusFull, InvariantBroken):
-            raise
-        except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
-            await bury(self._context, self._reader, entry, message, error, _on_dead)
+            await self._consumer.one(entry, self._do)
         finally:
             self._leases.done(entry)
+
+    async def _do(self, entry: Entry, message: SampleTask | PrefixResume | PrefixDropped) -> None:
+        if not isinstance(message, PrefixDropped):
+            await self._run_sample(entry, message)
+            return
+        task = message.task
+        lost = RolloutLost(
+            sample_id=task.sample_id,
+            group_id=task.group_id,
+            n_samples=task.n_samples,
+            reason=message.reason,
+            prompt_id=task.prompt_id,
+            tokens_made=message.tokens_made,
+            eval_name=task.eval_name,
+        )
+        await self._commit(entry, lost)
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context = self._context
@@ -217,7 +230,7 @@ class Worker:
         finally:
             del self._running[task.sample_id]
         if reason == "lease":
-            self._reader.forget([entry])
+            self._consumer.forget([entry])
             return
         response = running.response()
         out: RolloutDone | Parked
@@ -282,6 +295,7 @@ class Worker:
             sampling_seed=sampling.seed,
             extra_key=link.salt or None,
             routing_key=running.task.group_id,
+            vocabulary=self._vocabulary,
         )
         save_every = int(context.knobs.partial_save_tokens)
         try:
@@ -313,10 +327,17 @@ class Worker:
             await link.fail(error, of=engine)
             self._changed.set()
             return "engine"
+        except AnswerRefused as error:
+            context.count("answers_refused")
+            self._answers.failed(running.task.group_id, str(error))
+            running.broken += isinstance(error, AnswerBroken)
+            if isinstance(error, AnswerBroken) and running.broken <= MOST_BROKEN:
+                await context.clock.sleep(AGAIN_S)
+                return "again"
+            raise Poison(f"the engine's answer is refused: {error}") from error
         except RequestRefused as error:
-            if isinstance(error, AnswerRefused):
-                context.count("answers_refused")
             raise Poison(f"the engine refuses the request: {error}") from error
+        self._answers.worked()
         if running.finish == "abort":
             if context.draining.is_set():
                 return "drain"
@@ -336,8 +357,7 @@ class Worker:
         is_eval = bool(out.eval_name if isinstance(out, RolloutLost) else out.task.eval_name)
         sample_id = out.sample_id if isinstance(out, RolloutLost) else out.task.sample_id
         stream = PARKED if isinstance(out, Parked) else EVAL_ROLLOUTS if is_eval else ROLLOUTS
-        fault_point(context.name, "before_commit")
-        result = await context.bus.commit(
+        done = await self._consumer.commit(
             Commit(
                 ack=(entry,),
                 append=(Out(stream, out),),
@@ -346,41 +366,12 @@ class Worker:
                 bounded=not isinstance(out, Parked),
             )
         )
-        fault_point(context.name, "after_commit")
-        self._reader.forget([entry])
-        context.count("samples" if result.done else "moved")
+        if done:
+            context.count("samples")
 
 
-def _lost(task: SampleTask, reason: Any, *, tokens_made: int = 0, error: str = "") -> RolloutLost:
-    return RolloutLost(
-        sample_id=task.sample_id,
-        group_id=task.group_id,
-        n_samples=task.n_samples,
-        reason=reason,
-        error=error,
-        prompt_id=task.prompt_id,
-        tokens_made=tokens_made,
-        eval_name=task.eval_name,
-    )
-
-
-def _on_dead(entry: Entry, message: Any, error: str) -> Commit:
-    """A sample that no engine can run, or an entry that cannot be read: its group must still close."""
-    tokens = header_number(entry, "tokens")
-    if message is not None:
-        task = message if isinstance(message, SampleTask) else message.task
-        lost = _lost(task, "poison", tokens_made=tokens, error=error)
-    else:
-        lost = RolloutLost(
-            sample_id=entry.fields.get("id", ""),
-            group_id=entry.fields.get("group", ""),
-            n_samples=0,
-            reason="malformed",
-            error=error,
-            tokens_made=tokens,
-        )
-    if not lost.sample_id or not lost.group_id:
-        return Commit()
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """A sample that no engine can run, or an entry that cannot be used: its group must still close."""
     stream = EVAL_ROLLOUTS if lost.eval_name or entry.stream is EVAL_PROMPTS else ROLLOUTS
     return Commit(append=(Out(stream, lost),), delete_prefixes=(lost.sample_id,))
 

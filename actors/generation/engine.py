@@ -41,6 +41,10 @@ class AnswerRefused(RequestRefused):
     """The engine answered what cannot be an answer to this request; its tokens are not trained."""
 
 
+class AnswerBroken(AnswerRefused):
+    """The answer cannot be read, from here on; asked again, it may be whole."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One sample to generate. Tokens in, tokens out: text is never sent."""
 
@@ -62,6 +66,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Partitions the engine's prefix cache, e.g. by policy version."""
     routing_key: str | None = None
     """A router keeps requests of one key on one engine."""
+    vocabulary: int = 0
+    """Token ids of the answer are below it; 0 = not known."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

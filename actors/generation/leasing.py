@@ -19,14 +19,16 @@ from actors.generation.pace import Pace
 from actors.generation.sample import Running
 from actors.generation.sharing import Sharing
 from actors.generation.standing import NO_TOKENS, Standing
+from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
-from bus import Entry, Reader, Stream
+from actors.runtime.logs import fold_log
+from bus import Entry, Stream
 from bus.ledger import EVAL_GROUPS
-from bus.messages.policy import PolicyActive
 from bus.messages.samples import ParkReason
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS, TAIL
 
+LEASED = (TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS)
 MOST = 64  # entries a read
 NEWEST = 16  # entries of `active` among which the newest word on who serves what is looked for
 
@@ -40,6 +42,7 @@ class Leases:
         link: EngineLink,
         sharing: Sharing,
         pace: Pace,
+        consumer: Consumer,
         ordered: Callable[[], bool],
         hold_s: float,
     ) -> None:
@@ -49,7 +52,7 @@ class Leases:
         self._pace = pace
         self._ordered = ordered
         self._hold_s = hold_s
-        self.reader = Reader(context.bus, [TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS], "generation", context.name)
+        self._consumer = consumer
         self.standing = Standing(context.name)
         self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
         self._evals = 0  # evaluation samples that run or are held
@@ -101,7 +104,7 @@ class Leases:
         brief = self._context.in_flight or self.standing.behind(self._link.serving)
         block_s = 0.05 if brief else 0.5
         with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}") as heard:
-            if entries := await self.reader.read(free, block_s, streams):
+            if entries := await self._consumer.take(free, block_s, streams):
                 heard()
             return entries
 
@@ -200,15 +203,12 @@ class Leases:
 
     async def _catch_up(self) -> None:
         """Hear now what the log says: a task is issued for a version only after that was said to be active."""
-        for entry in await self._context.bus.last(ACTIVE, NEWEST):
-            message = await self._context.bus.message(entry)
-            if isinstance(message, PolicyActive):
-                self.standing.fold(message)
-                return
+        newest = await self._context.bus.last(ACTIVE, NEWEST)
+        await fold_log(self._context, reversed(newest), lambda _, said: self.standing.fold(said), types=("active.state",))
 
 
 def _is_eval(entry: Entry) -> bool:
     return entry.stream is EVAL_PROMPTS or entry.fields.get("group", "").startswith(EVAL_GROUPS)
 
 
-__all__ = ("Leases",)
+__all__ = ("LEASED", "Leases")

@@ -13,6 +13,7 @@ import msgspec
 
 from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.standing import NO_TOKENS
+from actors.runtime.content import response_fault
 from bus.messages.base import EMPTY, Packed, join
 from bus.messages.samples import PrefixResume, Response, SampleTask
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans
@@ -43,6 +44,7 @@ class Running:
         self.has_saved = has_saved  # pieces of it lie on the bus
         self.finish: str | None = None
         self.least_step = 0  # of the version that may make the first token
+        self.broken = 0  # answers that could not be read
         self._tokens = array("i")
         self._logprobs = array("f")
         self._spans: tuple[VersionSpan, ...] = base.spans
@@ -145,19 +147,25 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
     else:
         task, base, counted = message, Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY), 0
     for raw in pieces:
-        chunk = _decode_chunk(raw)
+        try:
+            chunk = _decode_chunk(raw)
+        except msgspec.DecodeError:
+            break  # damaged: what follows is made again
         if chunk.start != base.n_tokens or chunk.attempt != task.attempt:
             break
         mask = memoryview(bytes(len(chunk.loss_mask))) if mask_prefix else chunk.loss_mask
         spans = base.spans
         for span in chunk.spans:
             spans = extend_spans(spans, PolicyVersion(id=span.version, step=span.step), span.n)
-        base = Response(
+        longer = Response(
             tokens=join((base.tokens, chunk.tokens)),
             logprobs=join((base.logprobs, chunk.logprobs)),
             loss_mask=join((base.loss_mask, mask)),
             spans=spans,
         )
+        if response_fault(longer):
+            break
+        base = longer
     return Running(task, base, counted=counted, has_saved=bool(pieces))
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from actors.generation.engine import (
+    AnswerBroken,
     AnswerRefused,
     Chunk,
     EngineHealth,
@@ -31,11 +32,12 @@ from actors.generation.inside_client import Inside
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
+from actors.runtime.content import logprobs_fault, tokens_fault
 from bus.messages.weights import Bucket, TensorMeta
 
 FLAT = "flattened_bucket"
+DONE = b"[DONE]"
 IDLE_S = 5.0  # an engine's time to end what was aborted
-LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 BOUNDARY_CHUNKS = 2
 """Chunks that may hold tokens of the version before the one they state: one was on its way as the weights changed, the next brings
 what had been made and not sent."""
@@ -161,14 +163,17 @@ class SGLangClient:
         raise EngineUnavailable(f"{self.base_url} broke off request {rid} after {seen} tokens: {said(error)}.") from None
 
     def _chunk(self, payload: bytes, request: GenerateRequest, seen: int) -> Chunk:
-        """One event's new tokens. Refused (AnswerRefused): more tokens than asked, or log-probs that are none."""
+        """One event's new tokens. Refused (AnswerRefused): more tokens than asked, ids outside the vocabulary, log-probs that are
+        none; AnswerBroken for what cannot be read."""
         rid = request.rid
         try:
             event = decode_event(payload)
         except msgspec.DecodeError as error:
-            raise EngineUnavailable(
-                f"{self.base_url} sent an event of request {rid} that is not understood: {error}."
-            ) from None
+            if payload.strip() == DONE:
+                raise EngineUnavailable(
+                    f"{self.base_url} ended request {rid} after {seen} tokens without a finish reason."
+                ) from None
+            raise AnswerBroken(f"{self.base_url} sent an event of request {rid} that is not understood: {error}.") from None
         if event.error is not None:
             raise RequestRefused(f"{self.base_url} refused request {rid}: {event.error.message}")
         meta = event.meta_info
@@ -179,7 +184,7 @@ class SGLangClient:
                 self._calls.raise_status(reason.status_code, reason.message or "", f"request {rid}")
             finish = _FINISH.get(reason.type)
             if finish is None:
-                raise EngineUnavailable(
+                raise AnswerBroken(
                     f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}."
                 )
         fresh = made - seen
@@ -189,17 +194,16 @@ class SGLangClient:
         if len(pairs) != fresh:
             pairs = pairs[-fresh:]
         if len(pairs) < fresh:
-            raise EngineUnavailable(
-                f"{self.base_url} lost {fresh - len(pairs)} tokens of request {rid} after token {seen}; the sample must restart."
+            raise AnswerBroken(
+                f"{self.base_url} lost {fresh - len(pairs)} tokens of request {rid} after token {seen}; they are made again."
             )
         if made > request.max_new_tokens:
             raise AnswerRefused(
                 f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}"
             )
         logprobs, token_ids, _ = map(list, zip(*pairs, strict=True))
-        if None in logprobs or not (min(logprobs) > LOGPROB_LOW and max(logprobs) <= LOGPROB_HIGH):
-            bad = next(p for p in logprobs if p is None or not LOGPROB_LOW < p <= LOGPROB_HIGH)
-            raise AnswerRefused(f"{self.base_url} gave request {rid} a token of log-probability {bad}")
+        if fault := tokens_fault(token_ids, request.vocabulary) or logprobs_fault(logprobs):
+            raise AnswerRefused(f"{self.base_url} gave request {rid} what is no answer: {fault}")
         return Chunk(token_ids, logprobs, version, finish)
 
     def flying(self, rid: str) -> tuple[str, ...]:

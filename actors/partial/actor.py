@@ -8,21 +8,22 @@ become long and slots are kept for such, to `tail`: to be resumed there.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import msgspec
 
-from actors.partial.decide import POLICIES, BufferPolicy, Waiting, mask_prefix
-from actors.runtime.consume import bury, header_number, keep_leases
+from actors.partial.decide import ACTIONS, POLICIES, BufferPolicy, Plan, Waiting, fifo, mask_prefix
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
-from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
-from bus import Commit, Entry, Out, Reader, Tail
-from bus.errors import Poison
+from actors.runtime.logs import fold_log
+from actors.runtime.refusals import Row
+from bus import Commit, Entry, Out, Tail
 from bus.messages.base import EMPTY
 from bus.messages.policy import Restored, StepDone
-from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, SampleTask
+from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutLost, SampleTask
 from bus.topology import PARKED, POLICY, PREFIXES, TAIL
+
+MOST_RAISED = 16  # times in a row
 
 
 class PartialSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +40,9 @@ class PartialBuffer:
         self._context = context
         self._spec = spec
         self._policy: BufferPolicy = POLICIES.get(spec.buffer_filter) or load_hook(spec.buffer_filter)
-        self._reader = Reader(context.bus, [PARKED], "partial", context.name)
+        self._consumer = Consumer(context, [PARKED], "partial", on_dead=as_lost(context, _dead))
+        remedy = "Mend it, or choose another --buffer-filter-path."
+        self._raised = Row(context.clock.monotonic, "the buffer's policy", remedy, most=MOST_RAISED)
         self._step = 0
 
     async def run(self) -> None:
@@ -47,49 +50,57 @@ class PartialBuffer:
         context = self._context
         tail = Tail(context.bus, [POLICY])
         stop = asyncio.Event()
-        await self._reader.open()
         await tail.open()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(context, self._reader, stop))
+            async with self._consumer.leased(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(tail, stop))
                 try:
                     while not context.draining.is_set():
                         with context.waiting("an entry of parked") as heard:
-                            if entries := await self._reader.read(256, 0.5):
+                            if entries := await self._consumer.take(256, 0.5):
                                 heard()
                         await self._place(entries)
                 finally:
                     stop.set()
         finally:
-            await self._reader.close()
             await tail.close()
 
     async def _follow(self, tail: Tail, stop: asyncio.Event) -> None:
         """The training step, from the policy log; woken by the blocking read."""
         while not stop.is_set():
-            for entry in await tail.read(0.5):
-                message = await self._context.bus.message(entry)
-                if isinstance(message, StepDone | Restored):
-                    self._step = message.step
+            await fold_log(self._context, await tail.read(0.5), self._hear, types=("policy.step", "policy.restored"))
+
+    def _hear(self, entry: Entry, message: StepDone | Restored) -> None:
+        self._step = message.step
 
     async def _place(self, entries: list[Entry]) -> None:
         waiting: list[Waiting] = []
         for order, entry in enumerate(entries):
-            try:
-                if entry.deliveries > self._context.bus.config.max_deliveries:
-                    raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
-                waiting.append(Waiting(order, cast(Parked, await self._context.bus.message(entry))))
-            except Poison as error:
-                await bury(self._context, self._reader, entry, None, error, _on_dead)
+            if (parked := await self._consumer.readable(entry)) is not None:
+                waiting.append(Waiting(order, parked))
         if not waiting:
             return
         by_order = {w.order: w.parked for w in waiting}
-        for plan in self._policy(self._step, waiting):
-            parked = by_order.pop(plan.order)
-            await self._move(entries[plan.order], parked, plan.action)
+        for plan in await self._plans(waiting):
+            await self._move(entries[plan.order], by_order.pop(plan.order), plan.action)
         for order, parked in by_order.items():  # a policy of the user's that left some out: they resume last
             await self._move(entries[order], parked, "resume")
+
+    async def _plans(self, waiting: list[Waiting]) -> list[Plan]:
+        """What the policy says; first in, first out where it raises or says what cannot be done."""
+        try:
+            plans = list(self._policy(self._step, waiting))
+            orders = [plan.order for plan in plans]
+            known = {w.order for w in waiting}
+            if len(set(orders)) < len(orders) or not set(orders) <= known or any(p.action not in ACTIONS for p in plans):
+                raise ValueError(f"it gave plans that do not fit: {plans[:3]!r}")
+        except Exception as error:  # noqa: BLE001 - what a policy raises costs its order, no sample
+            said = f"{self._spec.buffer_filter}: {type(error).__name__}: {error}"
+            await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")
+            self._raised.failed(waiting[0].parked.task.group_id, said)
+            return fifo(self._step, waiting)
+        self._raised.worked()
+        return plans
 
     async def _move(self, entry: Entry, parked: Parked, action: str) -> None:
         task, response = parked.task, parked.response
@@ -103,11 +114,7 @@ class PartialBuffer:
         else:
             out = PrefixResume(task=task, response=mask_prefix(response) if self._spec.mask_offpolicy else response)
         stream = TAIL if isinstance(out, PrefixResume) and self._is_tail(parked, out.response) else PREFIXES
-        fault_point(self._context.name, "before_commit")
-        result = await self._context.bus.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=ledger))
-        fault_point(self._context.name, "after_commit")
-        self._reader.forget([entry])
-        if result.done:
+        if await self._consumer.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=ledger)):
             self._context.count(f"prefixes/{action}" if stream is PREFIXES else "prefixes/tail")
 
     def _is_tail(self, parked: Parked, response: Response) -> bool:
@@ -118,19 +125,18 @@ class PartialBuffer:
         return response.n_tokens > 0 and (parked.reason == "tail" or long)
 
 
-def _on_dead(entry: Entry, message: object, error: str) -> Commit:
-    """A parked entry that cannot be read: generation reports the sample as lost."""
-    tokens = header_number(entry, "tokens")
+def _dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead entry: generation reports the sample as lost."""
     task = SampleTask(
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
+        sample_id=lost.sample_id,
+        group_id=lost.group_id,
         index=0,
-        n_samples=0,
-        prompt_id="",
+        n_samples=lost.n_samples,
+        prompt_id=lost.prompt_id,
         prompt_tokens=EMPTY,
+        eval_name=lost.eval_name,
     )
-    dropped = PrefixDropped(task=task, tokens_made=tokens, reason="malformed")
-    return Commit(append=(Out(PREFIXES, dropped),) if task.sample_id else ())
+    return Commit(append=(Out(PREFIXES, PrefixDropped(task=task, tokens_made=lost.tokens_made, reason=lost.reason)),))
 
 
 async def run(context: Context, spec: PartialSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -11,6 +11,7 @@ from bus.messages.samples import Parked, Response
 from bus.messages.versions import staleness
 
 Action = Literal["resume", "restart", "drop"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -69,4 +70,4 @@ def mask_prefix(response: Response) -> Response:
     return msgspec.structs.replace(response, loss_mask=memoryview(bytes(len(response.loss_mask))))
 
 
-__all__ = ("POLICIES", "BufferPolicy", "Plan", "Waiting", "fifo", "freshness_first", "mask_prefix")
+__all__ = ("ACTIONS", "POLICIES", "BufferPolicy", "Plan", "Waiting", "fifo", "freshness_first", "mask_prefix")

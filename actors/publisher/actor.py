@@ -24,6 +24,7 @@ from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
 from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.runtime.run import RunEnds
 from bus import Entry, Out, Tail
 from bus.messages.control import Event, Vitals
@@ -69,6 +70,7 @@ class Publisher:
     def _forget(self) -> None:
         self._announced: dict[int, PolicyVersion] = {}
         self._target: Target | None = None
+        self._now = 0.0  # of our own clock, when the entries being folded came
         self._members = Members(self._spec.worker_timeout_s)
         self._why = ""  # files were refused last
         self._aside: set[str] = set()  # workers of which it was told that they get files, or nothing
@@ -91,8 +93,8 @@ class Publisher:
                 with context.waiting("announcements and reports"):
                     entries = await tail.read(BLOCK_S, PAGE)
                 now = context.clock.monotonic()
-                for entry in entries:
-                    self._fold(await context.bus.message(entry), entry, now)
+                self._now = now
+                await fold_log(context, entries, self._fold)
                 self._members.expire(now, unread_s=max(0.0, now - began - 2 * BLOCK_S))
                 if len(entries) < PAGE:  # else there is more to know first
                     await self._act(now)
@@ -107,12 +109,11 @@ class Publisher:
         newest_event = await bus.last(EVENTS)
         tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
         silences = await bus.silences()
-        for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
-            heard = now - silences.get(name, 0.0)
-            self._members.fold(msgspec.msgpack.decode(raw, type=Vitals), heard)
+        for name, vitals in (await bus.vitals()).items():
+            self._members.fold(vitals, now - silences.get(name, 0.0))
 
-    def _fold(self, message: object, entry: Entry, now: float) -> None:
-        target = self._target
+    def _fold(self, entry: Entry, message: object) -> None:
+        target, now = self._target, self._now
         match message:
             case PolicyAnnounced():
                 self._announced[message.version.id] = message.version

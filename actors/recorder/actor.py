@@ -19,6 +19,7 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
 from actors.recorder.records import Record, sample_event
 from actors.runtime.child import is_alive
+from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.prompts import Tokenizer
 from bus import Bus, Out
@@ -99,7 +100,7 @@ class Recorder:
                 message = await self._bus.message(entry)
             except BadMessage:
                 continue  # the trainer, which reads the stream for work, reports it
-            if isinstance(message, GroupKept) and message.samples:
+            if isinstance(message, GroupKept) and not fault_of(message):
                 chosen = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
                 wall = self._bus.clock.wall()
                 return [sample_event(scored, step, tokenizer.decode, wall) for scored in chosen]

@@ -2,8 +2,9 @@
 
 Reads  rollouts, eval.rollouts (readers "reward")    Writes  scored, eval.scored    Owns  nothing that outlives it
 Score and acknowledgement share one commit: killed at any await it loses no sample and scores none twice downstream. A
-scorer (or teacher) that raises, hangs or crashes costs its sample further attempts, then a dead letter, and never the run:
-what follows the dead letter is a RolloutLost, so that the group still closes.
+scorer (or teacher) that raises, hangs or crashes costs its sample further attempts, then a dead letter, followed by a
+RolloutLost, so that the group still closes. One that fails for every sample costs none: they wait, and the run ends with its
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -19,14 +19,18 @@ from tokenizers import Tokenizer
 from actors.reward.sample import Reward, Sample, settle
 from actors.reward.scorer import Scorers
 from actors.reward.teacher import Teacher
-from actors.runtime.consume import Consumer
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
+from actors.runtime.refusals import Row
+from actors.runtime.retry import NotItsFault
 from actors.runtime.run import Refused
 from bus import Commit, Entry, Out
-from bus.errors import InvariantBroken, Poison, Transient
+from bus.errors import Poison, Transient
 from bus.messages.base import Packed, unpack_ints
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
+
+MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +46,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     n_workers: int = 2  # verifier processes of a custom function
     concurrency: int = 32  # samples at once when the scorer sets no bound
     max_retries: int = 3  # further attempts before the dead letter; max_deliveries of the bus bounds it too
+    patience_s: float = 60.0  # with a scorer that fails for every sample; then the run ends with its text
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
     teacher_urls: tuple[str, ...] = ()  # servers asked for log-probs of every training sample; empty = none
 
@@ -60,7 +65,11 @@ class RewardRoom:
         # A few more than can be at work keep the processes fed; more would only be leases that a peer could use.
         concurrency = spec.concurrency if scorers.capacity is None else scorers.capacity + min(scorers.capacity, 8)
         self._consumer = Consumer(
-            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", self.handle, on_dead=on_dead, concurrency=max(2, concurrency)
+            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", on_dead=as_lost(context, dead), concurrency=max(2, concurrency)
+        )
+        remedy = "Mend the scorer, its settings or the labels of the data set."
+        self._failing = Row(
+            context.clock.monotonic, "scoring", remedy, most=MOST_FAILED, of=GROUPS_FAILED, patience_s=spec.patience_s
         )
 
     async def run(self) -> None:
@@ -68,7 +77,7 @@ class RewardRoom:
         stays pending for a successor."""
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._hurry_at_drain(), name="drain")
-            await self._consumer.run()
+            await self._consumer.run(self.handle)
             watch.cancel()
 
     async def _hurry_at_drain(self) -> None:
@@ -110,23 +119,26 @@ class RewardRoom:
         """One attempt: reward, scorer, and the teacher's log-probs of a training sample, each under the knob's deadline.
         Failures that may pass are Transient while attempts are left."""
         timeout_s = float(self._context.knobs.reward_timeout_s)
-        scorer = self._scorers.named(rollout.task.rm_type)
         key = self._spec.reward_key
         if rollout.task.eval_name and self._spec.eval_reward_key:
             key = self._spec.eval_reward_key
+        taught: Packed | msgspec.UnsetType = msgspec.UNSET
         try:
+            scorer = self._scorers.named(rollout.task.rm_type)
             value = await scorer.score(self._sample(rollout), timeout_s)
             reward = settle(value, key or scorer.default_key, scorer.name)
-            if self._teacher is None or rollout.task.eval_name:
-                return reward, scorer.name, msgspec.UNSET
-            return reward, scorer.name, await self._teacher.logprobs(rollout, timeout_s)
-        except InvariantBroken:
-            raise
-        except Transient as error:
+            if self._teacher is not None and not rollout.task.eval_name:
+                taught = await self._teacher.logprobs(rollout, timeout_s)
+        except (Transient, Poison) as error:
             self._context.count("scorer_failures")
-            if entry.deliveries > self._spec.max_retries:
-                raise Poison(f"attempt {entry.deliveries} was the last: {error}") from error
-            raise
+            self._failing.failed(rollout.task.group_id, f"{type(error).__name__}: {error}")
+            if self._failing.for_all:
+                raise NotItsFault(str(error)) from error
+            if isinstance(error, Poison) or entry.deliveries <= self._spec.max_retries:
+                raise
+            raise Poison(f"attempt {entry.deliveries} was the last: {error}") from error
+        self._failing.worked()
+        return reward, scorer.name, taught
 
     def _sample(self, rollout: RolloutDone) -> Sample:
         task = rollout.task
@@ -146,34 +158,9 @@ class RewardRoom:
         return str(self._tokenizer.decode(unpack_ints(tokens), skip_special_tokens=self._spec.skip_special_tokens))
 
 
-def on_dead(entry: Entry, message: Any, error: str) -> Commit:
-    """What follows a dead rollout: it counts as lost, so that its group closes. One that cannot be read is known by its
-    header; without a sample and a group there, nothing waits for it."""
-    if isinstance(message, RolloutLost):
-        return Commit(append=(_onward(entry, message),))
-    if isinstance(message, RolloutDone):
-        task = message.task
-        lost = RolloutLost(
-            sample_id=task.sample_id,
-            group_id=task.group_id,
-            n_samples=task.n_samples,
-            reason="poison",
-            error=error,
-            prompt_id=task.prompt_id,
-            tokens_made=message.response.n_tokens,
-            eval_name=task.eval_name,
-        )
-        return Commit(append=(_onward(entry, lost),))
-    tokens = entry.fields.get("tokens", "")
-    lost = RolloutLost(
-        sample_id=entry.fields.get("id", ""),
-        group_id=entry.fields.get("group", ""),
-        n_samples=0,
-        reason="malformed",
-        error=error,
-        tokens_made=int(tokens) if tokens.isdecimal() and len(tokens) < 12 else 0,
-    )
-    return Commit(append=(_onward(entry, lost),) if lost.sample_id and lost.group_id else ())
+def dead(entry: Entry, lost: RolloutLost) -> Commit:
+    """What follows a dead rollout."""
+    return Commit(append=(_onward(entry, lost),))
 
 
 def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
@@ -209,4 +196,4 @@ async def run(context: Context, spec: RewardSpec) -> None:
         await RewardRoom(context, spec, scorers, teacher).run()
 
 
-__all__ = ("RewardRoom", "RewardSpec", "on_dead", "run")
+__all__ = ("RewardRoom", "RewardSpec", "dead", "run")

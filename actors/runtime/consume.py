@@ -1,35 +1,51 @@
-"""Entries to handler, handler's commit to the bus: the loop that most rooms are.
+"""Entries to handler, handler's commit to the bus: how every room reads the streams that it acknowledges.
 
 A handler gets one entry with its message and returns a Commit (which must acknowledge the entry), or None when it keeps
 the entry for a later commit. Killed at any await, nothing is lost and nothing is done twice downstream: result and
-acknowledgement are one step.
+acknowledgement are one step. No content ends a room: what cannot be read, holds what cannot be (content.py), or makes the
+handler raise, is buried with its reason together with what must follow, so that its group closes.
+
+An entry that was under way in several processes that died may be what killed them. So a delivery counts only when work begins,
+and after the second one few such entries are on trial at a time, then one: those that died beside it go on unharmed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
+
+from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
-from actors.runtime.run import RunEnds
 from bus import Commit, Entry, Out, Reader, Stream
 from bus.dead import letter_of
-from bus.errors import BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.errors import BadMessage, BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.ledger import EVAL_GROUPS
+from bus.messages.control import DeadLetter
+from bus.messages.groups import OpenGroup, index_of
+from bus.messages.samples import RolloutLost
 from bus.topology import DEAD
 
 Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
-OnDead = Callable[[Entry, Any, str], Commit]  # what must follow a dead entry, so that its group still closes
+OnDead = Callable[[Entry, Any, str], Awaitable[Commit]]  # what must follow a dead entry, so that its group still closes
+STOPS = (BusUnreachable, BusFull, InvariantBroken, RunEnds)  # not about an entry: the room ends, its entries stay pending
+TRUSTED = 2  # deliveries, after which an entry is on trial
+AT_A_TRIAL = {3: 8, 4: 2}  # entries at once by deliveries; later one, and nothing beside it
 
 
 class Consumer:
-    """Reads, renews, claims, retries, buries. `concurrency` handlers run at once.
+    """Reads, renews, claims, checks, retries, buries. `run` does it all for rooms that handle entry by entry, `concurrency` at
+    once; others read with `take` inside `leased`, and hand each entry to `one` or ask for what is `readable`.
 
     `holds`: the handler keeps entries for a later commit. Each restart of the room delivers them again through no fault
-    of theirs, so their number of deliveries says nothing.
+    of theirs, so their number of deliveries says nothing. `vocabulary`: token ids are below it; 0 = not known here.
     """
 
     def __init__(
@@ -37,58 +53,83 @@ class Consumer:
         context: Context,
         streams: Sequence[Stream],
         readers: str,
-        handler: Handler,
         *,
         on_dead: OnDead,
         concurrency: int = 1,
         batch: int = 64,
         rebuild: Callable[[], None] | None = None,
         holds: bool = False,
+        name: str = "",
+        vocabulary: int = 0,
     ) -> None:
         self._context = context
-        self._handler = handler
         self._on_dead = on_dead
         self._concurrency = concurrency
         self._batch = batch
         self._rebuild = rebuild
         self._holds = holds
-        self.reader = Reader(context.bus, streams, readers, context.name)
+        self._vocabulary = vocabulary
+        self.reader = Reader(context.bus, streams, readers, name or context.name)
         self._names = "+".join(stream.name for stream in streams)
         self._restarts_seen = context.bus.link.server_restarts
+        self._retried: dict[tuple[str, str], int] = {}  # attempts here that the server does not know
+        self._suspects: list[Entry] = []  # wait for their trial
+        self._on_trial: set[tuple[str, str]] = set()
+        self._ended = asyncio.Event()  # one of those that were given out
 
-    async def run(self) -> None:
+    async def run(self, handler: Handler) -> None:
         """Until draining: waits for entries (woken by the blocking read), handles them, commits."""
+        async with self.leased():
+            await self._loop(handler)
+
+    @asynccontextmanager
+    async def leased(self, free: Callable[[], int] = lambda: 64) -> AsyncIterator[None]:
+        """The reader open and its leases kept meanwhile; what the dead left is taken over as far as there is room."""
         await self.reader.open()
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(self._context, self.reader, stop))
+                tasks.create_task(keep_leases(self._context, self.reader, stop, free))
                 try:
-                    await self._loop()
+                    yield
                 finally:
                     stop.set()
         finally:
             await self.reader.close()
 
-    async def _loop(self) -> None:
+    async def _loop(self, handler: Handler) -> None:
         context = self._context
         slots = asyncio.Semaphore(self._concurrency)
+        free = self._batch
+
+        async def beside(entry: Entry) -> None:
+            nonlocal free
+            try:
+                await self.one(entry, handler)
+            finally:
+                context.in_flight -= 1
+                free += 1
+                slots.release()
+
+        if self._concurrency > 1:
+            free = self._concurrency
         async with asyncio.TaskGroup() as tasks:
             while not context.draining.is_set():
                 await slots.acquire()
                 slots.release()
                 self._note_server_restart()
-                free = min(self._batch, slots._value) if self._concurrency > 1 else self._batch
                 with context.waiting(f"an entry of {self._names}") as heard:
-                    if entries := await self.reader.read(free, 0.5):
+                    if entries := await self.take(min(self._batch, free), 0.5):
                         heard()
                 for entry in entries:
+                    context.in_flight += 1
                     if self._concurrency == 1:
-                        await self._one(entry)
+                        await self.one(entry, handler)
+                        context.in_flight -= 1
                         continue
                     await slots.acquire()
-                    task = tasks.create_task(self._one(entry))
-                    task.add_done_callback(lambda _: slots.release())
+                    free -= 1
+                    tasks.create_task(beside(entry))
 
     def _note_server_restart(self) -> None:
         restarts = self._context.bus.link.server_restarts
@@ -97,24 +138,93 @@ class Consumer:
             self._rebuild()
         self._restarts_seen = restarts
 
-    async def _one(self, entry: Entry) -> None:
-        context = self._context
-        context.in_flight += 1
+    # -- trials -------------------------------------------------------------------------------------------------
+
+    async def take(
+        self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None
+    ) -> list[Entry]:
+        """Up to `count` entries to begin with now; see Reader.read. Nothing else begins beside one that is tried alone."""
+        if self._alone():
+            self._ended = asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), block_s)
+            return []
+        ready = await self._trial(count)
+        if len(ready) >= count or self._alone():
+            return ready
+        entries = await self.reader.read(count - len(ready), 0.0 if ready else block_s, wanted)
+        if self._holds:
+            return entries
+        suspects = [e for e in entries if self._delivered(e) > TRUSTED and _key(e) not in self._on_trial]
+        if not suspects:
+            return ready + entries
+        await self.reader.recount((e, self._delivered(e) - 1) for e in suspects)
+        self._suspects += suspects
+        known = {_key(e) for e in suspects}
+        fresh = [e for e in entries if _key(e) not in known]
+        ready += await self._trial(count)
+        if self._alone():
+            self.reader.offer(fresh)
+            return ready
+        return ready + fresh
+
+    def _alone(self) -> bool:
+        """Whether one is on trial beside which nothing may begin."""
+        held = self.reader.held
+        self._on_trial &= held.keys()
+        return any(self._delivered(held[key]) not in AT_A_TRIAL for key in self._on_trial)
+
+    async def _trial(self, most: int) -> list[Entry]:
+        """Suspects whose trial begins: of one number of deliveries, the highest first, when nobody else is on trial."""
+        held = self.reader.held
+        self._suspects = [e for e in self._suspects if _key(e) in held]
+        if not self._suspects:
+            return []
+        highest = max(map(self._delivered, self._suspects))
+        under_way = {self._delivered(held[key]) for key in self._on_trial}
+        room = min(most, AT_A_TRIAL.get(highest, 1) - len(self._on_trial)) if under_way <= {highest} else 0
+        begun = [e for e in self._suspects if self._delivered(e) == highest][: max(0, room)]
+        if begun:
+            self._on_trial |= {_key(e) for e in begun}
+            self._suspects = [e for e in self._suspects if _key(e) not in self._on_trial]
+            await self.reader.recount((e, self._delivered(e)) for e in begun)
+        return begun
+
+    def _delivered(self, entry: Entry) -> int:
+        """How often work on it began, by the server's count."""
+        return entry.deliveries - self._retried.get(_key(entry), 0)
+
+    # -- one entry ----------------------------------------------------------------------------------------------
+
+    async def one(self, entry: Entry, handler: Handler) -> None:
+        """An entry to its commit, or its burial."""
         message: Any = None
         try:
-            if entry.deliveries > context.bus.config.max_deliveries and not self._holds:
-                raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
-            message = await context.bus.message(entry)
-            commit = await self._handler(entry, message)
-        except (BusUnreachable, BusFull, InvariantBroken, RunEnds):
+            message = await self._message(entry)
+            commit = await handler(entry, message)
+        except STOPS:
             raise
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
             await self.failed(entry, message, error)
             return
-        finally:
-            context.in_flight -= 1
         if commit is not None:
             await self.commit(commit)
+
+    async def readable(self, entry: Entry) -> Any:
+        """Its message; None when it was buried."""
+        try:
+            return await self._message(entry)
+        except Poison as error:
+            await self.bury(entry, None, error)
+            return None
+
+    async def _message(self, entry: Entry) -> Any:
+        if entry.deliveries > self._context.bus.config.max_deliveries and not self._holds:
+            raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
+        message = await self._context.bus.message(entry)
+        if fault := fault_of(message, self._vocabulary):
+            raise _Faulty(message, f"message on stream {entry.stream.name}: {fault}")
+        return message
 
     async def commit(self, commit: Commit) -> bool:
         """Commit and forget the entries; False = somebody else had finished one of them, nothing was done."""
@@ -124,63 +234,97 @@ class Consumer:
         fault_point(name, "after_commit")
         if result.moved:
             self._context.count("moved", len(result.moved))
-            gone = [entry for entry in commit.ack if entry.id in result.moved]
-            self.reader.forget(gone)
-            return False
-        self.reader.forget(commit.ack)
-        return result.done
+        self.forget([entry for entry in commit.ack if not result.moved or entry.id in result.moved])
+        return result.done and not result.moved
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """These are finished, or a peer's."""
+        self.reader.forget(entries)
+        self._ended.set()
+        for entry in entries:
+            self._retried.pop(_key(entry), None)
 
     async def failed(self, entry: Entry, message: Any, error: Exception) -> None:
         """Retry with a pause, or dead-letter with whatever must follow."""
         context = self._context
         decision = decide(error, deliveries=entry.deliveries, max_deliveries=context.bus.config.max_deliveries)
-        if decision.action == "again":
-            context.count("retries")
-            await context.event("retry", f"{entry.stream.name} {entry.id}: {error}", level="warning")
-            await context.clock.sleep(decision.after_s)
-            self.reader.retry_later(entry)
+        if decision.action != "again":
+            await self.bury(entry, message, error)
             return
-        await bury(context, self.reader, entry, message, error, self._on_dead)
+        context.count("retries")
+        await context.refusals.add("retry", f"{entry.stream.name} {entry.id}: {error}", kind="retry")
+        await context.clock.sleep(decision.after_s)
+        if not decision.counted:
+            self.reader.offer([entry])
+            return
+        self._retried[_key(entry)] = self._retried.get(_key(entry), 0) + 1
+        self.reader.retry_later(entry)
+
+    async def bury(self, entry: Entry, message: Any, error: Exception) -> None:
+        """Move an entry to the dead letters together with what must follow, in one step."""
+        context = self._context
+        if isinstance(error, _Faulty):
+            message = error.message
+        follow = await self._on_dead(entry, message, str(error)[:500])
+        dead = letter(context, entry, error)
+        commit = msgspec.structs.replace(follow, ack=(entry, *follow.ack), append=(Out(DEAD, dead), *follow.append))
+        if not await self.commit(commit):
+            return  # a peer finished it: there is no letter
+        context.count("dead_letters")
+        reason = "malformed" if isinstance(error, BadMessage) else "failed"
+        name = dead.sample_id or dead.group_id or entry.id
+        await context.refusals.add(f"{entry.stream.name}/{reason}", f"{name}: {dead.error}", kind="dead letter")
 
 
-def header_number(entry: Entry, field: str) -> int:
-    """A number from an entry's readable fields; 0 when it is missing or no number (headers come from outside too)."""
-    text = entry.fields.get(field, "")
-    return int(text) if text.isdecimal() else 0
+class _Faulty(BadMessage):
+    """A message that can be decoded and must not be used."""
+
+    def __init__(self, message: Any, text: str) -> None:
+        super().__init__(text)
+        self.message = message
 
 
-async def bury(context: Context, reader: Reader, entry: Entry, message: Any, error: Exception, on_dead: OnDead) -> None:
-    """Move an entry to the dead letters together with what must follow, in one step."""
-    letter = letter_of(
+def as_lost(context: Context, onward: Callable[[Entry, RolloutLost], Commit]) -> OnDead:
+    """What follows a dead entry where samples travel: its sample goes on as lost, as `onward` says, so that its group closes. Of
+    one that nobody waits for, nothing."""
+
+    async def on_dead(entry: Entry, message: Any, error: str) -> Commit:
+        lost = lost_of(entry, message, error)
+        return onward(entry, lost) if lost is not None and await _waited_for(context, lost) else Commit()
+
+    return on_dead
+
+
+async def _waited_for(context: Context, lost: RolloutLost) -> bool:
+    """Whether the run lists the sample as open, or it is of the evaluation under way."""
+    index = index_of(lost.sample_id)
+    raw = await context.bus.open_group(lost.group_id)
+    if raw:
+        return index in msgspec.msgpack.decode(raw, type=OpenGroup).indexes
+    step, *_, offset = (await context.bus.state("eval") or "::0").split(":")
+    return lost.group_id == f"{EVAL_GROUPS}{step}" and index < int(offset)
+
+
+def letter(context: Context, entry: Entry, error: Exception) -> DeadLetter:
+    """An entry as a dead letter, with what failed."""
+    kind = BadMessage if isinstance(error, BadMessage) else type(error)
+    return letter_of(
         entry,
         actor=context.name,
-        error=f"{type(error).__name__}: {error}",
+        error=f"{kind.__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),
         wall=context.clock.wall(),
     )
-    follow = on_dead(entry, message, str(error)[:500])
-    result = await context.bus.commit(
-        Commit(
-            ack=(entry, *follow.ack),
-            append=(Out(DEAD, letter), *follow.append),
-            ledger=follow.ledger,
-            close_groups=follow.close_groups,
-            delete_prefixes=follow.delete_prefixes,
-        )
-    )
-    reader.forget([entry])
-    if not result.done:  # a peer finished it: there is no letter
-        context.count("moved", len(result.moved))
-        return
-    context.count("dead_letters")
-    await context.event("dead letter", f"{letter.stream} {letter.sample_id}: {letter.error}"[:300], level="error")
+
+
+def _key(entry: Entry) -> tuple[str, str]:
+    return entry.stream.name, entry.id
 
 
 async def keep_leases(
-    context: Context, reader: Reader, stop: asyncio.Event, room: Callable[[], int] = lambda: 64
+    context: Context, reader: Reader, stop: asyncio.Event, free: Callable[[], int] = lambda: 64
 ) -> None:
-    """Renew what this reader holds and take over what the dead left, as far as there is `room`; woken by time or the
-    end."""
+    """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end."""
     lease_s = context.bus.config.lease_s
     while not stop.is_set():
         try:
@@ -192,11 +336,11 @@ async def keep_leases(
         if lost:
             context.count("leases_lost", len(lost))
             await context.event("leases lost", f"{len(lost)} entries were claimed by a peer", level="warning")
-        free = 0 if context.draining.is_set() else room()
-        claimed = await reader.claim(lease_s, free) if free > 0 else []
+        most = 0 if context.draining.is_set() else free()
+        claimed = await reader.claim(lease_s, most) if most > 0 else []
         if claimed:
             context.count("claimed", len(claimed))
             reader.offer(claimed)
 
 
-__all__ = ("Consumer", "Handler", "OnDead", "bury", "header_number", "keep_leases")
+__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "as_lost", "keep_leases", "letter")

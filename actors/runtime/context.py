@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from actors.runtime.refusals import Refusals
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
@@ -53,6 +54,7 @@ class Context:
         self.in_flight = 0
         self.slots = 0
         self.counters: dict[str, float] = {}
+        self.refusals = Refusals(self.count, self.event)
         self.note = ""
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)

@@ -5,25 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bus.errors import InvariantBroken, Transient
+from bus.errors import Transient
+
+
+class NotItsFault(Transient):
+    """It failed as everything does now: tried again, as often as need be, without counting against the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`again` after `after_s`, `dead` letter, or `stop` the process."""
+    """`again` after `after_s`, `counted` as a further attempt or not; or `dead` letter."""
 
-    action: Literal["again", "dead", "stop"]
+    action: Literal["again", "dead"]
     after_s: float = 0.0
+    counted: bool = True
 
 
 def decide(error: BaseException, *, deliveries: int, max_deliveries: int) -> Decision:
-    """Transient failures are tried again with growing pauses while deliveries last; broken invariants stop the process;
-    everything else is poison."""
-    if isinstance(error, InvariantBroken):
-        return Decision("stop")
+    """Transient failures are tried again with growing pauses while deliveries last; everything else is poison."""
+    after_s = min(5.0, 0.05 * 2 ** min(deliveries, 10))
+    if isinstance(error, NotItsFault):
+        return Decision("again", after_s, counted=False)
     if isinstance(error, Transient) and deliveries < max_deliveries:
-        return Decision("again", after_s=min(5.0, 0.05 * 2**deliveries))
+        return Decision("again", after_s)
     return Decision("dead")
 
 
-__all__ = ("Decision", "decide")
+__all__ = ("Decision", "NotItsFault", "decide")

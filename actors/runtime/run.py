@@ -25,6 +25,7 @@ import msgspec
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
+from actors.runtime.refusals import RunEnds
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
@@ -35,10 +36,6 @@ EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS, EXIT_CRASHED, EXIT_BUS_GONE = 0, 2, 65, 
 
 class Refused(MilesAsyncError):
     """This actor cannot start with what it was given; a restart would not help."""
-
-
-class RunEnds(MilesAsyncError):
-    """What this actor met at work would meet it again after a restart: the run ends with this text, its entries pending."""
 
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:

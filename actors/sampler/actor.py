@@ -11,14 +11,15 @@ import msgspec
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
-from actors.runtime.run import Refused
+from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, free_samples, open_limit
 from actors.sampler.order import Cursor, Order
 from actors.sampler.progress import Progress, mask_of
-from bus import Commit, Guard, Out, Tail
+from bus import Commit, Entry, Guard, Out, Tail
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
@@ -95,13 +96,14 @@ class Sampler:
                 elif now - heard_at > QUIET_S:
                     heard_at = now
                     await self._reconcile()
-                for entry in news:
-                    message = await context.bus.message(entry)
-                    self._progress.fold(message)
-                    if isinstance(message, GroupsGivenUp) and message.reissue:
-                        self._again.append((entry.id, message.prompts))
+                await fold_log(context, news, self._hear)
         finally:
             await tail.close()
+
+    def _hear(self, entry: Entry, message: object) -> None:
+        self._progress.fold(message)
+        if isinstance(message, GroupsGivenUp) and message.reissue:
+            self._again.append((entry.id, message.prompts))
 
     async def _reconcile(self) -> None:
         """Nothing moves: give up credits of samples that the run no longer lists. Their closing was said on a server that
@@ -172,10 +174,10 @@ class Sampler:
         batch, over = int(knobs.rollout_batch_size), int(knobs.over_sampling_batch_size)
         waves = progress.drops_in_a_row / (group * max(batch, over))
         if knobs.max_waves and waves >= knobs.max_waves:
-            raise Refused(
-                f"filter starving: {progress.drops_in_a_row} samples in a row were dropped ({waves:.0f} waves of "
-                f"{max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or harder, change "
-                "--dynamic-sampling-filter-path, or raise --max-waves."
+            raise RunEnds(
+                f"filter starving: {progress.drops_in_a_row} samples in a row were dropped, the last as {progress.last_drop} "
+                f"({waves:.0f} waves of {max(batch, over)} groups; --max-waves {knobs.max_waves}). Make the prompts easier or "
+                "harder, change --dynamic-sampling-filter-path, or raise --max-waves."
             )
         if progress.active_step < 0:
             return 0  # nobody serves a version yet: samples issued now would wait, not run

@@ -23,6 +23,7 @@ class Progress:
         self.slots: dict[str, int] = {}  # worker that serves a version -> samples it takes at once, 0 = as the knob says
         self.finished = False
         self.drops_in_a_row = 0  # samples
+        self.last_drop = ""  # reason
         self.unjudged = 0  # samples issued and not yet judged
         self._keeps = keeps
         self._untrained: dict[str, int] = {}  # group -> mask of its open samples that no step has trained
@@ -77,6 +78,7 @@ class Progress:
             self.drops_in_a_row = 0
             return
         self.drops_in_a_row += max(1, verdict.n_samples)
+        self.last_drop = verdict.reason
         self.close(verdict.group_id, mask)
 
     def _restored(self, message: Restored) -> None:

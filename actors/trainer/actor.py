@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
+from actors.runtime.prompts import vocabulary_of
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
@@ -36,6 +37,7 @@ from actors.trainer.courier import Courier
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
+from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
@@ -59,7 +61,8 @@ class Trainer:
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir)
-        self._intake = Intake(context)
+        self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
             self._intake,
@@ -188,6 +191,8 @@ class Trainer:
             await self._turns.take()
             waited = context.clock.monotonic()
             result = await self._step(batch)
+            if result is None:
+                continue
             if result.skipped and not spec.replay_from:
                 await self._skipped(batch)
                 continue
@@ -222,7 +227,8 @@ class Trainer:
                 "moments. The trainer starts again from its last checkpoint."
             )
 
-    async def _step(self, batch: Batch) -> StepResult:
+    async def _step(self, batch: Batch) -> StepResult | None:
+        """None when some of the batch was refused and given up."""
         knobs = self._context.knobs
         step = self._version.step
         values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
@@ -238,9 +244,9 @@ class Trainer:
         try:
             result: StepResult = await self._in_thread(self._backend.train_step, work)
         except BatchRefused as error:
-            text = f"step {step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
-            await self._context.event("batch refused", text, level="error")
-            raise RunEnds(text) from error
+            await self._refused.settle(batch, work, error)
+            return None
+        self._refused.worked()
         for reason, flagged in result.flags.items():
             shown = ", ".join(flagged[:5])
             await self._context.event(

@@ -62,7 +62,12 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRefused(MilesAsyncError):
-    """A batch that cannot be trained under these settings; nothing changed. The text says which setting to change."""
+    """A batch that cannot be trained: for its content, or under these settings, and then the text says which one to change.
+    Nothing changed, unless it is `half_done`: some of its optimizer steps were made."""
+
+    def __init__(self, text: str, *, half_done: bool = False) -> None:
+        super().__init__(text)
+        self.half_done = half_done
 
 
 @dataclass(slots=True)
@@ -136,7 +141,11 @@ class TrainBackend(Protocol):
         ...
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchRefused before anything changes."""
+        """All optimizer steps of one rollout batch. Raises BatchRefused."""
+        ...
+
+    def refuses(self, batch: StepBatch) -> str:
+        """Why a batch cannot be trained, for its content, in one line; empty when it can. Changes nothing."""
         ...
 
     def copy_weights(self, *, live: bool = False) -> WeightCopy:

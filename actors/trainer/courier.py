@@ -34,12 +34,13 @@ from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend, WeightCopy
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from actors.trainer.transports.spec import CourierSpec
-from bus import Out, Tail
+from bus import Entry, Out, Tail
 from bus.messages.base import Message
 from bus.messages.control import Event
 from bus.messages.policy import PolicyAnnounced, Seat, Send, SendFailed, Sending, WeightManifest, WeightsReady
@@ -105,13 +106,15 @@ class Courier:
         """Until `stop`: what the publisher asks for, who is ready, who reported; woken by the blocking read."""
         try:
             async with asyncio.TaskGroup() as tasks:
+
+                def hear(_: Entry, message: Message) -> None:
+                    if isinstance(message, Send) and message.version == self._version:
+                        self._obey(message, tasks)
+                    if isinstance(message, Event) and message.data.get("version") == self._version.id:
+                        self._hear(message)
+
                 while not self._stop.is_set():
-                    for entry in await self._tail.read(0.5):
-                        message = await self._context.bus.message(entry)
-                        if isinstance(message, Send) and message.version == self._version:
-                            self._obey(message, tasks)
-                        if isinstance(message, Event) and message.data.get("version") == self._version.id:
-                            self._hear(message)
+                    await fold_log(self._context, await self._tail.read(0.5), hear)
                     self._news.set()
         finally:
             await self._tail.close()

@@ -7,23 +7,25 @@ entry is acknowledged by one commit that books all its samples, once the last of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
-from actors.runtime.consume import header_number
+from actors.runtime.consume import Consumer
+from actors.runtime.content import header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked, remaining
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
-from bus import Commit, Entry, Out, Reader
-from bus.dead import letter_of
-from bus.errors import BadMessage
-from bus.messages.groups import OpenGroup, Turned
+from bus import Commit, Entry, Out, ledger
+from bus.errors import Poison
+from bus.messages.groups import GroupKept, OpenGroup, Turned
 from bus.messages.policy import Checkpointed, GroupsGivenUp
-from bus.topology import DEAD, GROUPS, POLICY
+from bus.topology import GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
+MALFORMED = "malformed"
 ALREADY_TRAINED = "already_trained"  # said of samples that came again; they count as trained
 SETTLED_KEPT = 4096  # entries; far more than a second's worth
 
@@ -31,10 +33,13 @@ SETTLED_KEPT = 4096  # entries; far more than a second's worth
 class Intake:
     """Entries of `groups` between delivery and acknowledgement."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, vocabulary: int = 0) -> None:
         self._context = context
         # One trainer exists: nobody else claims these entries, so they need no renewal.
-        self.reader = Reader(context.bus, [GROUPS], "trainer", "trainer")
+        self._consumer = Consumer(
+            context, [GROUPS], "trainer", on_dead=self._on_dead, holds=True, name="trainer", vocabulary=vocabulary
+        )
+        self.reader = self._consumer.reader
         self.ready: dict[str, Part] = {}
         self.turned = -1  # newest version of ours up to which the filter has released what is on its last turn
         self._entries: dict[str, Entry] = {}  # by key, until all samples of the entry are trained
@@ -45,12 +50,10 @@ class Intake:
         """Read more; returns how many entries came. One that is here already, or inside a checkpoint, is settled at once. `step`:
         number of the step whose batch they may be in first."""
         bus = self._context.bus
-        entries = await self.reader.read(count, block_s)
+        entries = await self._consumer.take(count, block_s)
         for entry in entries:
-            try:
-                group = await bus.message(entry)
-            except BadMessage as error:
-                await self._bury(entry, error)
+            group = await self._consumer.readable(entry)
+            if group is None:
                 continue
             if isinstance(group, Turned):
                 self.turned = max(self.turned, group.version)
@@ -67,6 +70,11 @@ class Intake:
                 continue
             if settled is not None or self._held(group.key) is not None:
                 await self._came_again(entry, group.key)
+                continue
+            opened = await self._listed(group.key)
+            if opened is None or not _is(group, opened):
+                why = "other samples are open under it" if opened else "it is closed, or was never issued"
+                await self._consumer.bury(entry, group, Poison(f"the run does not wait for {group.key!r}: {why}"))
                 continue
             self.ready[group.key] = Part.of(group, came=step)
             self._entries[group.key] = entry
@@ -87,14 +95,14 @@ class Intake:
         self._context.count("duplicates")
         consumed = self._settled.get(key)
         if consumed is not None:
-            listed = await bus.open_group(key)
+            listed = await self._listed(key)
             again = Trained(step=0, entry=entry, consumed=consumed)
             # The sampler may have issued it again from a cursor that fell back.
-            samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
+            samples = listed.sample_ids if listed else ()
             known = GroupsGivenUp(groups=((entry.fields.get("group", key), ALREADY_TRAINED),), samples=samples)
             append = (Out(POLICY, known),) if samples else ()
-            ledger = booked([again]) if listed else {}
-            await bus.commit(Commit(ack=(entry,), append=append, close_groups=(key,), ledger=ledger))
+            accounts = booked([again]) if listed else {}
+            await bus.commit(Commit(ack=(entry,), append=append, close_groups=(key,), ledger=accounts))
             self.reader.forget([entry])
             return
         held = self._held(key)
@@ -110,26 +118,23 @@ class Intake:
             msgspec.structs.replace(t, entry=entry) if t.consumed.group_id == key else t for t in self.uncommitted
         ]
 
-    async def _bury(self, entry: Entry, error: BadMessage) -> None:
-        key, group_id = entry.fields.get("id", ""), entry.fields.get("group", "")
-        note = entry.fields.get("note", "").removeprefix("samples=")
-        n_samples = int(note) if note.isdecimal() else 0
-        tokens = header_number(entry, "tokens")
-        letter = letter_of(entry, actor=self._context.name, error=str(error), wall=self._context.clock.wall())
-        listed = await self._context.bus.open_group(key) if key else None
-        samples = msgspec.msgpack.decode(listed, type=OpenGroup).sample_ids if listed else ()
-        given_up = GroupsGivenUp(groups=((group_id, "malformed"),), samples=samples)
-        result = await self._context.bus.commit(
-            Commit(
-                ack=(entry,),
-                append=(Out(DEAD, letter), Out(POLICY, given_up)),
-                close_groups=(key,) if key else (),
-                ledger={"dropped/malformed": n_samples, "tokens/dropped/malformed": tokens} if n_samples else {},
-            )
+    async def _listed(self, key: str) -> OpenGroup | None:
+        """What the run lists as open under a key."""
+        raw = await self._context.bus.open_group(key)
+        return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
+
+    async def _on_dead(self, entry: Entry, message: Any, error: str) -> Commit:
+        """What the run lists under the entry's key is given up: the sampler hears of it, and the accounts close."""
+        key = message.key if isinstance(message, GroupKept) else entry.fields.get("id", "")
+        opened = await self._listed(key) if key else None
+        if opened is None or self._held(key) is not None or (isinstance(message, GroupKept) and not _is(message, opened)):
+            return Commit()
+        given_up = GroupsGivenUp(groups=((opened.group_id, MALFORMED),), samples=opened.sample_ids)
+        return Commit(
+            append=(Out(POLICY, given_up),),
+            close_groups=(key,),
+            ledger=ledger.dropped(MALFORMED, len(opened.indexes), header_number(entry, "tokens")),
         )
-        self.reader.forget([entry])
-        if result.done:
-            await self._context.event("dead letter", f"groups {key}: {error}", level="error")
 
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
         """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of
@@ -267,6 +272,13 @@ class Intake:
             seen.add((item.group_id, item.members))
             members = item.members or tuple(part.group.samples[at].rollout.task.index for at in part.left)
             self.trained([msgspec.structs.replace(item, members=members)], step)
+
+
+def _is(group: GroupKept, opened: OpenGroup) -> bool:
+    """Whether a group or part is what the run lists under its key."""
+    tasks = [s.rollout.task for s in group.samples]
+    named = {task.group_id for task in tasks} | {group.group_id}
+    return named == {opened.group_id} and {task.index for task in tasks} == set(opened.indexes)
 
 
 __all__ = ("Intake",)

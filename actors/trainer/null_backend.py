@@ -37,6 +37,9 @@ class NullBackend:
         spans = [tuple(n for _, n in sample.train.spans or ()) for sample in batch.samples]
         return StepResult(metrics={}, packing=(), trained_spans=spans)
 
+    def refuses(self, batch: StepBatch) -> str:
+        return ""
+
     def copy_weights(self, *, live: bool = False) -> WeightCopy:
         return SameWeights(self._directory)
 

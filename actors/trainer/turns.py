@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import TurnSpec
-from bus import Commit, Out, Tail
+from bus import Commit, Entry, Out, Tail
 from bus.messages.control import Event, Vitals
 from bus.messages.policy import Turn
 from bus.topology import EVENTS, POLICY
@@ -77,25 +76,27 @@ class Turns:
         missing = set(self._spec.workers)
         clock = self._context.clock
         heard = dict.fromkeys(missing, clock.monotonic())  # by our own clock
+
+        def hear(_: Entry, message: Event | Vitals) -> None:
+            if message.actor in heard:
+                heard[message.actor] = clock.monotonic()
+            if isinstance(message, Event) and message.data.get("turn") == self._number:
+                missing.discard(message.actor)
+
         what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
         with self._context.waiting(what):
             async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
                 while missing := missing - await self._gone(missing, heard):
-                    for entry in await tail.read(0.5):
-                        message = await self._context.bus.message(entry)
-                        if message.actor in heard:
-                            heard[message.actor] = clock.monotonic()
-                        if isinstance(message, Event) and message.data.get("turn") == self._number:
-                            missing.discard(message.actor)
+                    await fold_log(self._context, await tail.read(0.5), hear)
 
     async def _gone(self, workers: set[str], heard: dict[str, float]) -> set[str]:
         """Those that end with their engines and will say nothing more. `heard`: when a word of each came last."""
         if not workers:
             return set()
-        known = await self._context.bus.hash_of(self._context.bus.keys.vitals)
+        known = await self._context.bus.vitals()
         found: set[str] = set()
         for name in workers & known.keys():
-            vitals = msgspec.msgpack.decode(known[name], type=Vitals)
+            vitals = known[name]
             silent = self._context.draining.is_set() and self._context.clock.monotonic() - heard[name] > SILENT_S
             if silent or vitals.state in ("draining", "stopped"):
                 found.add(name)

@@ -134,6 +134,12 @@ class Reader:
             self.forget(gone)
         return lost
 
+    async def recount(self, deliveries: Iterable[tuple[Entry, int]]) -> None:
+        """Set the server's delivery counts of entries that are held here; their leases are renewed."""
+        for entry, count in deliveries:
+            key = self._bus.keys.stream(entry.stream.name)
+            await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, entry.id, "RETRYCOUNT", count, "JUSTID")
+
     async def _own_ids(self, key: str, group: list[Entry]) -> set[str]:
         """Ids of ours that are still pending under our name."""
         return set(await self._deliveries(key, [e.id for e in group]))

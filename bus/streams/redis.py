@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from bus.clock import Clock, SystemClock
 from bus.errors import DeadlineExceeded, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
-from bus.messages.control import DeadLetter
+from bus.messages.control import DeadLetter, Vitals
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
 from bus.streams.hop import Placed, hop_args
 from bus.streams.keys import Keys, StreamKeys
@@ -295,6 +296,14 @@ class Bus:
             ledger={_text(k): int(v) for k, v in ledger.items()},
             open_groups={_text(k): v for k, v in groups.items()},
         )
+
+    async def vitals(self) -> dict[str, Vitals]:
+        """Every actor's last vitals, by name; what cannot be read is left out."""
+        found: dict[str, Vitals] = {}
+        for name, raw in (await self.hash_of(self.keys.vitals)).items():
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                found[name] = msgspec.msgpack.decode(raw, type=Vitals)
+        return found
 
     async def set_vitals(self, actor: str, message: Message) -> None:
         """Replace an actor's last vitals."""

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from actors.runtime.context import ActorSpec, Context
-from bus import Bus, BusConfig, Out, Stream
+from bus import Bus, BusConfig, Commit, Out, Stream
 from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_floats, pack_ints
+from bus.messages.groups import OpenGroup
 from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
 
@@ -59,11 +62,13 @@ KNOBS: dict[str, Any] = {
 
 @asynccontextmanager
 async def open_bus(url: str, run: str, **config: Any) -> AsyncIterator[Bus]:
-    """A bus with readers and knobs in place."""
-    knobs = config.pop("knobs", {})
+    """A bus with readers and knobs in place. `groups`: names of groups that the run lists as open."""
+    knobs, groups = config.pop("knobs", {}), config.pop("groups", ())
     async with Bus(BusConfig(url=url, run=run, **config)) as bus:
         await bus.make_readers()
         await publish_initial(bus, KNOBS | knobs)
+        opened = {g: msgspec.msgpack.encode(OpenGroup(group_id=g, prompt_id=g, n_samples=2)) for g in groups}
+        await bus.commit(Commit(open_groups=opened))
         yield bus
 
 

@@ -214,7 +214,9 @@ async def test_a_trainer_that_went_back_is_told_anew(redis_url: str, run_name: s
 
 
 def stumbling(samples) -> str | None:
-    """A filter of a user's that cannot take the reward 0.5."""
+    """A filter of a user's that cannot take the reward 0.5, and answers with a number for 0.25."""
+    if any(s.reward == 0.25 for s in samples):
+        return 0  # type: ignore[return-value]
     if any(s.reward == 0.5 for s in samples):
         raise ZeroDivisionError("no ratio of 0.5")
     return None
@@ -222,12 +224,12 @@ def stumbling(samples) -> str | None:
 
 async def test_a_judge_that_raises_drops_the_group_and_the_rest_goes_on(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        await issue(bus, 1, 2)
+        await issue(bus, 1, 2, 3)
         async with running(bus, "filter", run, FilterSpec(custom_filter=f"{__name__}.stumbling")):
-            await put(bus, SCORED, *(member(1, i, 0.5) for i in range(N)), *(member(2, i, 1.0) for i in range(N)))
+            await put(bus, SCORED, *(member(g, i, reward) for g, reward in ((1, 0.5), (3, 0.25), (2, 1.0)) for i in range(N)))
             await until(lambda: kept(bus))
-            assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", ""]
-        [said] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
+            assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", "judge_raised", ""]
+        [said, _] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
         assert "ZeroDivisionError: no ratio of 0.5" in said.text
         await closes(bus)
 

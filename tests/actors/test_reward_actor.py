@@ -13,15 +13,14 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.reward.actor import RewardSpec, on_dead, run
-from actors.runtime.context import ActorSpec
+from actors.reward.actor import RewardSpec, dead, run
+from actors.runtime.context import ActorSpec, Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
-from bus.messages.control import Event
 from bus.messages.samples import Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import VersionSpan
-from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, EVENTS, ROLLOUTS, SCORED
+from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle, make_model
@@ -58,6 +57,7 @@ def hook(sample):
     return {"score": 0.5, "acc": 1, "note": "text"}
 """
 
+OPEN = ("g1", "g2", "g3", "g4")
 CHARS = ["</s>", *(chr(code) for code in range(32, 127))]
 
 
@@ -106,8 +106,8 @@ async def scored_and_lost(bus: Bus, count: int) -> dict[str, Scored | RolloutLos
     return by_id
 
 
-async def retries(bus: Bus) -> int:
-    return sum(isinstance(m, Event) and m.kind == "retry" for m in await messages(bus, EVENTS))
+def retries(context: Context) -> int:
+    return int(context.counters.get("retries", 0))
 
 
 async def test_rollouts_are_scored_and_lost_ones_pass_through(
@@ -116,7 +116,7 @@ async def test_rollouts_are_scored_and_lost_ones_pass_through(
     lost = RolloutLost(sample_id="g2/0", group_id="g2", n_samples=2, reason="evicted", tokens_made=9)
     right, wrong = done(1, 0, "7"), done(1, 1, "8")
     own = done(2, 1, r"so \boxed{Seven}", rm_type="boxed_exact_match", label="Seven")
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math")) as context:
             await put(bus, ROLLOUTS, right, wrong, lost, own)
             out = await scored_and_lost(bus, 4)
@@ -130,10 +130,10 @@ async def test_rollouts_are_scored_and_lost_ones_pass_through(
 async def test_evaluation_has_its_own_streams_and_key(redis_url: str, run_name: str, tokenizer_dir: str) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="dapo", eval_reward_key="acc")
     lost = RolloutLost(sample_id="e0/1", group_id="e0", n_samples=2, reason="evicted", eval_name="held_out")
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec):
             await put(bus, ROLLOUTS, done(1, 0, "Answer: 8"))
-            await put(bus, EVAL_ROLLOUTS, done(0, 0, "Answer: 8", sample_id="e0/0", eval_name="held_out"), lost)
+            await put(bus, EVAL_ROLLOUTS, done(0, 0, "Answer: 8", sample_id="e0/0", group_id="e0", eval_name="held_out"), lost)
             out = await scored_and_lost(bus, 1)
             await until(lambda: _has(bus, 2))
         evals = await messages(bus, EVAL_SCORED)
@@ -149,11 +149,11 @@ async def test_a_teacher_is_asked_about_training_samples(
     make_model("qwen3", tmp_path / "teacher", seed=1)
     with engine_process(tmp_path / "teacher") as (url, _):
         spec = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,))
-        async with open_bus(redis_url, run_name) as bus:
+        async with open_bus(redis_url, run_name, groups=OPEN) as bus:
             async with running(bus, "reward", run, spec):
                 taught = done(1, 0, "78")
                 await put(bus, ROLLOUTS, taught)
-                await put(bus, EVAL_ROLLOUTS, done(0, 0, "7", sample_id="e0/0", eval_name="held_out"))
+                await put(bus, EVAL_ROLLOUTS, done(0, 0, "7", sample_id="e0/0", group_id="e0", eval_name="held_out"))
                 out = await scored_and_lost(bus, 1)
                 await until(lambda: _has(bus, 1))
             [seen] = await messages(bus, EVAL_SCORED)
@@ -162,7 +162,7 @@ async def test_a_teacher_is_asked_about_training_samples(
     tokens = unpack_ints(taught.response.tokens)
     want = Oracle(tmp_path / "teacher").logprobs(unpack_ints(taught.task.prompt_tokens), tokens)
     assert unpack_floats(found) == pytest.approx(want, abs=1e-4)
-    async with open_bus(redis_url, f"{run_name}-away") as bus:
+    async with open_bus(redis_url, f"{run_name}-away", groups=OPEN) as bus:
         away = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,), max_retries=0)
         async with running(bus, "reward", run, away):
             await put(bus, ROLLOUTS, done(1, 0, "7"))
@@ -178,7 +178,7 @@ async def test_a_table_gives_reward_and_parts_and_nan_stays_nan(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str
 ) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec):
             await put(bus, ROLLOUTS, done(1, 0, "fine", rm_type="math"), done(1, 1, "nan"))
             out = await scored_and_lost(bus, 2)
@@ -192,8 +192,8 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
 ) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=2)
     log, once = tmp_path / "log", tmp_path / "once"
-    async with open_bus(redis_url, run_name) as bus:
-        async with running(bus, "reward", run, spec):
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
+        async with running(bus, "reward", run, spec) as context:
             await put(
                 bus,
                 ROLLOUTS,
@@ -211,14 +211,14 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
         assert (letter.stream, letter.sample_id, letter.deliveries) == ("rollouts", "g1/0", 3)
         assert "attempt 3 was the last" in letter.error and "reward_hook.py" in letter.traceback
         assert out["g1/1"].reward == 0.5 and out["g2/0"].reward == 1.0
-        assert await retries(bus) == 3
+        assert retries(context) == 3
 
 
 async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=2, max_retries=1)
-    async with open_bus(redis_url, run_name, knobs={"reward_timeout_s": 1.5}) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN, knobs={"reward_timeout_s": 1.5}) as bus:
         async with running(bus, "reward", run, spec):
             hanging = done(1, 0, "hang", metadata={"log": str(tmp_path / "pid")})
             await put(
@@ -235,12 +235,12 @@ async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str
 ) -> None:
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0)
-    async with open_bus(redis_url, run_name) as bus:
-        async with running(bus, "reward", run, spec):
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
+        async with running(bus, "reward", run, spec) as first:
             await put(bus, ROLLOUTS, done(1, 0, "none"))
             none = (await scored_and_lost(bus, 1))["g1/0"]
         assert "scorer custom gave None" in none.error
-        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir)):
+        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir)) as second:
             await put(
                 bus,
                 ROLLOUTS,
@@ -251,13 +251,13 @@ async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
             out = await scored_and_lost(bus, 4)
         assert "no default" in out["g2/0"].error and "no rm_type 'maths'" in out["g2/1"].error
         assert "no number of tokens" in out["g3/0"].error
-        assert await retries(bus) == 0
+        assert retries(first) == retries(second) == 0
 
 
 async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
     redis_url: str, run_name: str, tokenizer_dir: str
 ) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         key = bus.keys.stream("rollouts")
         async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math")):
             await bus.link.run("XADD", key, "*", "id", "g1/0", "group", "g1", "tokens", "12", "body", b"\xc1broken")
@@ -280,7 +280,7 @@ async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
 def test_a_lost_rollout_that_dies_here_is_still_passed_on() -> None:
     lost = RolloutLost(sample_id="g1/0", group_id="g1", n_samples=2, reason="evicted")
     entry = Entry(id="1-0", stream=EVAL_ROLLOUTS, readers="reward", fields={}, body=b"", size=0)
-    assert on_dead(entry, lost, "delivered too often").append == (Out(EVAL_SCORED, lost),)
+    assert dead(entry, lost).append == (Out(EVAL_SCORED, lost),)
 
 
 async def test_what_is_not_scored_within_the_drain_stays_for_a_successor(
@@ -289,7 +289,7 @@ async def test_what_is_not_scored_within_the_drain_stays_for_a_successor(
     spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
     log, go = tmp_path / "pid", tmp_path / "go"
     slow = done(1, 0, "slow", metadata={"log": str(log), "go": str(go)})
-    async with open_bus(redis_url, run_name, lease_s=1.0, knobs={"reward_timeout_s": 600.0}) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN, lease_s=1.0, knobs={"reward_timeout_s": 600.0}) as bus:
         async with running(bus, "reward", run, spec) as context:
             context.spec = msgspec.structs.replace(context.spec, drain_timeout_s=1.0)
             await put(bus, ROLLOUTS, slow)
@@ -316,7 +316,7 @@ async def _exists(path: Path) -> bool:
 async def test_what_can_never_work_is_refused_at_start(
     redis_url: str, run_name: str, tokenizer_dir: str, fields: dict[str, str], why: str
 ) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         with pytest.raises(Refused, match=why):
             async with running(bus, "reward", run, RewardSpec(**{"tokenizer_dir": tokenizer_dir, **fields})):
                 await asyncio.sleep(0)
@@ -328,7 +328,7 @@ async def test_a_killed_reward_process_leaves_no_verifier_and_loses_no_sample(
 ) -> None:
     log, go = tmp_path / "pid", tmp_path / "go"
     room = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
-    async with open_bus(redis_url, run_name, lease_s=1.0, knobs={"reward_timeout_s": 30.0}) as bus:
+    async with open_bus(redis_url, run_name, groups=OPEN, lease_s=1.0, knobs={"reward_timeout_s": 30.0}) as bus:
         spec = ActorSpec(name="reward-0", role="reward", bus=bus.config, room=msgspec.to_builtins(room))
         (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
         await put(bus, ROLLOUTS, done(1, 0, "slow", metadata={"log": str(log), "go": str(go)}), done(1, 1, "fine"))

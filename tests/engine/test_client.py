@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.generation.engine import AnswerRefused, Chunk, EngineUnavailable, GenerateRequest, RequestRefused
+from actors.generation.engine import (
+    AnswerBroken,
+    AnswerRefused,
+    Chunk,
+    EngineUnavailable,
+    GenerateRequest,
+    RequestRefused,
+)
 from actors.generation.sglang_client import SGLangClient
 
 PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [-3.5, 13, None], [-2.5, 14, None]]
@@ -24,6 +31,7 @@ REQUEST = GenerateRequest(
     sampling_seed=6,
     routing_key="g7",
     extra_key="v2",
+    vocabulary=64,
 )
 
 
@@ -221,9 +229,9 @@ async def test_the_request_is_sent_as_sglang_reads_it(scripted: Callable[..., Aw
 
 BROKEN: list[tuple[str, list[bytes], int, type[Exception], str]] = [
     ("ends early", [event(2, PAIRS[:2])], 200, EngineUnavailable, r"after 2 tokens without a finish reason"),
-    ("done without finish", [event(2, PAIRS[:2]), DONE], 200, EngineUnavailable, r"not understood"),
-    ("tokens missing", [event(3, PAIRS[:1])], 200, EngineUnavailable, r"lost 2 tokens"),
-    ("not json", [b"data: <html>\n\n"], 200, EngineUnavailable, r"not understood"),
+    ("done without finish", [event(2, PAIRS[:2]), DONE], 200, EngineUnavailable, r"without a finish reason"),
+    ("tokens missing", [event(3, PAIRS[:1])], 200, AnswerBroken, r"lost 2 tokens"),
+    ("not json", [b"data: <html>\n\n"], 200, AnswerBroken, r"not understood"),
     ("error event", [b'data: {"error": {"message": "too long"}}\n\n', DONE], 200, RequestRefused, r"g7/3: too long"),
     ("refused", [b'{"error": {"message": "too\\nlong"}}'], 400, RequestRefused, r"HTTP 400\): too long"),
     ("server error", [b"oops"], 500, EngineUnavailable, r"HTTP 500\): oops"),
@@ -246,7 +254,10 @@ BROKEN: list[tuple[str, list[bytes], int, type[Exception], str]] = [
     ("log-prob above 0", [event(1, [[7.5, 11, None]])], 200, AnswerRefused, r"log-probability 7\.5"),
     ("log-prob is none", [event(2, [PAIRS[0], [None, 12, None]])], 200, AnswerRefused, r"log-probability None"),
     ("log-prob is no float32", [event(1, [[-1e300, 11, None]])], 200, AnswerRefused, r"log-probability -1e\+300"),
-    ("unknown reason", [event(1, PAIRS[:1], finish={"type": "bored"})], 200, EngineUnavailable, r"'bored'"),
+    ("token below 0", [event(1, [[-0.5, -1, None]])], 200, AnswerRefused, r"token id -1 "),
+    ("token outside the vocabulary", [event(1, [[-0.5, 99, None]])], 200, AnswerRefused, r"token id 99 .* of 64"),
+    ("log-prob is NaN", [event(1, [[float("nan"), 11, None]])], 200, AnswerBroken, r"not understood"),
+    ("unknown reason", [event(1, PAIRS[:1], finish={"type": "bored"})], 200, AnswerBroken, r"'bored'"),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.generation.leasing import Leases
+from actors.generation.leasing import LEASED, Leases
 from actors.generation.link import EngineLink, State
 from actors.generation.pace import Pace
 from actors.generation.routed import RoutedEngine
@@ -19,8 +19,9 @@ from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from actors.publisher.actor import PublisherSpec
 from actors.publisher.actor import run as publisher
+from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
-from bus import Bus, Tail
+from bus import Bus, Commit, Tail
 from bus.messages.base import EMPTY, pack_floats, pack_ints
 from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest
 from bus.messages.samples import PrefixResume, Response, RolloutDone
@@ -277,7 +278,8 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
         link.enter(State.SERVING)
         link.serving = version(1)
         pace = Pace(context, link, 8, 10.0)
-        leases = Leases(context, link, Sharing(context, link, ()), pace, lambda: False, hold_s)
+        consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, lambda entry, lost: Commit()))
+        leases = Leases(context, link, Sharing(context, link, ()), pace, consumer, lambda: False, hold_s)
         leases.standing.fold(active(1, w0=1, peer=1))
         empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
         found.set_result([await leases.admit(Running(sample("s", step), empty, counted=0)) for step in (0, 1)])

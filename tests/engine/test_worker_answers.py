@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from actors.generation.engine import Chunk
+from actors.generation.actor import Worker
+from actors.generation.engine import AnswerRefused, Chunk, GenerateRequest
 from actors.generation.sample import start
 from actors.generation.spec import GenerationSpec
+from actors.runtime.context import Context
+from actors.runtime.run import RunEnds
 from bus.messages.samples import RolloutDone, RolloutLost, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, DEAD, PROMPTS, ROLLOUTS
-from tests.actors.house import messages, put, until
+from tests.actors.house import messages, open_bus, put, running, until
+from tests.engine.scripted import ScriptedEngine
 from tests.engine.test_client import LENGTH, PAIRS, event, served
 from tests.engine.workers import at_work, order, sample
 
@@ -38,7 +43,7 @@ async def test_an_answer_that_is_none_is_refused_and_counted_and_the_engine_goes
     gets = {"get_health": said, "get_model_info": said, "get_server_info": said}
     async with served(generate=generate, **dict.fromkeys(posts, done), **gets) as url:
         spec = GenerationSpec(engine="external", engine_url=url)
-        async with at_work(redis_url, run_name, spec) as (bus, worker):
+        async with at_work(redis_url, run_name, spec, groups=("bad", "good")) as (bus, worker):
             await put(bus, ACTIVE, order(1, tmp_path))
             await put(bus, PROMPTS, sample("bad", TOKENS), sample("good", TOKENS))
 
@@ -52,6 +57,43 @@ async def test_an_answer_that_is_none_is_refused_and_counted_and_the_engine_goes
             [letter] = await messages(bus, DEAD)
             assert "log-probability 7.5" in letter.error
             assert worker._context.counters["answers_refused"] == 1
+
+
+class Foreign(ScriptedEngine):
+    """An engine of a larger vocabulary than the worker was told of."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        raise AnswerRefused("token id 99 is outside the vocabulary of 64")
+        yield
+
+
+async def test_an_engine_whose_every_answer_is_refused_ends_the_run_before_it_burns_the_prompts(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    ended: list[BaseException] = []
+
+    async def body(context: Context, spec: GenerationSpec) -> None:
+        worker = Worker(context, spec)
+        worker._link._connect = lambda url, inside: Foreign()
+        with pytest.raises(ExceptionGroup) as caught:
+            await worker.run()
+        error: BaseException = caught.value
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        ended.append(error)
+
+    async def over() -> bool:
+        return bool(ended)
+
+    groups = [f"g{i}" for i in range(100)]
+    async with open_bus(redis_url, run_name, groups=groups) as bus:
+        async with running(bus, "w0", body, GenerationSpec(engine="external", engine_url="scripted")):
+            await put(bus, ACTIVE, order(1, tmp_path))
+            await put(bus, PROMPTS, *map(sample, groups))
+            await until(over)
+        [error] = ended
+        assert isinstance(error, RunEnds) and "token id 99" in str(error)
+        assert await bus.length(DEAD) < 40 and await bus.length(PROMPTS) > 60
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])

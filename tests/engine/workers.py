@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ async def at_work(
     *,
     process: Any = None,
     knobs: dict[str, Any] | None = None,
+    groups: Sequence[str] = (),
     **spec_fields: Any,
 ) -> AsyncIterator[tuple[Bus, Worker]]:
     """A worker of `spec` whose samples are never cut into parts. `process`: stands for its engine's own."""
@@ -64,7 +65,7 @@ async def at_work(
         return bool(made)
 
     async with (
-        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30, **(knobs or {})}) as bus,
+        open_bus(redis_url, run_name, knobs={"partial_save_tokens": 1 << 30, **(knobs or {})}, groups=groups) as bus,
         running(bus, "generation-0", body, spec, **spec_fields),
     ):
         await until(started)

@@ -23,7 +23,7 @@ from actors.trainer.torch_backend.core import Core, settle_objective
 from actors.trainer.torch_backend.offload import NoRoom
 from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.torch_backend.state import TrainingState, WeightFiles
-from actors.trainer.torch_backend.step import train_batch
+from actors.trainer.torch_backend.step import examine, train_batch
 from actors.trainer.torch_backend.wire import (
     Command,
     CopyWeights,
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 _SHARD = "shard over more GPUs with --actor-num-gpus-per-node"
 REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
 """Raised from the batch alone, before anything changed, so on every rank or on none."""
+CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
+"""What numbers that fit nothing raise, wherever they are met. Of several ranks the others would wait: there it ends the process."""
 
 
 class TorchBackend:
@@ -79,15 +81,28 @@ class TorchBackend:
         self._core = _load(config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchRefused (nothing changed), StaleTokenError (a bug; nothing
-        changed) and NoRoom (a step may be half done: the process is over)."""
+        """All optimizer steps of one rollout batch. Raises BatchRefused, StaleTokenError (a bug; nothing changed) and NoRoom (a
+        step may be half done: the process is over)."""
         core = self.core
         if not self._ranks.alone:
             self._tell(pack_step(batch))
+        made = core.updates
         try:
             return _train(core, batch)
         except REFUSALS as error:
-            raise BatchRefused(" ".join(str(error).split())) from error
+            raise BatchRefused(_line(error)) from error
+        except CONTENT as error:
+            if not self._ranks.alone:
+                raise
+            raise BatchRefused(f"{type(error).__name__}: {_line(error)}", half_done=core.updates != made) from error
+
+    def refuses(self, batch: StepBatch) -> str:
+        """Why a batch cannot be trained; of several ranks the first looks alone, and runs no model."""
+        try:
+            examine(self.core, batch, forward=self._ranks.alone)
+        except (*REFUSALS, *CONTENT) as error:
+            return f"{type(error).__name__}: {_line(error)}"
+        return ""
 
     def copy_weights(self, *, live: bool = False) -> WeightFiles:
         """The weights as engines load them: the type the model computes in, tied tensors once."""
@@ -183,6 +198,10 @@ def _train(core: Core, batch: StepBatch) -> StepResult:
             f"step {batch.step + 1} does not fit into {core.device}, where {core.resident_bytes() / 2**30:.1f} GiB are weights and "
             f"optimizer state: {_said(error)} {_either(*ways, f'lower --{cap}', _SHARD)}"
         ) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _said(error: torch.OutOfMemoryError) -> str:

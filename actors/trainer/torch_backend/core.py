@@ -57,6 +57,7 @@ class Core(Passes):
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         ranks.make_mesh(self.device)
+        self.updates = 0  # optimizer steps that this process made
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)

@@ -35,6 +35,7 @@ class Passes:
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    updates: int
 
     @property
     def rank(self) -> int:
@@ -142,6 +143,7 @@ class Passes:
             for name, (weights, optimizer) in learners.items():
                 optimizer.step(rates.critic_lr if name == "critic_grad_norm" else rates.lr)
                 weights.publish()
+            self.updates += 1
         return norms, finite
 
     @torch.no_grad()

@@ -91,6 +91,24 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     return result
 
 
+def examine(core: Verbs, batch: StepBatch, *, forward: bool) -> None:
+    """What `train_batch` does before it changes anything, and the loss, sample by sample: raises what it would raise. `forward`:
+    the models run too; else their numbers are taken as 0."""
+    cfg = core.objective_for(batch.knobs)
+    packed = core.pack(batch.samples)
+    work: list[Work] = [[((i,), packed.micro_batch((i,), core.device)) for i in range(len(batch.samples))]]
+    places = [slice(first, first + n) for first, n in zip(packed.first_response, packed.response, strict=True)]
+    for name in {"old_logp", *core.models(cfg)}:
+        values = core.score(name, packed, work) if forward else torch.zeros(int(packed.response.sum()))
+        for sample, place in zip(batch.samples, places, strict=True):
+            setattr(sample.train, name, values[place])
+    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    norm = prepared.norm()
+    for i, sample in enumerate(batch.samples):
+        logp = torch.as_tensor(sample.train.old_logp)
+        policy_loss(cfg, prepared.micro_batch((i,), logp, entropy=torch.zeros_like(logp)), norm)
+
+
 def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Packed, work: list[Work]) -> None:
     """Fill old_logp, ref_logp, teacher_logp and values of every sample where the objective needs them. Uses the
     micro-batches of the gradient pass, so that equal weights give equal numbers to the last bit (KL to the reference is
@@ -249,4 +267,4 @@ def _result(
     )
 
 
-__all__ = ("train_batch",)
+__all__ = ("examine", "train_batch")

@@ -1,0 +1,65 @@
+"""A batch that the backend refuses: whose fault it is, and what becomes of it.
+
+Each entry of the batch is examined alone. Those that are refused alone too are given up with a counted reason, and the rest
+is cut again. Where all are refused, or none, it is not the entries: the run ends with the backend's text, everything pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from actors.runtime.context import Context
+from actors.runtime.refusals import Row, RunEnds
+from actors.trainer.backend import BatchRefused, StepBatch, TrainBackend
+from actors.trainer.batches import Batch
+from actors.trainer.convert import to_samples
+from actors.trainer.intake import Intake
+from bus.errors import InvariantBroken
+
+MOST_REFUSED = 8  # batches in a row
+REASON = "refused"
+
+
+class RefusedBatches:
+    """`in_thread` runs a call where the backend lives."""
+
+    def __init__(
+        self, context: Context, intake: Intake, backend: TrainBackend, in_thread: Callable[..., Awaitable[Any]]
+    ) -> None:
+        self._context = context
+        self._intake = intake
+        self._backend = backend
+        self._in_thread = in_thread
+        remedy = "Look at the samples that `batch refused` names, and at the settings of the objective."
+        self._row = Row(context.clock.monotonic, "the training of a batch", remedy, most=MOST_REFUSED)
+
+    def worked(self) -> None:
+        """A batch was trained."""
+        self._row.worked()
+
+    async def settle(self, batch: Batch, work: StepBatch, error: BatchRefused) -> None:
+        """Give up the entries at fault. Raises RunEnds when there is no telling them apart, InvariantBroken after a step that is
+        half done: the trainer starts again from its checkpoint, without them."""
+        found: dict[str, str] = {}
+        for key, group in zip(batch.keys, batch.groups, strict=False):  # a recorded batch has no keys
+            alone = replace(work, samples=to_samples((group,)))
+            if why := await self._in_thread(self._backend.refuses, alone):
+                found[key] = why
+        if not found or (len(found) == len(batch.keys) > 1):
+            text = f"step {work.step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
+            await self._context.event("batch refused", text, level="error")
+            raise RunEnds(text) from error
+        for key, why in found.items():
+            await self._context.refusals.add("batch", f"step {work.step + 1}: {key} is given up: {why}", kind="batch refused")
+        await self._intake.give_up(tuple((key, REASON) for key in found), reissue=False)
+        if error.half_done:
+            raise InvariantBroken(
+                f"step {work.step + 1} was half done when it met {', '.join(found)}: {error} These are given up, and the trainer "
+                "starts again from its last checkpoint."
+            )
+        self._row.failed(min(found), str(error))
+
+
+__all__ = ("RefusedBatches",)

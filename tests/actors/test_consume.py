@@ -1,0 +1,169 @@
+"""What all rooms do with entries that they cannot use: trials after crashes, and the end of the run when it is not the entries."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.partial.actor import PartialSpec
+from actors.partial.actor import run as partial
+from actors.reward.actor import RewardSpec
+from actors.reward.actor import run as reward
+from actors.runtime.consume import Consumer, as_lost
+from actors.runtime.context import ActorSpec, Context
+from actors.runtime.refusals import Row, RunEnds
+from bus import Bus, Commit, Out
+from bus.knobs.live import LiveKnobs
+from bus.messages.samples import Parked, RolloutLost
+from bus.topology import DEAD, EVENTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
+from tests.actors.garbage import list_open
+from tests.actors.house import messages, open_bus, put, rollout, running, task, until
+
+N = 24
+SLOTS = 16
+
+
+def consumer_of(bus: Bus, name: str) -> Consumer:
+    def lost(entry: Any, lost: RolloutLost) -> Commit:
+        return Commit(append=(Out(ROLLOUTS, lost),))
+
+    context = Context(ActorSpec(name=name, role="generation", bus=bus.config), bus, LiveKnobs(bus))
+    return Consumer(context, [PROMPTS], "generation", on_dead=as_lost(context, lost))
+
+
+@pytest.mark.parametrize("poisons", [("g3/0",), ("g3/0", "g17/0"), ()])
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_kills_its_process_is_buried_and_those_that_died_beside_it_are_not(
+    redis_url: str, run_name: str, poisons: tuple[str, ...], late: bool
+) -> None:
+    """Each life begins with what it takes; one that begins with a poison dies, at once or after the harmless ones ended."""
+    async with open_bus(redis_url, run_name) as bus:
+        await list_open(bus, *(f"g{i}" for i in range(N)), n=1)
+        await put(bus, PROMPTS, *(task(i, 0, n=1) for i in range(N)))
+        done: set[str] = set()
+
+        async def handle(entry: Any, message: Any) -> Commit:
+            if message.sample_id in poisons:
+                raise SystemExit
+            done.add(message.sample_id)
+            return Commit(ack=(entry,), append=(Out(ROLLOUTS, rollout(message.index, 0)),))
+
+        lives = 0
+        while await bus.length(PROMPTS):
+            lives += 1
+            assert lives < 40
+            consumer = consumer_of(bus, "w0")
+            await consumer.reader.open()
+            try:
+                while begun := await consumer.take(SLOTS, 0.05):
+                    order = sorted(begun, key=lambda e: (e.fields["id"] in poisons) is late)
+                    for entry in order:
+                        await consumer.one(entry, handle)
+            except SystemExit:
+                continue
+            finally:
+                await consumer.reader.close()
+        letters = await messages(bus, DEAD)
+        assert {m.sample_id for m in letters} == set(poisons)
+        assert len(done) == N - len(poisons)
+        assert sorted(m.sample_id for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutLost)) == sorted(poisons)
+
+
+async def test_a_peer_that_takes_over_from_the_dead_counts_on(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, lease_s=0.2) as bus:
+        await list_open(bus, "g1", n=1)
+        await put(bus, PROMPTS, task(1, 0, n=1))
+        for life in range(bus.config.max_deliveries):
+            consumer = consumer_of(bus, f"w{life}")
+            await consumer.reader.open()
+            consumer.reader.offer(await consumer.reader.claim(0.0))
+            [entry] = await consumer.take(1, 0.5)
+            assert entry.deliveries == life + 1
+            await consumer.reader.close()
+        last = consumer_of(bus, "last")
+        await last.reader.open()
+        last.reader.offer(await last.reader.claim(0.0))
+        [entry] = await last.take(1, 0.5)
+        assert await last.readable(entry) is None
+        await last.reader.close()
+        [letter] = await messages(bus, DEAD)
+        assert "delivered 6 times" in letter.error and await bus.length(PROMPTS) == 0
+
+
+def test_a_row_ends_the_run_with_its_text_when_it_is_long_wide_and_old_enough() -> None:
+    now = [0.0]
+    row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, patience_s=10.0)
+    for i in range(9):
+        row.failed("a", f"TypeError {i}")
+    assert not row.for_all, "one group alone may be at fault itself"
+    row.failed("b", "TypeError")
+    assert row.for_all
+    row.worked()
+    assert not row.for_all and row.n == 0
+    for group in ("a", "b", "a"):
+        row.failed(group, "TypeError")
+    row.failed("b", "TypeError")
+    now[0] = 10.0
+    with pytest.raises(RunEnds, match=r"scoring failed 5 times in a row, for 2 groups, last TypeError: no 'x'\. Mend it\."):
+        row.failed("b", "TypeError: no 'x'")
+
+
+async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the_run_with_its_text(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hook.py").write_text("def hook(sample):\n    return sample['no such key'] + 1\n")
+    spec = RewardSpec(
+        tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=1.0
+    )
+    ended: list[str] = []
+    async with open_bus(redis_url, run_name, groups=[f"g{i}" for i in range(40)]) as bus:
+
+        async def body(context: Context, given: RewardSpec) -> None:
+            with pytest.raises(ExceptionGroup) as caught:
+                await reward(context, given)
+            error: BaseException = caught.value
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            assert isinstance(error, RunEnds)
+            ended.append(str(error))
+
+        async with running(bus, "reward", body, spec):
+            await put(bus, ROLLOUTS, *(rollout(i, 0) for i in range(40)))
+            await until(lambda: _there(ended))
+        assert "KeyError: 'no such key' at hook.py:2" in ended[0] and "the same command resumes" in ended[0]
+        buried = await bus.length(DEAD)
+        assert buried <= 4 and await bus.length(ROLLOUTS) == 40 - buried, "what is not done stays pending"
+        assert await bus.length(SCORED) == buried
+        told = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "retry"]
+        assert len(told) == 1
+
+
+async def _there(found: list[Any]) -> bool:
+    return bool(found)
+
+
+def stumbling(step: int, waiting: Any) -> Any:
+    """A buffer's policy of a user's that raises for one sample, and answers nonsense for another."""
+    names = {w.parked.task.sample_id for w in waiting}
+    if "g1/0" in names:
+        raise ZeroDivisionError("no order for g1")
+    return [waiting[0], waiting[0]] if "g2/0" in names else []
+
+
+async def test_a_buffer_policy_that_raises_costs_no_sample(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        async with running(bus, "partial", partial, PartialSpec(buffer_filter=f"{__name__}.stumbling")) as context:
+            for group in (1, 2, 3):
+                await put(bus, PARKED, Parked(task=task(group, 0), response=rollout(group, 0).response, reason="drain"))
+                await until(lambda group=group: _length(bus, group))  # type: ignore[misc]
+        assert context.counters["refused/buffer_filter"] == 2
+        texts = [m.text for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "policy raised"]
+        assert "ZeroDivisionError: no order for g1" in texts[0]
+
+
+async def _length(bus: Bus, n: int) -> bool:
+    await asyncio.sleep(0)
+    return await bus.length(PREFIXES) == n
