@@ -17,11 +17,13 @@ import statistics
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from actors.trainer.batching import plan_step
+from actors.trainer.batch.batching import plan_step
+from actors.trainer.batch.packing import lower_bound, strong_lower_bound
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
@@ -33,28 +35,35 @@ from actors.trainer.objective import (
     prepare_batch,
     token_logprobs,
 )
-from actors.trainer.packing import lower_bound, strong_lower_bound
+from miles_async.launcher.plan import objective_config
+from miles_async.settings import settings_from
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB = 896, 24, 14, 2, 4864, 151_936
 SEQUENCE = 512
 HEAD_TOKENS = 64
 VERSION = 3
 
+
+
+def _objective(**fields: object) -> ObjectiveConfig:
+    """The objective of a run with these settings, at max_weight_staleness 2."""
+    base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 1, "rm_type": "math"}
+    cfg = objective_config(settings_from(**base, max_weight_staleness=2, **fields))
+    return msgspec.structs.replace(cfg, max_staleness=2)
+
+
 CONFIGS = {
-    "grpo, clip-higher, TIS": ObjectiveConfig(eps_clip_high=0.28, correction="tis", max_staleness=2),
-    "gspo, KL loss, MIS + rejection + normalise": ObjectiveConfig(
+    "grpo, clip-higher, TIS": _objective(eps_clip_high=0.28, use_tis=True),
+    "gspo, KL loss, MIS + rejection + normalise": _objective(
         advantage_estimator="gspo",
         use_kl_loss=True,
         kl_loss_coef=0.01,
         kl_loss_type="low_var_kl",
-        correction="mis",
+        use_mis=True,
         use_rs=True,
-        rs_veto_threshold=1e-4,
-        tis_batch_normalize=True,
-        max_staleness=2,
     ),
-    "reinforce++, KL reward, whitening, decoupled": ObjectiveConfig(
-        advantage_estimator="reinforce_plus_plus", kl_coef=0.01, gamma=0.999, correction="decoupled", max_staleness=2
+    "reinforce++, KL reward, whitening, decoupled": _objective(
+        advantage_estimator="reinforce_plus_plus", kl_coef=0.01, gamma=0.999, use_decoupled_loss=True
     ),
 }
 

@@ -33,7 +33,7 @@ from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.server import EmbeddedRedis
 from bus.topology import ACTIVE, PROMPTS, ROLLOUTS
-from tests.bus.suite.knobs import plain_knobs
+from tests.bus.suite.knobs import plain_kinds, plain_knobs
 
 ALPHA_S, BETA_S, SHRUNK = 0.00287, 1.479e-5, 8
 PREFILL_S = 5e-6 * SHRUNK  # of the whole engine, per prompt or prefix token
@@ -139,7 +139,7 @@ async def bench(args: argparse.Namespace, url: str, home: Path) -> dict[str, Any
         config = BusConfig(url=url, run="tail", blob_dir=str(home / "blobs"), lease_s=60.0)
         bus = await stack.enter_async_context(Bus(config))
         await bus.make_readers()
-        await publish_initial(bus, knobs)
+        await publish_initial(bus, knobs, plain_kinds())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
         async def start(name: str, role: str) -> Context:

@@ -53,7 +53,7 @@ from bus.messages.samples import SampleTask, Sampling  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server import EmbeddedRedis, find_server  # noqa: E402
 from bus.topology import ACTIVE, PROMPTS  # noqa: E402
-from tests.bus.suite.knobs import plain_knobs  # noqa: E402
+from tests.bus.suite.knobs import plain_kinds, plain_knobs  # noqa: E402
 
 WARM = 0.25  # of the samples, before the clock starts
 BAR = 0.8
@@ -137,7 +137,7 @@ async def fill(bus_url: str, run: str, n: int, tokens: int, at_once: int) -> Non
     knobs = plain_knobs(sglang_server_concurrency=at_once, partial_save_tokens=SAVE_TOKENS)
     async with Bus(BusConfig(url=bus_url, run=run)) as bus:
         await bus.make_readers()
-        await publish_initial(bus, knobs)
+        await publish_initial(bus, knobs, plain_kinds())
         prompt = pack_ints(range(PROMPT_TOKENS))
         tasks = [
             SampleTask(

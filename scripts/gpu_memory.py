@@ -144,7 +144,7 @@ def _fp8_directory(b: Any, seed: int) -> Path:
     from safetensors.torch import load_file
 
     from actors.trainer.torch_backend.fp8 import quantized, scheme_of
-    from actors.trainer.torch_backend.state import WeightFiles
+    from actors.trainer.training.state import WeightFiles
 
     source: Path = b.model(seed)
     target = source.with_name(f"{source.name}-fp8")

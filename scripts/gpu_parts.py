@@ -38,8 +38,9 @@ from bus.messages.samples import RolloutDone, SampleTask, Sampling  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.embedded import EmbeddedRedis  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, PROMPTS, ROLLOUTS  # noqa: E402
-from miles_async.launcher.plan import initial_knobs  # noqa: E402
+from miles_async.launcher.prepare import live_kinds  # noqa: E402
 from miles_async.settings import settings_from  # noqa: E402
+from miles_async.settings.live import initial_values  # noqa: E402
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -331,7 +332,7 @@ async def house(folder: Path, *, concurrent: int, **knobs: Any) -> AsyncIterator
         )  # fmt: skip
         async with Bus(BusConfig(url=redis.url, run=folder.name)) as bus:
             await bus.make_readers()
-            await publish_initial(bus, initial_knobs(settings) | knobs)
+            await publish_initial(bus, initial_values(settings) | knobs, live_kinds())
             made = House(bus, folder)
             try:
                 yield made

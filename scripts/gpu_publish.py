@@ -133,7 +133,7 @@ def _write_time(model: Path, target: Path) -> float:
     """Seconds to write the weights once, as the trainer does, with their checksum."""
     from safetensors.torch import load_file
 
-    from actors.trainer.torch_backend.state import WeightFiles
+    from actors.trainer.training.state import WeightFiles
 
     tensors = load_file(model / "model.safetensors")
     shutil.rmtree(target, ignore_errors=True)

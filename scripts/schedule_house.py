@@ -22,9 +22,11 @@ from actors.runtime.child import Child, free_port
 from bus import Bus
 from bus.knobs.live import publish_initial
 from bus.server.embedded import EmbeddedRedis
-from miles_async.launcher.plan import Place, actor_spec, bus_config, initial_knobs, room_specs
+from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.prepare import live_kinds
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.settings.live import initial_values
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
 from scripts.schedule_engine import draws
@@ -111,7 +113,7 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
         await children["engines"].start(words, folder / "engines.log", environment)
         async with Bus(bus_config(settings, server.url, place)) as bus:
             await bus.make_readers()
-            await publish_initial(bus, initial_knobs(settings))
+            await publish_initial(bus, initial_values(settings), live_kinds())
             for name, role, room in room_specs(settings, place):
                 file = folder / f"{name}.json"
                 file.write_bytes(msgspec.json.encode(actor_spec(settings, place, bus.config, name, role, room)))

@@ -109,7 +109,7 @@ class Evaluator:
         """Whether the last version is measured, or is not to be."""
         if self._final_step < 0 or self._done_step < self._issued.step:
             return False
-        return self._done_step >= self._final_step or int(self._context.knobs.eval_interval) <= 0
+        return self._done_step >= self._final_step or not self._context.knobs.eval_interval
 
     async def _act(self) -> None:
         issued, active = self._issued, self._active
@@ -119,7 +119,7 @@ class Evaluator:
         if active is None or self._done_step < issued.step:
             return  # the former one is still running: this interval is skipped, the final one comes later
         final = self._spec.final and self._final_step >= 0 and active.step >= self._final_step
-        interval = int(self._context.knobs.eval_interval)
+        interval = int(self._context.knobs.eval_interval or 0)
         if due(
             active_step=active.step,
             last_step=issued.step,

@@ -42,7 +42,6 @@ class FilterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`custom_filter`: dotted path of a judge that replaces the knob's built-in one; empty = none."""
 
     custom_filter: str = ""
-    update_weights_interval: int = 1
 
 
 class Filter:
@@ -50,7 +49,7 @@ class Filter:
 
     def __init__(self, context: Context, spec: FilterSpec) -> None:
         self._context = context
-        self._interval = spec.update_weights_interval
+        self._interval = int(context.knobs.update_weights_interval)
         self._custom: Judge | None = load_hook(spec.custom_filter, Judge) if spec.custom_filter else None
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
@@ -205,7 +204,8 @@ class Filter:
     async def _judge(self, group_id: str, members: list[Member], known: tuple[float, ...]) -> str | None:
         """The drop reason, or None. A judge that raises drops what it judged, with a reason of its own; one that raises again
         and again ends the run with its text."""
-        dynamic = self._custom or JUDGES[str(self._context.knobs.dynamic_sampling_filter)]
+        path = str(self._context.knobs.dynamic_sampling_filter_path)
+        dynamic = JUDGES.get(path) or self._custom or JUDGES["none"]
         try:
             reason = judge(members, dynamic, known)
             if reason is not None and not (isinstance(reason, str) and reason):

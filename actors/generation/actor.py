@@ -252,7 +252,7 @@ class Worker:
 
     async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
         """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
-        slice_left = int(self._context.knobs.max_tokens_per_slice) or running.remaining
+        slice_left = self._context.knobs.max_tokens_per_slice or running.remaining
         end = running.n_tokens + min(running.remaining, slice_left)
         why: ParkReason = "slice"
         leaves_at = self._pace.leaves_at(entry, running.task)
@@ -297,7 +297,7 @@ class Worker:
             routing_key=running.task.group_id,
             vocabulary=self._vocabulary,
         )
-        save_every = int(context.knobs.partial_save_tokens)
+        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
         try:
             async for chunk in engine.generate(request):
                 running.take(chunk, link.versions)

@@ -63,7 +63,7 @@ class Pace:
         """Response tokens at which this sample goes on in the lane; None = it stays here. Nobody goes there twice."""
         if not self._lane or self.in_lane or entry.stream is TAIL or task.eval_name:
             return None
-        return int(self._context.knobs.tail_after_tokens) or None
+        return self._context.knobs.tail_after_tokens or None
 
     def sample_ended(self) -> None:
         """One left, whichever way."""
@@ -76,8 +76,8 @@ class Pace:
         self._find_lane(self._context.knobs)
 
     def _find_lane(self, knobs: KnobValues) -> None:
-        each = int(knobs.sglang_server_concurrency) or int(knobs.values.get("sglang_concurrency_max", 0))
-        self._lane = lane_of(self._serving, tail_slots=int(knobs.values.get("tail_slots", 0)), each=each)
+        each = int(knobs.sglang_server_concurrency or knobs.sglang_concurrency_max or 0)
+        self._lane = lane_of(self._serving, tail_slots=int(knobs.tail_slots or 0), each=each)
 
     async def follow(self, reader: Reader, stop: asyncio.Event) -> None:
         """Until `stop`: looks at the engine while it serves, and at the lane; woken by time or the end."""
@@ -123,13 +123,13 @@ class Pace:
 
     def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:
         kept = self._lane.get(self._context.name, 0)
-        given = [int(knobs.sglang_concurrency_max), self._room_for, load.max_running or 0, kept]
-        interval = int(knobs.values.get("update_weights_interval", 1))
+        given = [int(knobs.sglang_concurrency_max or 0), self._room_for, load.max_running or 0, kept]
+        interval = int(knobs.update_weights_interval)
         ceiling = min(limit for limit in given if limit)
         return Limits(
             floor=min(int(knobs.sglang_concurrency_min), ceiling),
             ceiling=ceiling,
-            max_masked=float(knobs.max_masked_fraction),
+            max_masked=float(knobs.max_masked_fraction or 0.0),
             bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
         )
 

@@ -104,6 +104,9 @@ class PartialBuffer:
 
     async def _move(self, entry: Entry, parked: Parked, action: str) -> None:
         task, response = parked.task, parked.response
+        # Whoever gave its slot back of its own accord was not interrupted.
+        if action == "resume" and not self._context.knobs.partial_rollout and parked.reason not in ("slice", "tail"):
+            action = "restart"
         ledger: dict[str, int] = {}
         out: PrefixResume | PrefixDropped
         if action == "drop":
@@ -119,8 +122,7 @@ class PartialBuffer:
 
     def _is_tail(self, parked: Parked, response: Response) -> bool:
         """Whether it was parked for the tail's slots, or ran there and was parked for another reason."""
-        knobs = self._context.knobs.values
-        after = int(knobs.get("tail_after_tokens", 0))
+        after = int(self._context.knobs.tail_after_tokens or 0)
         long = 0 < after <= response.n_tokens and not parked.task.eval_name
         return response.n_tokens > 0 and (parked.reason == "tail" or long)
 

@@ -23,6 +23,7 @@ ArgValue = bool | int | float | str | tuple[str, ...]
 
 # A program of ours, as a module. Not from the current folder: one named `bus` or `actors` there would be taken for ours.
 PYTHON = (sys.executable, "-P", "-m")
+STDERR = 2  # the file itself: what stands in `sys.stderr` need not be one
 STOP_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
@@ -68,7 +69,7 @@ class Child:
 
     async def start_spare(self, words: Sequence[str]) -> None:
         """Run `words`, which wait for `order`; what they say until then goes to stderr."""
-        await self._run(words, asyncio.subprocess.PIPE, sys.stderr, None)
+        await self._run(words, asyncio.subprocess.PIPE, STDERR, None)
 
     def order(self, line: bytes) -> None:
         """The one line that a spare waits for."""
@@ -76,7 +77,7 @@ class Child:
         self._process.stdin.write(line)
         self._process.stdin.close()
 
-    async def _run(self, words: Sequence[str], stdin: int, out: IO[Any], env: Mapping[str, str] | None) -> None:
+    async def _run(self, words: Sequence[str], stdin: int, out: IO[Any] | int, env: Mapping[str, str] | None) -> None:
         self._adopted, self._code = 0, None
         self._process = await asyncio.create_subprocess_exec(
             *words,

@@ -43,7 +43,6 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rm_type: str = ""
     top_k: int = -1
     lookahead: int = 0
-    update_weights_interval: int = 1
     keeps_checkpoints: bool = True
 
 
@@ -183,7 +182,7 @@ class Sampler:
             return 0  # nobody serves a version yet: samples issued now would wait, not run
         bound = int(knobs.max_weight_staleness)
         limit = open_limit(
-            per_version=batch * group * spec.update_weights_interval,
+            per_version=batch * group * int(context.knobs.update_weights_interval),
             max_staleness=bound,
             over_sampling=over * group,
             lookahead=spec.lookahead * group if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,

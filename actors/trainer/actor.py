@@ -41,6 +41,7 @@ from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import CheckpointRefused, InvariantBroken
@@ -49,7 +50,6 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
 
 T = TypeVar("T")
-STEP_KNOBS = ("lr", "clip_grad", "eps_clip", "eps_clip_high", "kl_loss_coef", "entropy_coef", "tis_clip")
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
             context,
             self._intake,
             save=Path(spec.save),
-            save_hf=spec.save_hf,
+            save_hf=spec.save_hf or "",
             keep_last=spec.keep_last,
             fingerprint=spec.fingerprint,
         )
@@ -79,6 +79,7 @@ class Trainer:
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._tuned = TunedSteps(context, self._backend, self._in_thread)
         self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
@@ -231,22 +232,21 @@ class Trainer:
         """None when some of the batch was refused and given up."""
         knobs = self._context.knobs
         step = self._version.step
-        values: dict[str, Any] = {name: knobs.values[name] for name in STEP_KNOBS if name in knobs.values}
-        values["max_weight_staleness"] = batch.bound
+        values = knobs.live | {"max_weight_staleness": batch.bound}
         work = StepBatch(
             samples=to_samples(batch.groups),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
-        self._step_knobs, self._step_epoch = values, knobs.epoch
         fault_point(self._context.name, "before_step")
         try:
-            result: StepResult = await self._in_thread(self._backend.train_step, work)
+            result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
             await self._refused.settle(batch, work, error)
             return None
         self._refused.worked()
+        self._step_knobs, self._step_epoch = self._tuned.used
         for reason, flagged in result.flags.items():
             shown = ", ".join(flagged[:5])
             await self._context.event(

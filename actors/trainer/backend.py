@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from actors.trainer.batching import Balance
+from actors.trainer.batch.batching import Balance
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
@@ -22,43 +22,45 @@ if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads ne
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings of a backend. Rates that are live knobs come with each step."""
+    """Start-up settings of a backend; live ones come anew with each step. What has the name of a setting is that setting, filled in
+    by the launcher: no default of it stands here."""
 
     hf_checkpoint: str
-    ref_load: str = ""  # directory of the frozen reference; empty = hf_checkpoint
+    ref_load: str  # directory of the frozen reference; empty = hf_checkpoint
     published_as: str = ""  # directory whose config.json, quantisation included, weights are published under; empty = hf_checkpoint
-    dtype: str = "float32"
+    model_dtype: str
     device: str = "auto"
-    threads: int = 1
-    seed: int = 0
-    objective: ObjectiveConfig = ObjectiveConfig()
-    max_tokens_per_gpu: int = 4096
-    use_dynamic_batch_size: bool = True
-    micro_batch_size: int = 1
-    num_steps_per_rollout: int = 1
-    use_dynamic_global_batch_size: bool = False  # one step: the largest multiple of the ranks
+    trainer_threads: int
+    seed: int
+    objective: ObjectiveConfig
+    max_tokens_per_gpu: int
+    log_probs_max_tokens_per_gpu: int
+    use_dynamic_batch_size: bool
+    micro_batch_size: int
+    num_steps_per_rollout: int
+    use_dynamic_global_batch_size: bool  # one step: the largest multiple of the ranks
     balance: Balance = "flops"  # what is evened out between several ranks
-    optimizer: str = "adam"
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    lr_decay_style: str = "constant"
-    lr_warmup_iters: int = 0
-    num_rollout: int = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    gradient_checkpointing: bool = False
-    ref_update_interval: int = 0
-    logprob_tolerance: float = 0.03  # mean |trainer - engine| log-prob that the first step may show
-    critic_load: str = ""  # directory the critic starts from; empty = hf_checkpoint
-    critic_lr: float | None = None  # peak rate of the critic; None = lr
-    num_critic_only_steps: int = 0  # first rollouts that train the critic and leave the policy
-    opd_teacher_load: str = ""  # directory of the teacher; empty = samples bring its log-probs
-    offload_target: str = "cpu"  # where `sleep` moves device memory: cpu or disk
+    optimizer: str
+    lr: float
+    min_lr: float
+    lr_decay_style: str
+    lr_warmup_iters: int
+    num_rollout: int
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    gradient_checkpointing: bool
+    ref_update_interval: int | None
+    selfcheck_logprob_tolerance: float  # mean |trainer - engine| log-prob that the first step may show
+    critic_load: str  # directory the critic starts from; empty = hf_checkpoint
+    critic_lr: float  # peak rate of the critic
+    num_critic_only_steps: int  # first rollouts that train the critic and leave the policy
+    opd_teacher_load: str  # directory of the teacher; empty = samples bring its log-probs
+    offload_train_target: str  # where `sleep` moves device memory: cpu or disk
     offload_dir: str = ""  # directory of its file, for disk
-    true_on_policy: bool = False  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
+    true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
 
 
 class BatchRefused(MilesAsyncError):

@@ -22,9 +22,9 @@ SIGNATURES = {
 class HookError(ValueError):
     """A function of the user's that cannot be loaded, raised, or returned something else than its signature says."""
 
-    def __init__(self, field: str, path: str, problem: str) -> None:
+    def __init__(self, field: str, path: str | None, problem: str) -> None:
         self.field = field
-        self.path = path
+        self.path = path or ""
         self.problem = " ".join(problem.split())[:400].rstrip(".")
         self.remedy = f"Its signature is {SIGNATURES[field]}; see docs/objective.md."
         super().__init__(f"{field} = {path!r}: {self.problem}. {self.remedy}")

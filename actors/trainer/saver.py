@@ -82,7 +82,7 @@ class Saver:
             step=version.step,
             version=version,
             knob_epoch=knobs.epoch,
-            knobs=dict(knobs.values),
+            knobs=knobs.live,
             state=seen.state,
             ledger=ledger,
             open_groups=self._intake.still_open(seen.open_groups),

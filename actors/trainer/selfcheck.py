@@ -58,7 +58,7 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     for name, (limit, _) in CHECKS.items():
         if name in report and applies.get(name, True):
             found[VALUE + name] = report[name]
-            found[LIMIT + name] = config.logprob_tolerance if name == ENGINE else limit
+            found[LIMIT + name] = config.selfcheck_logprob_tolerance if name == ENGINE else limit
     return found
 
 

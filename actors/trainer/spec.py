@@ -18,23 +18,26 @@ class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings. `save` empty = no checkpoints: a trainer that dies then ends the run."""
+    """Start-up settings; what has no default and the name of a setting is that setting.
+
+    `save` empty = no checkpoints: a trainer that dies then ends the run.
+    """
 
     backend: BackendConfig
     weights_dir: str
     num_rollout: int
     save: str = ""
-    save_hf: str = ""  # path with {rollout_id}: with each checkpoint, the model as a Hugging Face directory
+    save_hf: str | None  # path with {rollout_id}: with each checkpoint, the model as a Hugging Face directory
     load: str = ""
     fingerprint: str = ""
-    keep_last: int = 2
-    save_trigger_sentinel: str = ""
-    update_weights_interval: int = 1
+    keep_last: int
+    save_trigger_sentinel: str | None
+    update_weights_interval: int
     lookahead: int = 0
     backend_name: str = "torch"
-    async_save: bool = True
+    async_save: bool
     ranks: int = 1  # processes on this host over which the policy is sharded
-    ci_test: bool = False  # end the run when its first step fails its self-check
+    ci_test: bool  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
     turns: TurnSpec = TurnSpec()

@@ -1,5 +1,6 @@
-"""Live settings: what may be turned while a run goes on, and how a turn reaches everyone."""
+"""Live settings: how a change reaches everyone while a run goes on."""
 
+from bus.knobs.kinds import checked, range_text
 from bus.knobs.live import (
     KnobDifference,
     KnobValues,
@@ -10,19 +11,15 @@ from bus.knobs.live import (
     revert,
     values_at,
 )
-from bus.knobs.table import FACTS, KNOBS, Fact, Knob, check_whole
 
 __all__ = (
-    "FACTS",
-    "KNOBS",
-    "Fact",
-    "Knob",
     "KnobDifference",
     "KnobValues",
     "LiveKnobs",
-    "check_whole",
+    "checked",
     "propose",
     "publish_initial",
+    "range_text",
     "read_history",
     "revert",
     "values_at",

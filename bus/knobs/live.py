@@ -1,23 +1,24 @@
-"""The knobs stream: checked patches as numbered epochs, read by every actor.
+"""The knobs stream: all settings of a run, then checked patches of the live ones as numbered epochs, read by every actor.
 
 Reads and writes  knobs    Owns  state field `knob_epoch`
-The first entry holds all values; each later one what it changed. The stream is the truth: a rerun of the same run keeps
-what was tuned. Two patches at once cannot both take an epoch: the loser is checked again against the winner's result.
+The first entry holds all settings and the kinds of those that are live; each later one what it changed. The stream is the
+truth: a rerun of the same run keeps what was tuned. Two patches at once cannot both take an epoch: the loser is checked
+again against the winner's result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from bus.errors import BadMessage, BusRefused, InvariantBroken, KnobRejected
-from bus.knobs.table import check_patch, check_whole
-from bus.messages.control import KnobPatch
+from bus.knobs.kinds import checked
+from bus.messages.control import Kind, KnobPatch
 from bus.streams.entry import Commit, Entry, Guard, Out
 from bus.streams.reader import Tail
 from bus.streams.redis import Bus
@@ -25,19 +26,28 @@ from bus.topology import KNOBS as STREAM
 
 STATE_FIELD = "knob_epoch"
 _TRIES = 32
+Check = Callable[[Mapping[str, Any], Mapping[str, object]], Mapping[str, Any]]
+"""(present values, patch) -> what the patch really changes, or an error that says why it may not."""
 
 
 class KnobValues(msgspec.Struct, frozen=True):
-    """All values under one epoch; take one snapshot per decision. `values.lr` and `snapshot.lr` are the same."""
+    """All settings under one epoch; take one snapshot per decision. `values["lr"]` and `snapshot.lr` are the same. `kinds` are
+    those of the live ones."""
 
     epoch: int
     values: Mapping[str, Any]
+    kinds: Mapping[str, Kind] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self.values[name]
         except KeyError:
-            raise AttributeError(f"no knob {name!r} in the initial values of this run") from None
+            raise AttributeError(f"no setting {name!r} in the initial values of this run") from None
+
+    @property
+    def live(self) -> dict[str, Any]:
+        """Values of the live settings alone."""
+        return {name: self.values[name] for name in self.kinds if name in self.values}
 
 
 class KnobDifference(msgspec.Struct, frozen=True):
@@ -53,12 +63,18 @@ class KnobDifference(msgspec.Struct, frozen=True):
 
 
 def fold(current: KnobValues | None, patch: KnobPatch) -> KnobValues:
-    """Values after a patch (pure). A patch of an epoch already passed changes nothing; KnobRejected for one that does
-    not hold, whoever wrote it: the values stay."""
+    """Values after a patch (pure). A patch of an epoch already passed changes nothing; KnobRejected for one that holds what is
+    no value of a live setting, whoever wrote it: the values stay."""
     if current is not None and patch.epoch <= current.epoch:
         return current
-    merged = {**(current.values if current is not None else {}), **patch.values}
-    return KnobValues(patch.epoch, MappingProxyType(check_whole(merged, other_release=True)))
+    before: Mapping[str, Any] = current.values if current is not None else {}
+    if isinstance(patch.kinds, dict) or current is None:  # a launcher's
+        kinds = patch.kinds if isinstance(patch.kinds, dict) else {}
+        merged = {**before, **patch.values}
+        merged |= {name: checked(name, merged[name], kinds) for name in kinds if name in merged}
+        return KnobValues(patch.epoch, MappingProxyType(merged), MappingProxyType(kinds))
+    changes = {name: checked(name, value, current.kinds) for name, value in patch.values.items()}
+    return KnobValues(patch.epoch, MappingProxyType({**before, **changes}), current.kinds)
 
 
 def values_at(history: Sequence[KnobPatch], epoch: int) -> KnobValues:
@@ -90,36 +106,60 @@ async def read_history(bus: Bus) -> list[KnobPatch]:
 
 
 async def publish_initial(
-    bus: Bus, values: Mapping[str, object], *, epoch: int = 0, author: str = "launcher"
+    bus: Bus,
+    values: Mapping[str, Any],
+    kinds: Mapping[str, Kind],
+    *,
+    epoch: int = 0,
+    author: str = "launcher",
 ) -> list[KnobDifference]:
-    """Write all values once per run, before any actor starts. A rerun keeps what is live and returns where it differs.
+    """Write all settings, and the kinds of the live ones, before any actor starts. A rerun keeps what is live and returns where
+    it differs; settings that are fixed for a run are as this start gives them.
 
-    `epoch` is above 0 when a checkpoint's values are written to a fresh bus. Values that the run does not know yet (of
-    a newer release) are added. KnobRejected when the values themselves do not hold.
+    `epoch` is above 0 when a checkpoint's values are written to a fresh bus. KnobRejected when a value is none of its kind.
     """
-    given = check_whole(values)
     for _ in range(_TRIES):
         history = await read_history(bus)
         if history:
             live = values_at(history, history[-1].epoch)
-            new = {name: value for name, value in given.items() if name not in live.values}
-            if not new:
+            kept = {name for name in kinds if name in live.values and _holds(name, live.values[name], kinds)}
+            new = {n: v for n, v in _plain(values).items() if n not in kept and live.values.get(n, STREAM) != v}
+            if not new and live.kinds == kinds:
                 return [
-                    KnobDifference(name, live.values[name], value, live.epoch)
-                    for name, value in given.items()
-                    if live.values[name] != value
+                    KnobDifference(name, live.values[name], values[name], live.epoch)
+                    for name in kinds
+                    if live.values[name] != values[name]
                 ]
-            patch = KnobPatch(epoch=live.epoch + 1, values=new, author=author, reason="new in this release")
+            patch = KnobPatch(epoch=live.epoch + 1, values=new, author=author, reason="settings of this start")
         else:
-            patch = KnobPatch(epoch=epoch, values=given, author=author, reason="initial", wall=bus.clock.wall())
+            patch = KnobPatch(epoch=epoch, values=_plain(values), author=author, reason="initial")
+        patch = msgspec.structs.replace(patch, kinds=dict(kinds), wall=bus.clock.wall())
+        fold(None, msgspec.structs.replace(patch, values=dict(values)))
         await _append(bus, patch)
     raise InvariantBroken(f"knobs of run {bus.config.run} could not be published: the stream changes all the time")
 
 
-async def propose(bus: Bus, patch: Mapping[str, object], *, author: str, reason: str = "") -> KnobPatch:
-    """Check a patch against the present whole and append it; the epoch it got is in the result.
+def _holds(name: str, value: Any, kinds: Mapping[str, Kind]) -> bool:
+    try:
+        checked(name, value, kinds)
+    except KnobRejected:  # of another release
+        return False
+    return True
 
-    KnobRejected changes nothing: unknown name, wrong type, out of range, a rule between knobs, or nothing would change.
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As they come back from the stream: lists for tuples."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(dict(values)))
+    return plain
+
+
+async def propose(
+    bus: Bus, patch: Mapping[str, object], *, author: str, reason: str = "", check: Check | None = None
+) -> KnobPatch:
+    """Check a patch against the present whole and append it; the epoch it got is in the result. `check` knows names, text and
+    the rules between settings; without it values have only to be of their kind.
+
+    An error of `check`, or KnobRejected, changes nothing.
     """
     if not patch:
         raise KnobRejected(knob="(none)", value="", rule="the patch is empty", remedy="Write name=value.")
@@ -128,27 +168,28 @@ async def propose(bus: Bus, patch: Mapping[str, object], *, author: str, reason:
         if not history:
             raise BusRefused(_no_knobs(bus))
         live = values_at(history, history[-1].epoch)
-        changes = check_patch(live.values, patch)
+        wanted = patch if check is None else check(live.values, patch)
+        changes = {name: checked(name, value, live.kinds) for name, value in wanted.items()}
+        changes = {name: value for name, value in changes.items() if live.values.get(name, STREAM) != value}
         if not changes:
-            name, value = next(iter(patch.items()))
-            raise KnobRejected(knob=name, value=value, rule="it has this value already", remedy="Give another value.")
+            name, given = next(iter(patch.items()))
+            raise KnobRejected(knob=name, value=given, rule="it has this value already", remedy="Give another value.")
         made = KnobPatch(epoch=live.epoch + 1, values=changes, author=author, reason=reason, wall=bus.clock.wall())
         if await _append(bus, made):
             return made
     raise InvariantBroken(f"knobs of run {bus.config.run} change faster than a patch can be checked; try again")
 
 
-async def revert(bus: Bus, epoch: int, *, author: str, reason: str = "") -> KnobPatch:
-    """A new epoch with the values of an earlier one."""
+async def revert(bus: Bus, epoch: int, *, author: str, reason: str = "", check: Check | None = None) -> KnobPatch:
+    """A new epoch with the live values of an earlier one."""
     history = await read_history(bus)
     if not history:
         raise BusRefused(_no_knobs(bus))
-    then, live = values_at(history, epoch), values_at(history, history[-1].epoch)
-    back = {name: value for name, value in then.values.items() if live.values[name] != value}
-    back.pop("global_batch_size", None)  # follows
+    then, now = values_at(history, epoch), values_at(history, history[-1].epoch)
+    back = {name: then.values[name] for name, value in now.live.items() if then.values.get(name, value) != value}
     if not back:
         raise KnobRejected(knob="epoch", value=epoch, rule="its values are live", remedy="Choose another epoch.")
-    return await propose(bus, back, author=author, reason=reason or f"back to epoch {epoch}")
+    return await propose(bus, back, author=author, reason=reason or f"back to epoch {epoch}", check=check)
 
 
 async def _append(bus: Bus, patch: KnobPatch) -> bool:

@@ -13,17 +13,33 @@ BOOTING = "the engine to boot"
 """What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
 
 
+class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the value of a live setting must be. `ge` and `le` are inclusive bounds, `gt` and `lt` exclusive ones; `optional`: it
+    may be None; `choices` of a text, empty = any."""
+
+    type: Literal["int", "float", "str", "bool"]
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+
 class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
-    """A checked patch of live settings. `epoch` numbers it; `values` are the new values by field name."""
+    """New values of settings, by name. `epoch` numbers it. With `kinds` a launcher says all settings of the run, and which of
+    them are live; without, it is a checked patch of live ones."""
 
     epoch: int
     values: dict[str, Any]
     author: str = ""
     reason: str = ""
     wall: float = 0.0
+    kinds: dict[str, Kind] | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
-        return Header(id=f"epoch{self.epoch}", knob=self.epoch, note=",".join(f"{k}={v}" for k, v in self.values.items()))
+        shown = f"{len(self.values)} values" if self.kinds else ",".join(f"{k}={v}" for k, v in self.values.items())
+        return Header(id=f"epoch{self.epoch}", knob=self.epoch, note=shown)
 
 
 class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
@@ -104,4 +120,4 @@ class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
         return Header(id=f"{self.name}@{self.step}", version=self.version)
 
 
-__all__ = ("BOOTING", "ActorState", "DeadLetter", "EvalDone", "Event", "KnobPatch", "Vitals")
+__all__ = ("BOOTING", "ActorState", "DeadLetter", "EvalDone", "Event", "Kind", "KnobPatch", "Vitals")

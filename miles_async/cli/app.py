@@ -169,7 +169,8 @@ def _status_of(error: Exception) -> int | None:
 
 def _fail(label: str, error: object, status: int) -> int:
     with _printable(draws=True):
-        print(f"{label}: {' '.join(str(error).split())}", file=sys.stderr)
+        for each in error.each if isinstance(error, SettingsError) else (error,):
+            print(f"{label}: {' '.join(str(each).split())}", file=sys.stderr)
     return status
 
 

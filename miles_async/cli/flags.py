@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from miles_async.settings.catalog import FieldSpec, groups, names
+from miles_async.settings.catalog import FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.dump import toml_value
-from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
+from miles_async.settings.miles import table, why_not
 
 WIDTH, INDENT = 110, 42
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
@@ -42,12 +43,14 @@ def _flags() -> dict[str, tuple[FieldSpec, bool]]:
     return found
 
 
-def parse_flags(words: list[str], switches: frozenset[str]) -> Parsed:
-    """Split a command line. `switches` are bare flags that are not settings, such as --dry-run."""
+def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | None = None) -> Parsed:
+    """Split a command line. `switches` are bare flags that are not settings, such as --dry-run. SettingsError with all that is
+    wrong, or it is left in `found`."""
     positional: list[str] = []
     values: list[FlagValue] = []
     given: set[str] = set()
-    rest = iter(_Words(words))
+    refused = Refusals() if found is None else found
+    rest = _Words(words)
     for word in rest:
         if word in switches:
             given.add(word)
@@ -56,7 +59,13 @@ def parse_flags(words: list[str], switches: frozenset[str]) -> Parsed:
                 raise SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes.")
             positional.append(word)
         else:
-            values.append(_flag_value(word, rest, switches))
+            try:
+                values.append(_flag_value(word, rest, switches))
+            except SettingsError as error:
+                refused.found.append(error)
+                list(_all_words(rest))  # its values
+    if found is None:
+        refused.raise_all()
     return Parsed(tuple(positional), tuple(values), frozenset(given))
 
 
@@ -80,14 +89,14 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
-    passed = _passed_on(flag)
+    passed = passed_on(flag)
     if flag not in _flags() and passed is not None:
         words = (inline,) if equals else tuple(_all_words(rest))
-        return FlagValue(passed, words, flag)
+        return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
-        raise SettingsError(
-            f"{flag} is not a flag", remedy=nearest(flag, [*_flags(), *switches]) or "See train --help."
-        )
+        why = "" if flag.removeprefix("--").replace("-", "_") in GONE else why_not(flag)
+        close = nearest(flag, [*_flags(), *switches]) or "See train --help."
+        raise SettingsError(f"{flag} is not a flag", remedy=f"Miles has it. {why}" if why else close)
     spec, positive = _flags()[flag]
     if spec.kind == "bool":
         if equals and not positive:
@@ -105,20 +114,36 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     return FlagValue(spec, (next(rest),), flag)
 
 
-def _passed_on(flag: str) -> FieldSpec | None:
-    """The table that takes a flag which is not ours."""
-    tables = (spec for spec in names().values() if spec.kind == "table")
-    return next((spec for spec in tables if flag.startswith(spec.prefix) and len(flag) > len(spec.prefix)), None)
-
-
 def _all_words(rest: _Words) -> Iterator[str]:
     while rest.value_follows():
         yield next(rest)
 
 
-def flags_help() -> str:
-    """One section per group: flag, meaning, unit, default."""
-    return "\n\n".join(_group_help(name, specs) for name, specs in groups().items())
+def flags_help(topic: str) -> str:
+    """Flags of a topic, each with its meaning, unit and default: a group, `all`, `miles` for a table of Miles' flags, or any
+    word that stands in a name or a meaning."""
+    if topic == "all":
+        return "\n\n".join(_group_help(name, specs) for name, specs in groups().items())
+    if topic == "miles":
+        return "\n".join(f"{flag:<46} {text}" for flag, text in table())
+    if topic in groups():
+        return _group_help(topic, groups()[topic])
+    word = topic.removeprefix("--").replace("-", "_").lower()
+    found = [spec for spec in catalog().values() if word in spec.name or topic.lower() in spec.text.lower()]
+    if not found:
+        close = nearest(word, (*groups(), *names()))
+        raise SettingsError(f"nothing is called {topic!r}", remedy=close or f"Groups: {', '.join(groups())}.")
+    return "\n".join(_field_help(spec) for spec in found)
+
+
+def groups_help() -> str:
+    """The groups, one line each."""
+    return "\n".join(f"  {name:<12}{len(specs):>4} flags: {_few(specs)}" for name, specs in groups().items())
+
+
+def _few(specs: tuple[FieldSpec, ...]) -> str:
+    flags = [spec.flag for spec in sorted(specs, key=lambda spec: not spec.required)]
+    return textwrap.shorten(", ".join(flags), WIDTH - 24, placeholder=" ...")
 
 
 def _group_help(name: str, specs: tuple[FieldSpec, ...]) -> str:
@@ -160,5 +185,5 @@ def _facts(spec: FieldSpec) -> str:
     if spec.aliases:
         facts.append("also " + ", ".join("--" + alias.replace("_", "-") for alias in spec.aliases))
     if spec.live:
-        facts.append("live")
+        facts.append(f"live: {spec.live}")
     return f"({'; '.join(facts)})"

@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from miles_async.cli.flags import flags_help, parse_flags
+from miles_async.cli.flags import flags_help, groups_help, parse_flags
+from miles_async.settings.checks import preflight
 from miles_async.settings.dump import dry_run_text
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import load
 
 HELP = ("-h", "--help")
@@ -14,44 +15,53 @@ DRY_RUN = "--dry-run"
 USAGE = """\
 usage: miles-async train [CONFIG] [--flag value ...]
 
-Train a policy. CONFIG is a TOML file with the tables named below; every field is also a flag, and a flag wins
-over the file. The same command again resumes from the last checkpoint. Relative paths start at the current folder.
+Train a policy. CONFIG is a TOML file with the tables named below; every field is also a flag, and a flag wins over the file.
+The same command again resumes from the last checkpoint. Relative paths start at the current folder.
 
-  --dry-run                               Print the resolved settings as TOML, with the origin of each value, and stop.
-  -h, --help                              Print this text.
+  --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.
+  --help GROUP      The flags of one table.            --help all      All of them.
+  --help WORD       Flags with that word in their name or meaning, e.g. --help staleness.
+  --help miles      Each flag of Miles: ours, or why not.
 
-A list takes all words up to the next flag. A boolean also takes =true or =false. `none` unsets an optional value.
-Fields marked live may be changed while the run goes on.
+A list takes all words up to the next flag. A boolean also takes =true or =false. `none` unsets an optional value. Flags marked
+live may be changed while the run goes on, with miles-async tune.
 """
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Namespace(help, dry_run, config, values)."""
-    parsed = parse_flags(words, frozenset((*HELP, DRY_RUN)))
+    """Namespace(help, topic, dry_run, config, values, refused)."""
+    refused = Refusals()
+    parsed = parse_flags(words, frozenset((*HELP, DRY_RUN)), refused)
     if len(parsed.positional) > 1:
         raise SettingsError(
             f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags."
         )
     return argparse.Namespace(
         help=bool(parsed.switches.intersection(HELP)),
+        topic=parsed.positional[0] if parsed.positional else "",
         dry_run=DRY_RUN in parsed.switches,
         config=Path(parsed.positional[0]) if parsed.positional else None,
         values=parsed.values,
+        refused=refused,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print help or settings, or train and return the launcher's exit status."""
     if args.help:
-        print(f"{USAGE}\n{flags_help()}")
+        print(flags_help(args.topic) if args.topic else f"{USAGE}\n{groups_help()}")
         return 0
-    loaded = load(args.config, args.values)
-    if loaded.settings.grpo.hook_paths:
-        from miles_async.launcher.hooks import check_hooks
+    refused: Refusals = args.refused
+    loaded = refused.attempt(load, args.config, args.values, refused)
+    if loaded is None:
+        refused.raise_all()
+        raise AssertionError("a refusal without a reason")
+    if args.dry_run or refused.found:
+        from miles_async.launcher.hooks import PROBES
 
-        check_hooks(loaded.settings)
-    if args.dry_run:
-        print(dry_run_text(loaded), end="")
+        found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=args.dry_run)
+        refused.raise_all()
+        print(dry_run_text(loaded, found.notes if found else ()), end="")
         return 0
     from miles_async.launcher.run import train
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.cli.inspection import on_bus, print_json
 from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.settings.catalog import FieldSpec, catalog
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.live import check_patch
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus
-    from bus.knobs.table import Knob
     from bus.messages.control import KnobPatch
 
 
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
             return _log(history, args.as_json)
         if patch or args.revert is not None:
             if args.revert is not None:
-                made = await revert(bus, args.revert, author=author(), reason=args.reason)
+                made = await revert(bus, args.revert, author=author(), reason=args.reason, check=check_patch)
             else:
-                made = await propose(bus, patch, author=author(), reason=args.reason)
+                made = await propose(bus, patch, author=author(), reason=args.reason, check=check_patch)
             if args.as_json:
                 print_json(made)
             else:
@@ -86,15 +87,14 @@ def author() -> str:
 
 def applied_text(made: "KnobPatch", before: Any) -> str:
     """What a patch changed, and when each change takes effect."""
-    from bus.knobs.table import KNOBS
     from miles_async.console.text import table
 
     rows = []
     for name, value in made.values.items():
-        knob = KNOBS.get(name)
-        when = "follows" if knob is None or knob.follows else f"{knob.applies} ({knob.actor})"
-        rows.append([name, f"{_shown(before.get(name), knob)} -> {_shown(value, knob)}", when])
-    return f"epoch {made.epoch}\n" + table(["knob", "change", "takes effect at"], rows)
+        spec = catalog().get(name)
+        when = "follows" if spec is None or spec.follows else spec.live
+        rows.append([name, f"{_shown(before.get(name), spec)} -> {_shown(value, spec)}", when])
+    return f"epoch {made.epoch}\n" + table(["setting", "change", "takes effect at"], rows)
 
 
 def _log(history: "list[KnobPatch]", as_json: bool) -> int:
@@ -120,8 +120,7 @@ def _log(history: "list[KnobPatch]", as_json: bool) -> int:
 
 
 async def _list(bus: "Bus", history: "list[KnobPatch]", as_json: bool) -> int:
-    from bus.knobs.live import values_at
-    from bus.knobs.table import KNOBS
+    from bus.knobs import range_text, values_at
     from miles_async.console.text import table
 
     if not history:
@@ -130,40 +129,48 @@ async def _list(bus: "Bus", history: "list[KnobPatch]", as_json: bool) -> int:
         )
     live = values_at(history, history[-1].epoch)
     changed_at = {name: patch.epoch for patch in history[1:] for name in patch.values}
-    knobs = [knob for knob in KNOBS.values() if knob.name in live.values]
+    specs = [spec for spec in catalog().values() if spec.name in live.live]
+    ranges = {
+        spec.name: ("auto or " if spec.auto is not None else "") + range_text(live.kinds[spec.name]) for spec in specs
+    }
     if as_json:
         print_json(
             {
                 "epoch": live.epoch,
                 "knobs": {
-                    k.name: {
-                        "value": live.values[k.name],
-                        "range": k.range_text,
-                        "unit": k.unit,
-                        "applies": k.applies,
-                        "actor": k.actor,
-                        "changed_at": changed_at.get(k.name, history[0].epoch),
-                        "follows": k.follows or None,
-                        "help": k.help,
+                    spec.name: {
+                        "value": live.values[spec.name],
+                        "range": ranges[spec.name],
+                        "unit": spec.unit,
+                        "applies": spec.live,
+                        "changed_at": changed_at.get(spec.name, history[0].epoch),
+                        "follows": spec.derived if spec.follows else None,
+                        "help": spec.text,
                     }
-                    for k in knobs
+                    for spec in specs
                 },
             }
         )
         return 0
     rows = [
-        [k.name, _shown(live.values[k.name], k), k.unit or "-", "follows" if k.follows else k.range_text,
-         k.follows or k.applies, str(changed_at.get(k.name, "-"))]
-        for k in knobs
-    ]  # fmt: skip
-    print(table(["knob", "live", "unit", "permitted", "takes effect at", "epoch"], rows, right=("live", "epoch")))
+        [
+            spec.name,
+            _shown(live.values[spec.name], spec),
+            spec.unit or "-",
+            "follows" if spec.follows else ranges[spec.name],
+            spec.derived if spec.follows else spec.live,
+            str(changed_at.get(spec.name, "-")),
+        ]
+        for spec in specs
+    ]
+    print(table(["setting", "live", "unit", "permitted", "takes effect at", "epoch"], rows, right=("live", "epoch")))
     print(f"\nepoch {live.epoch}. Change with miles-async tune name=value, undo with --revert EPOCH.")
     return 0
 
 
-def _shown(value: object, knob: "Knob | None" = None) -> str:
-    if knob is not None and knob.auto is not None and value == knob.auto:
+def _shown(value: object, spec: FieldSpec | None = None) -> str:
+    if spec is not None and spec.auto is not None and value == spec.auto:
         return "auto"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -218,7 +218,7 @@ def starving_filter(scene: Scene) -> Iterator[Finding]:
     wave = max(1, *(int(scene.knobs.get(name, 0)) for name in ("over_sampling_batch_size", "rollout_batch_size")))
     if streak < 2 * wave:
         return
-    most = int(scene.knobs.get("max_waves", 0))
+    most = int(scene.knobs.get("max_waves") or 0)
     why = ", ".join(f"{n} × {reason}" for reason, n in reasons.most_common(3))
     limit = f"; the run ends at max_waves = {most}" if most else ""
     text = (

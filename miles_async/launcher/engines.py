@@ -46,12 +46,12 @@ def generation_spec(
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
-        server_args=(engine_args(settings) if shares else {})
+        server_args=(engine_args(settings.flat) if shares else {})
         | (EXACT if settings.model.true_on_policy_mode else {})
         | s.server_args,
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
-        gives_back=gives_back(settings) if shares else (),
+        gives_back=gives_back(settings.flat) if shares else (),
     )
 
 
@@ -86,7 +86,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
 def turn_spec(settings: RunSettings) -> TurnSpec:
     """Whose engines give way to the trainer. An engine that boots is waited for: it cannot give what it is about to take."""
     s = settings.sglang
-    names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings) else ()
+    names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings.flat) else ()
     return TurnSpec(
         workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
     )

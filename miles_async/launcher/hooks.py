@@ -1,21 +1,29 @@
-"""The trainer's hooks, tried in a short process of their own before anything starts: this one loads neither torch nor them."""
+"""What is asked before anything starts beside the settings' own checks: the user's functions, each tried in a short process of its
+own, since this one loads neither torch nor them, and the model's quantisation."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+from itertools import islice
+from pathlib import Path
 
 import msgspec
 
 from actors.runtime.child import PYTHON
+from actors.runtime.fp8 import read_scheme
 from miles_async.launcher.plan import objective_config
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.catalog import catalog
+from miles_async.settings.data_checks import check_prompt_data
+from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
+CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What `actors.trainer.dry_run` prints: nothing, or one refusal."""
+    """What such a process prints: nothing, or one refusal."""
 
     field: str = ""
     path: str = ""
@@ -24,31 +32,83 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def check_hooks(settings: RunSettings) -> None:
-    """SettingsError names the first hook that cannot be loaded or does not keep its signature on a synthetic batch."""
-    names = ", ".join(settings.grpo.hook_paths)
+    """SettingsError names the objective's first hook, and every other one, that cannot be loaded or does not keep its signature."""
+    refused, s = Refusals(), settings.flat
+    if s.hook_paths:
+        names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
+        refused.attempt(_try, "actors.trainer.dry_run", names, body)
+    called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
+    if called:
+        ask = {
+            "paths": called,
+            "sample": _sample(settings),
+            "reward_key": s.reward_key or "",
+            "deadline_s": s.reward_timeout_s,
+        }
+        refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
+    refused.raise_all()
+
+
+def _sample(settings: RunSettings) -> dict[str, object]:
+    """The first prompt, answered with its label."""
+    r = settings.rollout
     try:
-        done = subprocess.run(
-            [*PYTHON, "actors.trainer.dry_run"],
-            input=msgspec.json.encode(objective_config(settings)),
-            capture_output=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
+        [row] = islice(check_prompt_data(r.prompt_data, field="prompt_data", keys=keys).head, 1)
+    except SettingsError:  # refused elsewhere
+        row = {r.input_key: "1+1="}
+    label = "" if r.label_key is None else str(row.get(r.label_key, ""))
+    metadata = row.get(r.metadata_key) if r.metadata_key else None
+    return {
+        "sample_id": "try/0",
+        "prompt": str(row[r.input_key]),
+        "response": label,
+        "label": label,
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }
+
+
+def _try(module: str, names: str, body: bytes) -> None:
+    try:
+        done = subprocess.run([*PYTHON, module], input=body, capture_output=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
         raise SettingsError(
             f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
             remedy="Look for a loop or a wait in it.",
         ) from None
     try:
-        answer = msgspec.json.decode(done.stdout, type=Answer)
+        answers = msgspec.json.decode(done.stdout, type=Answer | list[Answer])
     except msgspec.DecodeError:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise SettingsError(
             f"{names}: the process that tried it ended with status {done.returncode}: {last[:300]}",
-            remedy="Run python -m actors.trainer.dry_run by hand, or leave the hook out.",
+            remedy=f"Run python -m {module} by hand, or leave the hook out.",
         ) from None
-    if answer.field:
-        raise SettingsError(answer.problem, field=answer.field, value=answer.path, remedy=answer.remedy)
+    refused = Refusals()
+    for answer in answers if isinstance(answers, list) else [answers]:
+        if answer.field:
+            remedy = answer.remedy if "Its signature" in answer.remedy else f"Its signature is {answer.remedy}."
+            refused.found.append(SettingsError(answer.problem, field=answer.field, value=answer.path, remedy=remedy))
+    refused.raise_all()
 
 
-__all__ = ("check_hooks",)
+def check_quantization(settings: RunSettings) -> None:
+    """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
+    except OSError:
+        return  # refused as a directory
+    except ValueError as error:
+        raise SettingsError(
+            str(error),
+            field="hf_checkpoint",
+            value=settings.model.hf_checkpoint,
+            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
+        ) from None
+
+
+PROBES = (check_quantization, check_hooks)
+
+__all__ = ("PROBES", "check_hooks")

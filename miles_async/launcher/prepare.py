@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ import msgspec
 
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.fp8 import read_scheme
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
 from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
 from actors.trainer.saver import fingerprint_of
 from bus import Bus
 from bus.identity import Identity, read_identity, write_identity
-from bus.knobs.live import publish_initial
+from bus.knobs.live import publish_initial, read_history, values_at
+from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place, initial_knobs
+from miles_async.launcher.plan import Place
+from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.live import initial_values, whole
+from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, teacher_dir
 
@@ -73,21 +77,6 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     if not (directory / "model.safetensors").exists():
         make_model(directory, TASKS[builtin], seed=settings.launch.seed)
     return directory.resolve()
-
-
-def check_quantization(settings: RunSettings) -> None:
-    """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
-    if settings.model.builtin_name is not None:
-        return
-    try:
-        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
-    except ValueError as error:
-        raise SettingsError(
-            str(error),
-            field="hf_checkpoint",
-            value=settings.model.hf_checkpoint,
-            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
-        ) from None
 
 
 def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
@@ -239,11 +228,12 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         notes.append(f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it")
         await claim_identity(bus, settings, place)
     await bus.make_readers()
-    knobs = initial_knobs(settings)
+    values, live = initial_values(settings), live_kinds()
     if state is not None and await holds_nothing(bus):
         # Knobs first: killed in between, the next start still finds the bus empty and does both again.
-        knobs |= {name: value for name, value in state.knobs.items() if name in knobs}
-        await publish_initial(bus, knobs, epoch=state.knob_epoch)
+        values |= {name: value for name, value in state.knobs.items() if name in live}
+        check_kept(values)
+        await publish_initial(bus, values, live, epoch=state.knob_epoch)
         fault_point("launcher", "knobs_restored")
         await restore_bus(bus, state)
         fault_point("launcher", "restored")
@@ -251,9 +241,29 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
             f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups are "
             "issued again"
         )
-    differences = await publish_initial(bus, knobs)
+    if history := await read_history(bus):
+        kept = values_at(history, history[-1].epoch).values
+        check_kept(values | {name: kept[name] for name in live if name in kept})
+    differences = await publish_initial(bus, values, live)
     notes += [f"knob kept from the run: {text}" for text in differences]
     return notes
+
+
+def live_kinds() -> dict[str, Kind]:
+    """What the values of live settings must be, as the bus says it to actors."""
+    return {name: msgspec.convert(kind, Kind) for name, kind in kinds().items()}
+
+
+def check_kept(values: Mapping[str, Any]) -> None:
+    """SettingsError when live values that a run keeps do not go with the settings that it is started with."""
+    try:
+        check_rules(whole(values))
+    except SettingsError as error:
+        first = str(error).splitlines()[0]
+        raise SettingsError(
+            f"the run keeps live values that do not go with its settings now: {first}",
+            remedy="Start it with the settings it had, and change the live ones with miles-async tune.",
+        ) from None
 
 
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:

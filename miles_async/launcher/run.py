@@ -22,7 +22,6 @@ from typing import Literal
 from actors.recorder.actor import RecorderSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
-from actors.reward.scorer import RM_TYPES
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.loop import run_loop
@@ -37,10 +36,11 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
+from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
-from miles_async.launcher.prepare import check_host, check_quantization, place_of, prepare_bus, token_counter
+from miles_async.launcher.prepare import check_host, place_of, prepare_bus, token_counter
 from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
@@ -68,7 +68,7 @@ def train(settings: RunSettings) -> int:
     servers = fork_servers()
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
         print(f"run {settings.launch.name}: checking model and data", flush=True)
-    found = preflight(settings, shipped={"rm_type": RM_TYPES}, probes=[check_quantization])
+    found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)

@@ -1,7 +1,7 @@
 """Every settings field with its name, table, type, default and documentation, read off the group structs.
 
 The one source for flags, help text, `--dry-run`, unknown-name suggestions and the list of live fields.
-Field names are unique over all groups, because each is also a flag.
+Field names are unique over all groups, because each is also a flag and a name on the knob stream.
 """
 
 import types
@@ -22,8 +22,17 @@ _HINTS = {"int": "a whole number", "float": "a number", "str": "a string", "bool
 _PLURALS = {"int": "whole numbers", "str": "strings"}
 
 
-# Tables that hold another program's flags -> what these begin with on our command line.
-PREFIXES = {"server_args": "--sglang-", "router_args": "--router-"}
+# Tables that hold another program's flags -> what these begin with on our command line, and on that of Miles.
+PREFIXES = {"router_args": ("--router-", "--sglang-router-"), "server_args": ("--sglang-",)}
+
+
+def passed_on(flag: str) -> tuple[str, str] | None:
+    """(table, name there) of a flag that goes to another program."""
+    for table, prefixes in PREFIXES.items():
+        for prefix in prefixes:
+            if flag.startswith(prefix) and len(flag) > len(prefix):
+                return table, flag.removeprefix(prefix)
+    return None
 
 
 class Shape(NamedTuple):
@@ -67,7 +76,7 @@ class FieldSpec:
     @property
     def prefix(self) -> str:
         """Of a table: what its flags begin with, `--sglang-` for server_args."""
-        return PREFIXES[self.name]
+        return PREFIXES[self.name][0]
 
     @property
     def text(self) -> str:
@@ -83,8 +92,24 @@ class FieldSpec:
         return str((self.meta.extra or {})["derived"])
 
     @property
-    def live(self) -> bool:
-        return bool((self.meta.extra or {})["live"])
+    def live(self) -> str:
+        """Where a change takes effect while the run goes on; empty: it is fixed for the run."""
+        return str((self.meta.extra or {})["live"])
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is derived again after each change of others."""
+        return bool((self.meta.extra or {})["follows"])
+
+    @property
+    def shipped(self) -> tuple[str, ...]:
+        """Names that it may have beside dotted paths; empty: any text."""
+        return tuple((self.meta.extra or {})["shipped"])
+
+    @property
+    def secret(self) -> bool:
+        """Whether it stays off the bus."""
+        return bool((self.meta.extra or {})["secret"])
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -95,6 +120,13 @@ class FieldSpec:
         """What the word "auto" stands for; None where it is no value."""
         found: int | None = (self.meta.extra or {})["auto"]
         return found
+
+    @property
+    def bounds(self) -> tuple[tuple[str, str, float], ...]:
+        """(sign, msgspec's word for it, bound) of each bound of a number."""
+        meta = self.shape.bounds or self.meta
+        found = ((sign, word, getattr(meta, word)) for sign, word in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")))
+        return tuple((sign, word, float(bound)) for sign, word, bound in found if bound is not None)
 
     @property
     def required(self) -> bool:
@@ -110,15 +142,12 @@ class FieldSpec:
             return "a table of names and values (text, numbers, true, false or a list of texts)"
         if shape.kind == "list":
             return f"a list of {_PLURALS[shape.item]}"
-        bounds = _bounds(shape.bounds or self.meta)
+        if self.shipped:
+            return f"one of {', '.join(self.shipped)}, or package.module.function"
+        bounds = " and ".join(f"{sign} {bound:g}" for sign, _, bound in self.bounds)
         if self.auto is not None:
             return f"auto or {_HINTS[shape.kind]} > {self.auto}"
         return f"{_HINTS[shape.kind]} {bounds}".rstrip()
-
-
-def _bounds(meta: msgspec.Meta) -> str:
-    signs = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
-    return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
 
 
 def _shape(annotation: Any) -> Shape:
@@ -177,6 +206,17 @@ def names() -> dict[str, FieldSpec]:
     return found
 
 
+@cache
 def live_fields() -> tuple[str, ...]:
-    """Names of the fields that may be patched while the run goes on."""
+    """Names of the fields that may be changed while the run goes on."""
     return tuple(spec.name for spec in catalog().values() if spec.live)
+
+
+def kinds() -> dict[str, dict[str, Any]]:
+    """Live field -> what its value must be, as the knob stream says it to actors (`bus.messages.control.Kind`)."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in live_fields():
+        spec = catalog()[name]
+        kind = {"type": "str" if spec.kind == "choice" else spec.kind, "optional": spec.optional}
+        found[name] = kind | {"choices": spec.shape.choices} | {word: bound for _, word, bound in spec.bounds}
+    return found

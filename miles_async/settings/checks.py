@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import DataInfo, check_prompt_data
-from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.memory import check_memory
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models
@@ -20,6 +19,7 @@ from miles_async.settings.serving import check_programs
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any], int]
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
+MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,23 @@ class Preflight:
 def preflight(
     settings: RunSettings,
     *,
-    shipped: Mapping[str, Collection[str]] | None = None,
     probes: Iterable[Probe] = (),
+    dry_run: bool = False,
 ) -> Preflight:
-    """Check names, model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
+    """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
 
-    shipped: settings field -> names that this build offers for it, e.g. {"rm_type": (...)}.
-    probes: further checks that raise SettingsError (ports, bus).
+    probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
     """
-    for field, valid in (shipped or {}).items():
-        check_shipped_name(settings, field, valid)
-    config = check_model(settings)
-    check_programs(settings)
-    notes = check_memory(settings, config)
-    prompts, held_out = check_data(settings)
+    refused = Refusals()
+    config = refused.attempt(check_model, settings) or {}
+    hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
+    hints += refused.attempt(check_memory, settings, config) or ()
+    data = refused.attempt(check_data, settings)
     for probe in probes:
-        probe(settings)
-    return Preflight(prompts, held_out, _context(config), notes)
-
-
-def check_shipped_name(settings: RunSettings, field: str, valid: Collection[str]) -> None:
-    """The field's value is unset, a dotted path of the user's, or one of the names that are shipped."""
-    value = getattr(getattr(settings, catalog()[field].group), field)
-    if value is None or value in valid or "." in value:
-        return
-    close = nearest(value, valid)
-    known = f"Valid names: {', '.join(sorted(valid))}."
-    raise SettingsError("unknown name", field=field, value=value, remedy=f"{close} {known}".strip())
+        refused.attempt(probe, settings)
+    refused.raise_all()
+    assert data is not None
+    return Preflight(*data, _context(config), tuple(hints))
 
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
@@ -141,10 +131,25 @@ def check_shards(directory: Path, field: str) -> None:
 
 
 def _check_reference(settings: RunSettings) -> None:
+    """The reference is also what a run starts from, so it is looked at whether or not a KL term asks for it."""
     ref = settings.ckpt.ref_load
-    builtin = ref.startswith("builtin:")
-    if settings.grpo.needs_reference and ref != settings.model.hf_checkpoint and not builtin and not Path(ref).is_dir():
-        raise SettingsError("no such directory", field="ref_load", value=ref, remedy="A KL term needs the reference.")
+    if ref == settings.model.hf_checkpoint:
+        return
+    if ref.startswith("builtin:"):
+        raise SettingsError(
+            "a builtin model is its own reference only", field="ref_load", value=ref, remedy="Leave it out."
+        )
+    path = Path(ref)
+    if path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES):
+        raise SettingsError(
+            "a checkpoint of Megatron (torch_dist), which this trainer cannot read",
+            field="ref_load",
+            value=ref,
+            remedy="Give the Hugging Face directory that it was made from, or convert it to one.",
+        )
+    check_checkpoint_dir(ref, "ref_load", ("config.json",))
+    if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+        raise SettingsError("the directory has no weights", field="ref_load", value=ref, remedy="Download it again.")
 
 
 def _check_lengths(settings: RunSettings, context: int) -> None:
@@ -178,7 +183,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     eval_keys = {"eval_input_key": e.eval_input_key, "eval_label_key": e.eval_label_key}
     held_out = {
         name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys)
-        for name, path in e.datasets
+        for name, path in settings.flat.datasets
     }
     return prompts, held_out
 

@@ -164,6 +164,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),
     ("balance_by_flops", lambda v: v["balance_data"]),
     ("selfcheck_logprob_tolerance", _tolerance),
+    ("policy_loss", lambda v: v["advantage_estimator"] if v["advantage_estimator"] in ("gspo", "cispo") else "ppo"),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),
@@ -179,9 +180,11 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
 )
 
 
-def fill(given: Values, defaults: Values, *, run_name: str) -> Values:
-    """All fields: `given` over `defaults` over derivations. Raises SettingsError when the four knobs disagree."""
+def fill(given: Values, defaults: Values, *, run_name: str, gpu: bool) -> Values:
+    """All fields: `given` over `defaults` over derivations. `gpu`: whether this host has one. Raises SettingsError when the four
+    knobs disagree."""
     values = {**defaults, **given}
+    values.setdefault("model_dtype", "bfloat16" if gpu and not values["hf_checkpoint"].startswith("builtin:") else "float32")
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
     if values["use_dynamic_global_batch_size"]:

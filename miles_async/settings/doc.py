@@ -25,7 +25,10 @@ def doc(
     *,
     unit: str = "",
     derived: str = "",
-    live: bool = False,
+    live: str = "",
+    follows: bool = False,
+    shipped: tuple[str, ...] = (),
+    secret: bool = False,
     aliases: tuple[str, ...] = (),
     ge: float | None = None,
     gt: float | None = None,
@@ -36,11 +39,23 @@ def doc(
     """Metadata of one field.
 
     text: what it is and when to change it.    unit: of the value, as shown in help.
-    derived: the rule that fills it in when it is not given.    live: may be patched while the run goes on.
+    derived: the rule that fills it in when it is not given.
+    live: it may be changed while the run goes on; where a change takes effect (and which actor sees to it).
+    follows: of a live field: it is derived again after each change of others, and not changed itself.
+    shipped: the names that it may have, beside dotted paths of the user's own.    secret: it stays off the bus.
     aliases: other names it is accepted under.    ge, gt, le, lt: bounds, checked by msgspec.
     auto: the value that the word "auto" stands for.
     """
-    extra: dict[str, Any] = {"unit": unit, "derived": derived, "live": live, "aliases": aliases, "auto": auto}
+    extra: dict[str, Any] = {
+        "unit": unit,
+        "derived": derived,
+        "live": live,
+        "follows": follows,
+        "shipped": shipped,
+        "secret": secret,
+        "aliases": aliases,
+        "auto": auto,
+    }
     bounds: dict[str, Any] = {
         name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None
     }

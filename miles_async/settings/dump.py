@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from miles_async.settings.catalog import groups
 from miles_async.settings.load import Loaded, Origin
@@ -48,12 +48,12 @@ def dump_toml(settings: RunSettings, origins: Mapping[str, Origin] | None = None
     return "\n".join(lines)
 
 
-def dry_run_text(loaded: Loaded) -> str:
+def dry_run_text(loaded: Loaded, notes: Sequence[str] = ()) -> str:
     """What `miles-async train --dry-run` prints."""
     source = f"settings file {loaded.config}" if loaded.config else "no settings file"
     head = [
         f"# Resolved settings of run {loaded.settings.launch.name!r} ({source}).",
         "# Origins: default, file, flag, derived.",
     ]
-    head.extend(f"# Note: {note}." for note in loaded.notes)
+    head.extend(f"# Note: {note}." for note in (*loaded.notes, *notes))
     return "\n".join(head) + "\n\n" + dump_toml(loaded.settings, loaded.origins)

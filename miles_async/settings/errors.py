@@ -4,9 +4,12 @@ A SettingsError ends the command with exit status 2 and no traceback: it is rais
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
 
 _NO_VALUE = object()
+P = ParamSpec("P")
+R = TypeVar("R")
 GONE = {
     "update_weight_delta": "It saved nothing: updates change every matrix. Set --update-weight-transport nccl, or ipc on one host."
 }
@@ -24,6 +27,36 @@ class SettingsError(ValueError):
         head = f"{field}{shown}: " if field else ""
         tail = f" {remedy}" if remedy else ""
         super().__init__(" ".join(f"{head}{problem.rstrip('.')}.{tail}".split("\n")))
+        self.each: tuple[SettingsError, ...] = (self,)
+
+
+class SeveralErrors(SettingsError):
+    """Several refusals at once, one line each. `field` is that of the first."""
+
+    def __init__(self, each: Sequence[SettingsError]) -> None:
+        ValueError.__init__(self, "\n".join(map(str, each)))
+        self.field = each[0].field
+        self.each = tuple(each)
+
+
+class Refusals:
+    """Collects what is wrong, so that an operator hears all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[SettingsError] = []
+
+    def attempt(self, check: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """What `check` returns; None where it refused."""
+        try:
+            return check(*args, **kwargs)
+        except SettingsError as error:
+            self.found += error.each
+            return None
+
+    def raise_all(self) -> None:
+        """SettingsError if anything was refused."""
+        if self.found:
+            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
 
 
 def refusal(field: str, value: object, problem: str, remedy: str) -> SettingsError:

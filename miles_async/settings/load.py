@@ -4,6 +4,8 @@
 """
 
 import math
+import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +14,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names
+from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
-from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError, nearest
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
 from miles_async.settings.secrets import take_password
 
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
+LARGEST = 1 << 62
+HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
+"""package.module.function or FILE.py:function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +48,50 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(config: Path | None, flags: Sequence[FlagValue] = ()) -> Loaded:
-    """Read `config` (TOML, may be None), lay the flags over it, resolve and check."""
-    from_file = read_file(config) if config is not None else {}
+def load(config: Path | None, flags: Sequence[FlagValue] = (), found: Refusals | None = None) -> Loaded:
+    """Read `config` (TOML, may be None), lay the flags over it, resolve and check.
+
+    SettingsError with all that is wrong. With `found` it is raised only for what cannot be read; broken rules are left in
+    there, for who goes on to look for more.
+    """
+    refused = Refusals()
+    from_file = refused.attempt(read_file, config) if config is not None else {}
     from_flags: dict[str, Any] = {}
     for flag in flags:
-        value = value_of_words(flag)
-        if flag.spec.kind == "table":  # flags add to the table of the file, name by name
-            value = {**from_flags.get(flag.spec.name, from_file.get(flag.spec.name, {})), **value}
-        from_flags[flag.spec.name] = value
-    origins: dict[str, Origin] = dict.fromkeys(from_file, "file")
+        for value in refused.attempt(lambda flag: [value_of_words(flag)], flag) or ():
+            if flag.spec.kind == "table":  # flags add to the table of the file, name by name
+                value = {**from_flags.get(flag.spec.name, (from_file or {}).get(flag.spec.name, {})), **value}
+            from_flags[flag.spec.name] = value
+    refused.raise_all()
+    given = {**(from_file or {}), **from_flags}
+    origins: dict[str, Origin] = dict.fromkeys(from_file or {}, "file")
     origins.update(dict.fromkeys(from_flags, "flag"))
-    return _resolve({**from_file, **from_flags}, origins, config)
+    return _resolve(given, origins, config, found)
 
 
 def settings_from(**fields: Any) -> RunSettings:
     """RunSettings from keywords: `settings_from(hf_checkpoint=..., prompt_data=..., num_rollout=3, rm_type=...)`."""
     given: dict[str, Any] = {}
     for name, value in fields.items():
-        spec = _find(name, "settings_from")
+        spec = find(name, "settings_from")
         given[spec.name] = coerce(spec, value, spec.name)
-    return _resolve(given, {}, None).settings
+    return _resolve(given, {}, None, None).settings
 
 
-def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None) -> Loaded:
+def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None, found: Refusals | None) -> Loaded:
+    refused = Refusals()
     for spec in catalog().values():
         if spec.required and spec.name not in given:
-            raise SettingsError(
-                f"required: {spec.text.partition('.')[0]}",
-                field=spec.name,
-                remedy=f"Set {spec.flag} or {spec.name} in [{spec.group}].",
+            refused.found.append(
+                SettingsError(
+                    f"required: {spec.text.partition('.')[0]}",
+                    field=spec.name,
+                    remedy=f"Set {spec.flag} or {spec.name} in [{spec.group}].",
+                )
             )
+    refused.raise_all()
     defaults = {name: spec.default for name, spec in catalog().items() if spec.default is not NO_DEFAULT}
-    values = fill(given, defaults, run_name=config.stem if config is not None else "run")
+    values = fill(given, defaults, run_name=config.stem if config is not None else "run", gpu=has_gpu())
     if values.get("bus_url"):
         values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {
@@ -87,8 +103,22 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
         for group, specs in groups().items()
     }
     settings = msgspec.convert(tables, RunSettings)
-    check_rules(settings)
-    return Loaded(settings, full, config, tuple(notes(settings)))
+    refused = Refusals() if found is None else found
+    check_rules(settings.flat, refused)
+    if found is None:
+        refused.raise_all()
+    hints = [] if refused.found else list(notes(settings.flat))
+    if settings.model.model_dtype == "float32" and settings.model.builtin_name is None and has_gpu():
+        hints.append("model_dtype = float32 on a GPU takes twice the memory of bfloat16 and trains at a fraction of its speed")
+    elif full["model_dtype"] == "derived" and settings.model.model_dtype == "bfloat16":
+        hints.append("model_dtype is bfloat16, since this host has a GPU; --model-dtype float32 asks for the other")
+    return Loaded(settings, full, config, tuple(hints))
+
+
+def has_gpu() -> bool:
+    """Whether a process started here finds a CUDA device; told without loading torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -106,22 +136,29 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from None
 
+    refused = Refusals()
     given: dict[str, Any] = {}
     typed_as: dict[str, str] = {}
+
+    def take(table: str, name: str, value: object) -> None:
+        where = f"{path} [{table}]"
+        spec = find(name, where)
+        if spec.group != table:
+            raise SettingsError(f"{where} {name} is in the wrong table", remedy=f"Move it to [{spec.group}].")
+        if spec.name in given:
+            raise SettingsError(f"{where} {name} and {typed_as[spec.name]} are one setting", remedy="Keep one.")
+        given[spec.name] = coerce(spec, value, f"{where} {name}")
+        typed_as[spec.name] = name
+
     for table, content in document.items():
         if table not in groups():
-            raise _unknown_table(table, content, path)
-        if not isinstance(content, dict):
-            raise SettingsError(f"{path}: {table} must be a table", remedy=f"Write [{table}].")
-        for name, value in content.items():
-            where = f"{path} [{table}]"
-            spec = _find(name, where)
-            if spec.group != table:
-                raise SettingsError(f"{where} {name} is in the wrong table", remedy=f"Move it to [{spec.group}].")
-            if spec.name in given:
-                raise SettingsError(f"{where} {name} and {typed_as[spec.name]} are one setting", remedy="Keep one.")
-            given[spec.name] = coerce(spec, value, f"{where} {name}")
-            typed_as[spec.name] = name
+            refused.found.append(_unknown_table(table, content, path))
+        elif not isinstance(content, dict):
+            refused.found.append(SettingsError(f"{path}: {table} must be a table", remedy=f"Write [{table}]."))
+        else:
+            for name, value in content.items():
+                refused.attempt(take, table, name, value)
+    refused.raise_all()
     return given
 
 
@@ -135,7 +172,8 @@ def _unknown_table(table: str, content: object, path: Path) -> SettingsError:
     return SettingsError(f"{path}: {what} is not a settings table", remedy=hint)
 
 
-def _find(name: str, where: str) -> FieldSpec:
+def find(name: str, where: str) -> FieldSpec:
+    """The field of that name or alias, dashes or not; SettingsError names the nearest one."""
     spec = names().get(name) or names().get(name.replace("-", "_"))
     if spec is None:
         raise SettingsError(f"{where} {name} is not a setting", remedy=nearest(name.replace("-", "_"), names()))
@@ -155,6 +193,11 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         return {name.replace("_", "-"): item for name, item in result.items()}
     if isinstance(result, float) and not math.isfinite(result):
         raise SettingsError("must be a finite number", field=where, value=value)
+    if isinstance(result, int) and abs(result) >= LARGEST:
+        raise SettingsError("too large for a message", field=where, value=value, remedy=f"It must be {spec.expected}.")
+    if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
+        close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
+        raise SettingsError("no such name", field=where, value=value, remedy=close)
     if result == "":
         raise SettingsError("must not be empty", field=where, value=value, remedy="Leave it out instead.")
     return result
@@ -164,14 +207,20 @@ def value_of_words(flag: FlagValue) -> Any:
     """The value of a flag. `none` unsets an optional field."""
     spec, words = flag.spec, flag.words
     if spec.kind == "table":
-        name = flag.typed.removeprefix(spec.prefix)
+        _, name = passed_on(flag.typed) or ("", flag.typed)
         return {name: _passed_on(words)}
     if spec.kind == "list":
         return coerce(spec, words, flag.typed, text=True)
-    if spec.optional and words[0].lower() == UNSET_WORD:
+    return value_of_text(spec, words[0], flag.typed)
+
+
+def value_of_text(spec: FieldSpec, text: str, where: str) -> Any:
+    """The value that a word of a command line means."""
+    if spec.optional and text.strip().lower() == UNSET_WORD:
         return None
     # A string field must not turn "null" into nothing, so only numbers and booleans are read from text.
-    return coerce(spec, words[0], flag.typed, text=spec.kind in ("bool", "int", "float"))
+    number = spec.kind in ("bool", "int", "float")
+    return coerce(spec, text.strip() if number else text, where, text=number)
 
 
 def _passed_on(words: tuple[str, ...]) -> bool | str | tuple[str, ...]:

@@ -35,7 +35,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
 def fits(s: RunSettings, total: int, params: int) -> None:
     """(pure) SettingsError when a turn needs more than `total` bytes of one GPU; `params` of the policy."""
     g, ranks = s.sglang, s.perf.actor_num_gpus_per_node
-    fraction = memory_fraction(s)
+    fraction = memory_fraction(s.flat)
     engine = int(fraction * total)
     awake = trainer_bytes(s, params)
     copy = 2 * params if g.update_weight_transport == "ipc" else 0
@@ -103,7 +103,7 @@ def trainer_bytes(s: RunSettings, params: int) -> int:
     trained = 16 if ranks > 1 or not narrow else 18
     frozen = 2 if narrow and ranks == 1 else 4
     each = trained * (2 if g.advantage_estimator == "ppo" else 1)
-    each += frozen * (int(g.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
+    each += frozen * (int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
     return each * params // ranks
 
 

@@ -1,47 +1,46 @@
-"""(pure) Rules between fields, one function each. A broken rule raises SettingsError: field, value, rule, remedy.
+"""(pure) Rules between settings, one function each. A broken rule raises SettingsError: field, value, rule, remedy.
 
-`check_rules(settings)` runs them all; live-knob patches are held to the same rules. Facts that only deserve a hint
-are `notes`, shown by `--dry-run` and at the start of a run.
+`check_rules` runs them all, when settings are loaded and when live ones are changed, and nobody else has rules of settings.
+Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the start of a run.
 """
 
 import re
 from collections.abc import Callable, Iterator
 
 from miles_async.settings import colocate, second_models, serving, slots, staleness, training
-from miles_async.settings.derive import KEEP_ALL, NONZERO_STD, WHITENED, solve_four_knobs
-from miles_async.settings.errors import refusal
-from miles_async.settings.run import RunSettings
+from miles_async.settings.derive import KEEP_ALL, WHITENED, solve_four_knobs
+from miles_async.settings.errors import Refusals, refusal
+from miles_async.settings.flat import Flat
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 BUS_SCHEMES = ("redis://", "rediss://", "unix://")
 
-Rule = Callable[[RunSettings], None]
+Rule = Callable[[Flat], None]
 
 
-def four_knobs_agree(s: RunSettings) -> None:
+def four_knobs_agree(s: Flat) -> None:
     solve_four_knobs(
-        rollout_batch_size=s.rollout.rollout_batch_size,
-        n_samples_per_prompt=s.rollout.n_samples_per_prompt,
-        global_batch_size=s.grpo.global_batch_size,
-        num_steps_per_rollout=s.grpo.num_steps_per_rollout,
+        rollout_batch_size=s.rollout_batch_size,
+        n_samples_per_prompt=s.n_samples_per_prompt,
+        global_batch_size=s.global_batch_size,
+        num_steps_per_rollout=s.num_steps_per_rollout,
     )
 
 
-def run_length_is_known(s: RunSettings) -> None:
-    if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
+def run_length_is_known(s: Flat) -> None:
+    if s.num_rollout is None and s.num_epoch is None:
         raise refusal("num_rollout", None, "the run has no end", "Set --num-rollout N or --num-epoch N.")
 
 
-def one_correction_at_most(s: RunSettings) -> None:
-    g = s.grpo
+def one_correction_at_most(s: Flat) -> None:
     on = {
-        "use_tis": g.use_tis,
-        "use_icepop": g.use_icepop,
-        "use_mis": g.use_mis,
-        "use_decoupled_loss": g.use_decoupled_loss,
-        "use_rollout_logprobs": g.use_rollout_logprobs,
-        "no_correction": g.no_correction,
+        "use_tis": s.use_tis,
+        "use_icepop": s.use_icepop,
+        "use_mis": s.use_mis,
+        "use_decoupled_loss": s.use_decoupled_loss,
+        "use_rollout_logprobs": s.use_rollout_logprobs,
+        "no_correction": s.no_correction,
     }
     chosen = [name for name, is_on in on.items() if is_on]
     if chosen == ["use_mis", "use_decoupled_loss"]:  # the weights of the one, the clip of the other
@@ -50,14 +49,13 @@ def one_correction_at_most(s: RunSettings) -> None:
         raise refusal(chosen[1], True, f"cannot go together with {chosen[0]}", f"Keep one of {', '.join(chosen)}.")
 
 
-def old_logprobs_have_one_source(s: RunSettings) -> None:
-    g = s.grpo
+def old_logprobs_have_one_source(s: Flat) -> None:
     for other in ("use_rollout_logprobs", "interpolate_proximal"):
-        if g.keep_old_actor and getattr(g, other):
+        if s.keep_old_actor and getattr(s, other):
             raise refusal("keep_old_actor", True, f"cannot go together with {other}", "Keep one of them.")
-    if g.interpolate_proximal and g.use_rollout_logprobs:
+    if s.interpolate_proximal and s.use_rollout_logprobs:
         raise refusal("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
-    if g.interpolate_proximal and g.use_mis and g.tis_batch_normalize:
+    if s.interpolate_proximal and s.use_mis and s.tis_batch_normalize:
         raise refusal(
             "interpolate_proximal",
             True,
@@ -66,52 +64,50 @@ def old_logprobs_have_one_source(s: RunSettings) -> None:
         )
 
 
-def correction_bounds_are_ordered(s: RunSettings) -> None:
-    g = s.grpo
+def correction_bounds_are_ordered(s: Flat) -> None:
     for low_name, low, high_name, high in (
-        ("tis_clip_low", g.tis_clip_low, "tis_clip", g.tis_clip),
-        ("tis_lower_bound", g.tis_lower_bound, "tis_upper_bound", g.tis_upper_bound),
-        ("rs_lower_bound", g.rs_lower_bound, "rs_upper_bound", g.rs_upper_bound),
+        ("tis_clip_low", s.tis_clip_low, "tis_clip", s.tis_clip),
+        ("tis_lower_bound", s.tis_lower_bound, "tis_upper_bound", s.tis_upper_bound),
+        ("rs_lower_bound", s.rs_lower_bound, "rs_upper_bound", s.rs_upper_bound),
     ):
         if low > high:
             raise refusal(low_name, low, f"above {high_name} = {high}", f"Set {low_name} <= {high_name}.")
 
 
-def rejection_belongs_to_mis(s: RunSettings) -> None:
-    if s.grpo.use_rs and not s.grpo.use_mis:
+def rejection_belongs_to_mis(s: Flat) -> None:
+    if s.use_rs and not s.use_mis:
         raise refusal("use_rs", True, "rejection is a part of use_mis, which is off", "Add --use-mis or leave it out.")
-    if s.grpo.use_mis and s.grpo.tis_level == "geometric" and s.grpo.tis_batch_normalize:
+    if s.use_mis and s.tis_level == "geometric" and s.tis_batch_normalize:
         raise refusal(
             "tis_batch_normalize", True, "has no meaning with tis_level = 'geometric'", "Add --no-tis-batch-normalize."
         )
 
 
-def one_kl_at_most(s: RunSettings) -> None:
-    g = s.grpo
-    if g.kl_coef and g.kl_loss_coef:
+def one_kl_at_most(s: Flat) -> None:
+    if s.kl_coef and s.kl_loss_coef:
         raise refusal(
             "kl_coef",
-            g.kl_coef,
-            f"KL is also in the loss (kl_loss_coef = {g.kl_loss_coef})",
+            s.kl_coef,
+            f"KL is also in the loss (kl_loss_coef = {s.kl_loss_coef})",
             "Set one of the two to 0.",
         )
-    if g.kl_loss_coef and not g.use_kl_loss:
-        raise refusal("kl_loss_coef", g.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
+    if s.kl_loss_coef and not s.use_kl_loss:
+        raise refusal("kl_loss_coef", s.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
 
 
-def whitening_where_it_is_part_of_the_estimator(s: RunSettings) -> None:
-    if s.grpo.advantage_estimator in WHITENED and not s.grpo.normalize_advantages:
+def whitening_where_it_is_part_of_the_estimator(s: Flat) -> None:
+    if s.advantage_estimator in WHITENED and not s.normalize_advantages:
         raise refusal(
             "normalize_advantages",
             False,
-            f"{s.grpo.advantage_estimator} is defined with whitened advantages",
+            f"{s.advantage_estimator} is defined with whitened advantages",
             "Leave out --no-normalize-advantages.",
         )
 
 
-def filter_can_keep_something(s: RunSettings) -> None:
-    name = s.rollout.dynamic_sampling_filter_path
-    if s.rollout.n_samples_per_prompt == 1 and name.endswith(NONZERO_STD):
+def filter_can_keep_something(s: Flat) -> None:
+    name = s.dynamic_sampling_filter_path
+    if s.n_samples_per_prompt == 1 and name.endswith("nonzero_std"):
         raise refusal(
             "dynamic_sampling_filter_path",
             name,
@@ -120,11 +116,11 @@ def filter_can_keep_something(s: RunSettings) -> None:
         )
 
 
-def context_holds_prompt_and_response(s: RunSettings) -> None:
-    context = s.rollout.rollout_max_context_len
+def context_holds_prompt_and_response(s: Flat) -> None:
+    context = s.rollout_max_context_len
     for name, length in (
-        ("rollout_max_response_len", s.rollout.rollout_max_response_len),
-        ("eval_max_response_len", s.eval.eval_max_response_len),
+        ("rollout_max_response_len", s.rollout_max_response_len),
+        ("eval_max_response_len", s.eval_max_response_len),
     ):
         if context is not None and length >= context:
             raise refusal(
@@ -133,7 +129,7 @@ def context_holds_prompt_and_response(s: RunSettings) -> None:
                 f"leaves no room for a prompt in rollout_max_context_len = {context}",
                 f"Set it below {context}.",
             )
-    prompt = s.rollout.rollout_max_prompt_len
+    prompt = s.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt >= context:
         raise refusal(
             "rollout_max_prompt_len",
@@ -143,94 +139,91 @@ def context_holds_prompt_and_response(s: RunSettings) -> None:
         )
 
 
-def top_k_is_a_count_or_all(s: RunSettings) -> None:
-    if s.rollout.rollout_top_k == 0:
+def top_k_is_a_count_or_all(s: Flat) -> None:
+    if s.rollout_top_k == 0:
         raise refusal("rollout_top_k", 0, "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
 
 
-def rewards_have_a_source(s: RunSettings) -> None:
-    r = s.rollout
-    if r.rm_type is not None and r.custom_rm_path is not None:
+def rewards_have_a_source(s: Flat) -> None:
+    if s.rm_type is not None and s.custom_rm_path is not None:
         raise refusal(
-            "rm_type", r.rm_type, f"custom_rm_path = {r.custom_rm_path!r} is given too", "Keep one of the two."
+            "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
         )
-    if r.rm_type is None and r.custom_rm_path is None and r.metadata_key is None:
+    if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
-    if r.rm_type == "remote_rm" and r.rm_url is None:
+    if s.rm_type == "remote_rm" and s.rm_url is None:
         raise refusal("rm_url", None, "rm_type remote_rm asks a service", "Set --rm-url http://HOST:PORT/PATH.")
-    if r.rm_url is not None and not r.rm_url.startswith(("http://", "https://")):
-        raise refusal("rm_url", r.rm_url, "not an http:// or https:// address", "Write the scheme too.")
+    if s.rm_url is not None and not s.rm_url.startswith(("http://", "https://")):
+        raise refusal("rm_url", s.rm_url, "not an http:// or https:// address", "Write the scheme too.")
 
 
-def dotted_paths_are_well_formed(s: RunSettings) -> None:
-    r = s.rollout
-    own = {} if r.custom_rm_path is None else {"custom_rm_path": r.custom_rm_path}
-    for name, path in (own | s.grpo.hook_paths).items():
+def dotted_paths_are_well_formed(s: Flat) -> None:
+    own = {} if s.custom_rm_path is None else {"custom_rm_path": s.custom_rm_path}
+    for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
             raise refusal(name, path, "not a dotted path", "Write package.module.function.")
     for name, path in (
-        ("dynamic_sampling_filter_path", r.dynamic_sampling_filter_path),
-        ("buffer_filter_path", r.buffer_filter_path),
+        ("dynamic_sampling_filter_path", s.dynamic_sampling_filter_path),
+        ("buffer_filter_path", s.buffer_filter_path),
     ):
         if not (path.isidentifier() or DOTTED.fullmatch(path)):
             raise refusal(name, path, "neither a shipped name nor a dotted path", "Write package.module.function.")
 
 
-def evaluation_has_data(s: RunSettings) -> None:
-    data = s.eval.eval_prompt_data
-    if s.eval.eval_interval is not None and not data:
+def evaluation_has_data(s: Flat) -> None:
+    data = s.eval_prompt_data
+    if s.eval_interval is not None and not data:
         raise refusal(
-            "eval_interval", s.eval.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
+            "eval_interval", s.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
         )
     if len(data) > 1 and len(data) % 2:
         raise refusal("eval_prompt_data", data, "not pairs of name and path", "Write NAME PATH [NAME PATH ...].")
-    names = [name for name, _ in s.eval.datasets]
+    names = [name for name, _ in s.datasets]
     if len(set(names)) < len(names):
         raise refusal("eval_prompt_data", data, "two data sets have one name", "Give each its own name.")
 
 
-def learning_rate_decays_downwards(s: RunSettings) -> None:
-    if s.optimizer.min_lr > s.optimizer.lr:
-        raise refusal("min_lr", s.optimizer.min_lr, f"above lr = {s.optimizer.lr}", "Set min_lr <= lr.")
+def learning_rate_decays_downwards(s: Flat) -> None:
+    if s.min_lr > s.lr:
+        raise refusal("min_lr", s.min_lr, f"above lr = {s.lr}", "Set min_lr <= lr.")
 
 
-def engine_addresses_match_the_engine(s: RunSettings) -> None:
-    g = s.sglang
-    addrs = g.rollout_external_engine_addrs
-    if g.engine == "external" and not addrs:
+def engine_addresses_match_the_engine(s: Flat) -> None:
+    addrs = s.rollout_external_engine_addrs
+    if s.engine == "external" and not addrs:
         raise refusal(
-            "engine", g.engine, "no addresses of running engines", "Set --rollout-external-engine-addrs HOST:PORT ..."
+            "engine", s.engine, "no addresses of running engines", "Set --rollout-external-engine-addrs HOST:PORT ..."
         )
-    if g.engine != "external" and addrs:
-        raise refusal("rollout_external_engine_addrs", addrs, f"engine is {g.engine!r}", "Set --engine external.")
-    if g.engine == "external" and g.num_generation_workers != len(addrs):
+    if s.engine != "external" and addrs:
+        raise refusal("rollout_external_engine_addrs", addrs, f"engine is {s.engine!r}", "Set --engine external.")
+    if s.engine == "external" and s.num_generation_workers != len(addrs):
         raise refusal(
             "num_generation_workers",
-            g.num_generation_workers,
+            s.num_generation_workers,
             f"{len(addrs)} engine addresses are given, one worker drives one engine",
             "Leave it out.",
         )
-    if (g.sglang_router_ip is None) != (g.sglang_router_port is None):
-        missing = "sglang_router_ip" if g.sglang_router_ip is None else "sglang_router_port"
+    if (s.sglang_router_ip is None) != (s.sglang_router_port is None):
+        missing = "sglang_router_ip" if s.sglang_router_ip is None else "sglang_router_port"
         raise refusal(missing, None, "a router has both an address and a port", "Set both or none.")
 
 
-def inner_deadlines_are_shorter(s: RunSettings) -> None:
+def inner_deadlines_are_shorter(s: Flat) -> None:
     for inner, value, outer, limit in (
-        ("heartbeat_s", s.launch.heartbeat_s, "lease_s", s.bus.lease_s),
+        ("heartbeat_s", s.heartbeat_s, "lease_s", s.lease_s),
         (
             "engine_token_deadline_s",
-            s.sglang.engine_token_deadline_s,
+            s.engine_token_deadline_s,
             "sglang_request_deadline_s",
-            s.sglang.sglang_request_deadline_s,
+            s.sglang_request_deadline_s,
         ),
     ):
         if value >= limit:
             raise refusal(inner, value, f"not below {outer} = {limit}", f"Set {inner} < {outer}.")
 
 
-def bus_url_is_understood(s: RunSettings) -> None:
-    check_bus_url(s.bus.bus_url)
+def bus_url_is_understood(s: Flat) -> None:
+    check_bus_url(s.bus_url)
 
 
 def check_bus_url(url: str | None) -> None:
@@ -244,8 +237,8 @@ def check_bus_url(url: str | None) -> None:
         )
 
 
-def run_name_is_a_plain_name(s: RunSettings) -> None:
-    check_run_name(s.launch.name)
+def run_name_is_a_plain_name(s: Flat) -> None:
+    check_run_name(s.name)
 
 
 def check_run_name(name: str) -> None:
@@ -258,30 +251,22 @@ def check_run_name(name: str) -> None:
         )
 
 
-def checkpoint_options_agree(s: RunSettings) -> None:
-    c = s.ckpt
-    if c.no_save and c.save_trigger_sentinel is not None:
-        raise refusal("save_trigger_sentinel", c.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
-    if c.no_save and c.save_hf is not None:
-        raise refusal("save_hf", c.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
-    for name, pattern in (
-        ("save_hf", c.save_hf),
-        ("save_debug_rollout_data", c.save_debug_rollout_data),
-        ("load_debug_rollout_data", c.load_debug_rollout_data),
-    ):
-        if pattern is not None and "{rollout_id}" not in pattern:
-            raise refusal(name, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
+def checkpoint_options_agree(s: Flat) -> None:
+    if s.no_save and s.save_trigger_sentinel is not None:
+        raise refusal("save_trigger_sentinel", s.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
+    if s.no_save and s.save_hf is not None:
+        raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
 
 
-def debug_modes_exclude_each_other(s: RunSettings) -> None:
-    if s.launch.debug_rollout_only and (s.launch.debug_train_only or s.ckpt.load_debug_rollout_data):
+def debug_modes_exclude_each_other(s: Flat) -> None:
+    if s.debug_rollout_only and (s.debug_train_only or s.load_debug_rollout_data):
         raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
-    if s.launch.debug_train_only and not s.ckpt.load_debug_rollout_data:
+    if s.debug_train_only and not s.load_debug_rollout_data:
         raise refusal("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
-    for field in ("save_debug_rollout_data", "load_debug_rollout_data"):
-        pattern = getattr(s.ckpt, field)
+    for field in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
+        pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise refusal(field, pattern, "one file per rollout", "Put {rollout_id} into the path.")
+            raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
 
 
 RULES: tuple[Rule, ...] = (
@@ -315,30 +300,32 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check_rules(settings: RunSettings) -> None:
-    """Raise SettingsError for the first rule that does not hold."""
+def check_rules(settings: Flat, found: Refusals | None = None) -> None:
+    """Raise SettingsError with all rules that do not hold, or leave them in `found`."""
+    broken = Refusals() if found is None else found
     for rule in RULES:
-        rule(settings)
+        broken.attempt(rule, settings)
+    if found is None:
+        broken.raise_all()
 
 
-def notes(s: RunSettings) -> Iterator[str]:
+def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    r, g = s.rollout, s.grpo
-    if r.num_rollout is not None and r.num_epoch is not None:
-        yield f"num_epoch = {r.num_epoch} has no effect beside num_rollout = {r.num_rollout}"
-    if r.max_weight_staleness == 0:
+    if s.num_rollout is not None and s.num_epoch is not None:
+        yield f"num_epoch = {s.num_epoch} has no effect beside num_rollout = {s.num_rollout}"
+    if s.max_weight_staleness == 0:
         yield "max_weight_staleness = 0 is strictly on-policy: generation waits for training"
-    if r.max_weight_staleness > 0 and g.no_correction:
-        yield f"max_weight_staleness = {r.max_weight_staleness} trains on off-policy data without a correction"
-    if r.max_weight_staleness > 0 and r.over_sampling_batch_size > s.max_open_groups:
+    if s.max_weight_staleness > 0 and s.no_correction:
+        yield f"max_weight_staleness = {s.max_weight_staleness} trains on off-policy data without a correction"
+    if s.max_weight_staleness > 0 and s.over_sampling_batch_size > s.max_open_groups:
         yield (
-            f"over_sampling_batch_size = {r.over_sampling_batch_size} is cut to {s.max_open_groups}, the open groups "
-            f"that max_weight_staleness = {r.max_weight_staleness} admits"
+            f"over_sampling_batch_size = {s.over_sampling_batch_size} is cut to {s.max_open_groups}, the open groups "
+            f"that max_weight_staleness = {s.max_weight_staleness} admits"
         )
-    longest = r.rollout_max_context_len or r.rollout_max_response_len + (r.rollout_max_prompt_len or 0)
-    if s.perf.use_dynamic_batch_size and longest > s.perf.max_tokens_per_gpu:
+    longest = s.rollout_max_context_len or s.rollout_max_response_len + (s.rollout_max_prompt_len or 0)
+    if s.use_dynamic_batch_size and longest > s.max_tokens_per_gpu:
         yield (
-            f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.perf.max_tokens_per_gpu}: such a sample "
+            f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.max_tokens_per_gpu}: such a sample "
             "gets a micro-batch of its own and needs more memory"
         )
     yield from training.notes(s)

@@ -3,11 +3,12 @@
 Build it with `load.load` (file and flags) or `load.settings_from` (keywords); both resolve and check.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from miles_async.settings.derive import needs_whole_groups
+from miles_async.settings.flat import Flat
 from miles_async.settings.groups import (
     BusSettings,
     CkptSettings,
@@ -42,29 +43,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Path(self.launch.runs_dir) / self.launch.name
 
     @property
-    def samples_per_rollout(self) -> int:
-        """Samples in one rollout: rollout_batch_size * n_samples_per_prompt."""
-        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+    def flat(self) -> Flat:
+        """All settings by name, and what follows from several."""
+        return Flat({name: getattr(table, name) for table in self._tables() for name in table.__struct_fields__})
 
-    @property
-    def groups_per_version(self) -> int:
-        """Prompt groups trained between two published policy versions: B of the admission bound."""
-        return self.rollout.rollout_batch_size * self.rollout.update_weights_interval
-
-    @property
-    def lookahead_versions(self) -> int:
-        """Staleness that `wait` adds to what admission implies, in policy versions: ceil((W - 1) / B); else 0."""
-        if self.rollout.staleness_policy != "wait":
-            return 0
-        return -(-(self.rollout.staleness_lookahead - 1) // self.groups_per_version)
-
-    @property
-    def needs_whole_groups(self) -> bool:
-        """Whether groups cannot be trained in parts."""
-        hook, estimator = self.grpo.custom_reward_post_process_path, self.grpo.advantage_estimator
-        return needs_whole_groups(reward_hook=hook, estimator=estimator)
-
-    @property
-    def max_open_groups(self) -> int:
-        """Groups that may be issued and not yet trained, dropped or dead: (eta + 1 - lookahead) * B, at least B."""
-        return (self.rollout.max_weight_staleness + 1 - self.lookahead_versions) * self.groups_per_version
+    def _tables(self) -> Iterator[msgspec.Struct]:
+        return (getattr(self, name) for name in self.__struct_fields__)

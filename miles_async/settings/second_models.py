@@ -6,78 +6,77 @@ from pathlib import Path
 
 from miles_async.settings.derive import DISTILLATION
 from miles_async.settings.errors import refusal
+from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
 
 
-def critic_belongs_to_ppo(s: RunSettings) -> None:
-    g, c = s.grpo, s.ckpt
-    if g.advantage_estimator != "ppo":
-        for name, value in (("critic_load", c.critic_load), ("num_critic_only_steps", g.num_critic_only_steps)):
+def critic_belongs_to_ppo(s: Flat) -> None:
+    if s.advantage_estimator != "ppo":
+        for name, value in (("critic_load", s.critic_load), ("num_critic_only_steps", s.num_critic_only_steps)):
             if value:
                 raise refusal(
                     name,
                     value,
-                    f"advantage_estimator = {g.advantage_estimator!r} has no critic",
+                    f"advantage_estimator = {s.advantage_estimator!r} has no critic",
                     "Leave it out, or set --advantage-estimator ppo.",
                 )
-    rollouts = s.rollout.num_rollout
-    if rollouts is not None and g.num_critic_only_steps >= rollouts:
+    rollouts = s.num_rollout
+    if rollouts is not None and s.num_critic_only_steps >= rollouts:
         raise refusal(
             "num_critic_only_steps",
-            g.num_critic_only_steps,
+            s.num_critic_only_steps,
             f"the policy would never be trained in num_rollout = {rollouts}",
             "Set it below num_rollout.",
         )
 
 
-def distillation_has_one_teacher(s: RunSettings) -> None:
-    g, c = s.grpo, s.ckpt
-    if g.use_opd and g.advantage_estimator == DISTILLATION:
+def distillation_has_one_teacher(s: Flat) -> None:
+    if s.use_opd and s.advantage_estimator == DISTILLATION:
         raise refusal(
             "use_opd",
             True,
             f"advantage_estimator = {DISTILLATION!r} counts the teacher already",
             "Keep one of the two.",
         )
-    served = g.opd_type == "sglang"
-    if g.distills and not (g.opd_teacher_urls if served else c.opd_teacher_load):
+    served = s.opd_type == "sglang"
+    if s.distills and not (s.opd_teacher_urls if served else s.opd_teacher_load):
         raise refusal(
             "opd_teacher_urls" if served else "opd_teacher_load",
             None,
-            f"distillation without a teacher (opd_type = {g.opd_type!r})",
+            f"distillation without a teacher (opd_type = {s.opd_type!r})",
             "Set --opd-teacher-load DIR of the teacher, or --opd-teacher-urls http://HOST:PORT of its server.",
         )
     for name, value, fits in (
-        ("opd_teacher_load", c.opd_teacher_load, not served),
-        ("opd_teacher_urls", g.opd_teacher_urls, served),
+        ("opd_teacher_load", s.opd_teacher_load, not served),
+        ("opd_teacher_urls", s.opd_teacher_urls, served),
     ):
-        if g.distills and value and not fits:
-            raise refusal(name, value, f"opd_type = {g.opd_type!r} does not ask it", "Keep one teacher.")
-    if g.distills and served and s.rollout.rollout_temperature != 1.0:
+        if s.distills and value and not fits:
+            raise refusal(name, value, f"opd_type = {s.opd_type!r} does not ask it", "Keep one teacher.")
+    if s.distills and served and s.rollout_temperature != 1.0:
         raise refusal(
             "rollout_temperature",
-            s.rollout.rollout_temperature,
+            s.rollout_temperature,
             "a served teacher's log-probs are those of temperature 1",
             "Set it to 1.0, or load the teacher in the trainer with --opd-teacher-load.",
         )
-    for url in g.opd_teacher_urls:
+    for url in s.opd_teacher_urls:
         if not url.startswith(("http://", "https://")):
             raise refusal("opd_teacher_urls", url, "not an http:// or https:// address", "Write the scheme too.")
-    for name, value in (("opd_teacher_load", c.opd_teacher_load), ("opd_teacher_urls", g.opd_teacher_urls)):
-        if value and not g.distills:
+    for name, value in (("opd_teacher_load", s.opd_teacher_load), ("opd_teacher_urls", s.opd_teacher_urls)):
+        if value and not s.distills:
             raise refusal(
                 name,
                 value,
                 "nothing is distilled",
                 f"Add --use-opd or --advantage-estimator {DISTILLATION}, or leave it out.",
             )
-    if c.opd_teacher_ckpt_step is not None and c.opd_teacher_load is None:
+    if s.opd_teacher_ckpt_step is not None and s.opd_teacher_load is None:
         raise refusal(
-            "opd_teacher_ckpt_step", c.opd_teacher_ckpt_step, "there is no opd_teacher_load", "Set it or leave this out."
+            "opd_teacher_ckpt_step", s.opd_teacher_ckpt_step, "there is no opd_teacher_load", "Set it or leave this out."
         )
 
 
-RULES: tuple[Callable[[RunSettings], None], ...] = (critic_belongs_to_ppo, distillation_has_one_teacher)
+RULES: tuple[Callable[[Flat], None], ...] = (critic_belongs_to_ppo, distillation_has_one_teacher)
 
 
 def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
@@ -85,7 +84,7 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     tracker or opd_teacher_ckpt_step names. SettingsError when it is no model directory or, where the policy's model_dir is
     known, when their vocabularies differ."""
     given, step = settings.ckpt.opd_teacher_load, settings.ckpt.opd_teacher_ckpt_step
-    if given is None or not settings.grpo.distills:
+    if given is None or not settings.flat.distills:
         return ""
     path = Path(given)
     tracker = path / "latest_checkpointed_iteration.txt"

@@ -14,7 +14,7 @@ from functools import cache
 from miles_async.settings.catalog import PREFIXES, names
 from miles_async.settings.doc import PassedOn
 from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.run import RunSettings
+from miles_async.settings.flat import Flat
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
 # Flag -> the setting of ours that decides it.
@@ -81,84 +81,85 @@ _ROUTER = _PARSER.format(
 )
 
 
-def engines_match_the_gpus(s: RunSettings) -> None:
+def engines_match_the_gpus(s: Flat) -> None:
     """rollout_num_gpus = engines * GPUs per engine, and as many ids, each once."""
-    g = s.sglang
-    if g.engine != "sglang":
+    if s.engine != "sglang":
         for field, value, unset in (
-            ("rollout_num_gpus", g.rollout_num_gpus, 0),
-            ("server_args", g.server_args, {}),
-            ("sglang_server_command", g.sglang_server_command, ()),
+            ("rollout_num_gpus", s.rollout_num_gpus, 0),
+            ("server_args", s.server_args, {}),
+            ("sglang_server_command", s.sglang_server_command, ()),
         ):
             if value != unset:
                 raise _not_for(s, field, value)
         return
-    wanted = g.num_generation_workers * g.rollout_num_gpus_per_engine
-    if g.rollout_num_gpus != wanted:
+    wanted = s.num_generation_workers * s.rollout_num_gpus_per_engine
+    if s.rollout_num_gpus != wanted:
         raise SettingsError(
-            f"{g.num_generation_workers} engines of rollout_num_gpus_per_engine = {g.rollout_num_gpus_per_engine} take {wanted}",
+            f"{s.num_generation_workers} engines of rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} take {wanted}",
             field="rollout_num_gpus",
-            value=g.rollout_num_gpus,
+            value=s.rollout_num_gpus,
             remedy="Set a multiple of the GPUs per engine and leave out num_generation_workers.",
         )
-    if len(g.rollout_gpu_ids) != wanted:
+    if len(s.rollout_gpu_ids) != wanted:
         raise SettingsError(
-            f"{len(g.rollout_gpu_ids)} ids for {wanted} GPUs",
+            f"{len(s.rollout_gpu_ids)} ids for {wanted} GPUs",
             field="rollout_gpu_ids",
-            value=g.rollout_gpu_ids,
+            value=s.rollout_gpu_ids,
             remedy="Name each GPU once, or leave it out.",
         )
-    if len(set(g.rollout_gpu_ids)) < wanted and g.rollout_num_gpus_per_engine > 1:
+    if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1:
         raise SettingsError(
             "one engine needs different GPUs",
             field="rollout_gpu_ids",
-            value=g.rollout_gpu_ids,
+            value=s.rollout_gpu_ids,
             remedy="Name each GPU once.",
         )
 
 
-def _not_for(s: RunSettings, field: str, value: object) -> SettingsError:
+def _not_for(s: Flat, field: str, value: object) -> SettingsError:
     remedy = "Set --engine sglang."
     if field == "server_args" and isinstance(value, dict):
         for name in value:  # most likely a misspelt setting of ours
             remedy = nearest(f"sglang_{name}".replace("-", "_"), names()) or remedy
-    return SettingsError(f"engine is {s.sglang.engine!r}", field=field, value=value, remedy=remedy)
+    return SettingsError(f"engine is {s.engine!r}", field=field, value=value, remedy=remedy)
 
 
-def passed_flags_are_not_ours(s: RunSettings) -> None:
+def passed_flags_are_not_ours(s: Flat) -> None:
     """What follows from other settings cannot be passed on; names look like flags."""
     for table, values, owned in (
-        ("server_args", s.sglang.server_args, SERVER_OWNED),
-        ("router_args", s.sglang.router_args, ROUTER_OWNED),
+        ("server_args", s.server_args, SERVER_OWNED),
+        ("router_args", s.router_args, ROUTER_OWNED),
     ):
         for name, value in values.items():
-            flag = f"{PREFIXES[table]}{name}"
+            flag = f"{PREFIXES[table][0]}{name}"
             if name in owned:
                 raise SettingsError(f"decided by {owned[name]}", field=flag, value=value, remedy="Leave it out.")
+            if table == "server_args" and name.startswith("router-"):
+                own = name.removeprefix("router-")
+                raise SettingsError("a flag of the router", field=flag, value=value, remedy=f"Write {own} in router_args.")
             if not NAME.fullmatch(name):
                 raise SettingsError(
                     "not the name of a flag", field=flag, value=value, remedy="Write it as the program does."
                 )
 
 
-def router_settings_agree(s: RunSettings) -> None:
-    g = s.sglang
-    if not g.use_router and g.sglang_router_ip is not None:
+def router_settings_agree(s: Flat) -> None:
+    if not s.use_router and s.sglang_router_ip is not None:
         raise SettingsError(
-            f"sglang_router_ip = {g.sglang_router_ip!r} is given",
+            f"sglang_router_ip = {s.sglang_router_ip!r} is given",
             field="use_router",
             value=False,
             remedy="Leave one of the two out.",
         )
-    if g.router_args and (not g.use_router or g.sglang_router_ip is not None):
-        why = "use_router is off" if not g.use_router else "the router at sglang_router_ip has its own flags"
+    if s.router_args and (not s.use_router or s.sglang_router_ip is not None):
+        why = "use_router is off" if not s.use_router else "the router at sglang_router_ip has its own flags"
         raise SettingsError(
-            why, field="router_args", value=g.router_args, remedy="Leave them out, or let us start the router."
+            why, field="router_args", value=s.router_args, remedy="Leave them out, or let us start the router."
         )
 
 
-def waves_are_for_files(s: RunSettings) -> None:
-    way, fraction = s.sglang.update_weight_transport, s.sglang.update_weight_wave_fraction
+def waves_are_for_files(s: Flat) -> None:
+    way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
         raise SettingsError(
             f"update_weight_transport is {way!r}, which reaches all engines at once",
@@ -168,16 +169,16 @@ def waves_are_for_files(s: RunSettings) -> None:
         )
 
 
-def engines_are_different(s: RunSettings) -> None:
+def engines_are_different(s: Flat) -> None:
     """Two workers on one engine would activate versions under each other's requests."""
     known: dict[str, str] = {}
-    for address in s.sglang.rollout_external_engine_addrs:
+    for address in s.rollout_external_engine_addrs:
         bare = address.rpartition("://")[2].rstrip("/").replace("localhost:", "127.0.0.1:")
         if bare in known:
             raise SettingsError(
                 f"{known[bare]} and {address} are one engine",
                 field="rollout_external_engine_addrs",
-                value=s.sglang.rollout_external_engine_addrs,
+                value=s.rollout_external_engine_addrs,
                 remedy="Give each engine a port of its own, and each address once.",
             )
         known[bare] = address
@@ -192,49 +193,58 @@ RULES = (
 )
 
 
-def notes(s: RunSettings) -> Iterator[str]:
+def notes(s: Flat) -> Iterator[str]:
     """What could not be verified here, and what is allowed but surprising."""
-    g = s.sglang
-    if g.server_args and g.sglang_server_command:
+    if not s.partial_rollout and s.pause_generation_mode != "abort":
+        yield (
+            f"partial_rollout is off, but pause_generation_mode {s.pause_generation_mode} interrupts no sample: those under way at "
+            "a weight update go on with the new weights; --pause-generation-mode abort generates them anew"
+        )
+    if s.server_args and s.sglang_server_command:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
-    among_others = g.use_router or g.sglang_router_ip is not None
-    elsewhere = bool(g.sglang_server_command or g.rollout_external_engine_addrs)
-    if g.engine != "embedded" and g.pause_generation_mode == "in_place" and among_others:
+    among_others = s.use_router or s.sglang_router_ip is not None
+    elsewhere = bool(s.sglang_server_command or s.rollout_external_engine_addrs)
+    if s.engine != "embedded" and s.pause_generation_mode == "in_place" and among_others:
         yield (
             "pause_generation_mode in_place acts like retract behind a router: tokens cannot be counted there at the moment of a "
             "weight update, and a chunk of several could mix two versions"
         )
-    elif g.engine != "embedded" and g.pause_generation_mode == "in_place" and elsewhere:
+    elif s.engine != "embedded" and s.pause_generation_mode == "in_place" and elsewhere:
         yield (
             "pause_generation_mode in_place cannot count tokens in an SGLang that this run does not start with its own Python: two "
             "chunks of each running sample count as the older version's at a weight update"
         )
-    if g.engine == "sglang" and len(set(g.rollout_gpu_ids)) < len(g.rollout_gpu_ids):
-        yield f"several engines share a GPU (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): give each a part of its memory"
-    if g.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in g.server_args:
+    if s.engine == "sglang" and len(set(s.rollout_gpu_ids)) < len(s.rollout_gpu_ids):
+        yield f"several engines share a GPU (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): give each a part of its memory"
+    if s.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in s.server_args:
         yield (
             "--sglang-enable-prefill-delayer with several GPUs per engine can stop it for good: ranks of SGLang 0.5.12 decide by "
             "their own clocks when a wait is over"
         )
-    shared = sorted(set(g.rollout_gpu_ids) & set(range(s.perf.actor_num_gpus_per_node)))
-    if g.engine == "sglang" and shared and not (g.colocate or s.launch.debug_rollout_only):
+    shared = sorted(set(s.rollout_gpu_ids) & set(range(s.actor_num_gpus_per_node)))
+    if s.engine == "sglang" and shared and not (s.colocate or s.debug_rollout_only):
         yield (
-            f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(g.rollout_gpu_ids)}): "
+            f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): "
             "give each a part of the memory (--sglang-mem-fraction-static), or let them take turns with --colocate"
         )
 
 
-def check_programs(s: RunSettings) -> None:
-    """SGLang and the router are installed where we start them, and know the flags that are passed on."""
-    g = s.sglang
-    if g.engine == "sglang" and not g.sglang_server_command:
-        _installed("sglang", "engine", g.engine, "Install miles-async[sglang], or choose --engine embedded.")
-        if g.server_args:
-            _accepted("server_args", g.server_args, _SERVER)
-    if g.use_router and g.sglang_router_ip is None:
+def check_programs(s: Flat, *, dry_run: bool = False) -> list[str]:
+    """SGLang and the router are installed where we start them, and know the flags that are passed on. Returns what could not be
+    told here; a dry run may be made where they are not installed."""
+    unchecked: list[str] = []
+    if s.engine == "sglang" and not s.sglang_server_command:
+        if dry_run and importlib.util.find_spec("sglang") is None:
+            unchecked.append("sglang is not installed in this Python: --sglang-* flags are not verified, and a start is refused")
+            return unchecked
+        _installed("sglang", "engine", s.engine, "Install miles-async[sglang], or choose --engine embedded.")
+        if s.server_args and not _accepted("server_args", s.server_args, _SERVER):
+            unchecked.append("--sglang-* flags are not verified: SGLang's own parser did not answer")
+    if s.use_router and s.sglang_router_ip is None:
         _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
-        if g.router_args:
-            _accepted("router_args", g.router_args, _ROUTER)
+        if s.router_args and not _accepted("router_args", s.router_args, _ROUTER):
+            unchecked.append("--router-* flags are not verified: the router's own parser did not answer")
+    return unchecked
 
 
 def _installed(module: str, field: str, value: object, remedy: str) -> None:
@@ -242,17 +252,19 @@ def _installed(module: str, field: str, value: object, remedy: str) -> None:
         raise SettingsError(f"{module} is not installed in this Python", field=field, value=value, remedy=remedy)
 
 
-def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> None:
+def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> bool:
+    """False where it cannot be told."""
     known, refused = _verdict(script, tuple(_words(values)))
     program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
     for name in values if known else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"Did you mean {PREFIXES[table]}{close[0]}?" if close else "Look at the program's --help."
-            raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table]}{name}", remedy=hint)
+            hint = f"Did you mean {PREFIXES[table][0]}{close[0]}?" if close else "Look at the program's --help."
+            raise SettingsError(f"{program} has no such flag", field=f"{PREFIXES[table][0]}{name}", remedy=hint)
     if refused:
         why = " ".join(refused.split())[:300]
         raise SettingsError(f"{program} refuses these flags: {why}", field=table, remedy="Correct or leave out that flag.")
+    return bool(known)
 
 
 def _words(values: Mapping[str, PassedOn]) -> Iterator[str]:

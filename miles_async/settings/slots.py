@@ -1,25 +1,24 @@
-"""(pure) Rules on the samples that engines take at once; bus/knobs/slots.py holds patches of a running run to the same."""
+"""(pure) Rules on the samples that engines take at once."""
 
 from collections.abc import Iterator
 
 from miles_async.settings.errors import SettingsError, refusal
-from miles_async.settings.run import RunSettings
+from miles_async.settings.flat import Flat
 
 
-def slots_are_possible(s: RunSettings) -> None:
+def slots_are_possible(s: Flat) -> None:
     for error in _broken(s):
         raise error
 
 
-def _broken(s: RunSettings) -> Iterator[SettingsError]:
-    g = s.sglang
-    fixed, low, high = g.sglang_server_concurrency, g.sglang_concurrency_min, g.sglang_concurrency_max
+def _broken(s: Flat) -> Iterator[SettingsError]:
+    fixed, low, high = s.sglang_server_concurrency, s.sglang_concurrency_min, s.sglang_concurrency_max
     if high is not None and low > high:
         yield refusal("sglang_concurrency_min", low, f"above sglang_concurrency_max = {high}", f"Set it to {high} or less.")
-    if g.max_masked_fraction is not None and fixed:
+    if s.max_masked_fraction is not None and fixed:
         rule = f"sglang_server_concurrency is fixed at {fixed}, so nothing would keep to it"
-        yield refusal("max_masked_fraction", g.max_masked_fraction, rule, "Set --sglang-server-concurrency auto.")
-    slots, after = g.tail_slots, g.tail_after_tokens
+        yield refusal("max_masked_fraction", s.max_masked_fraction, rule, "Set --sglang-server-concurrency auto.")
+    slots, after = s.tail_slots, s.tail_after_tokens
     if slots is None and after is None:
         return
     if after is None:
@@ -30,29 +29,32 @@ def _broken(s: RunSettings) -> Iterator[SettingsError]:
         yield from _lane(s, slots, after)
 
 
-def _lane(s: RunSettings, slots: int, after: int) -> Iterator[SettingsError]:
-    if why := no_tail_lane(s):
+def _lane(s: Flat, slots: int, after: int) -> Iterator[SettingsError]:
+    if s.use_router:
+        why = "use_router sends each request to any engine"
         yield refusal("tail_slots", slots, why, "Set --no-use-router: workers share the load by what they lease.")
-    longest = s.rollout.rollout_max_response_len
+    longest = s.rollout_max_response_len
     if after >= longest:
         rule = f"no sample outlives it with rollout_max_response_len = {longest}"
         yield refusal("tail_after_tokens", after, rule, f"Set it below {longest}.")
-    workers = s.sglang.num_generation_workers
+    workers = s.num_generation_workers
     if workers == 1:
         rule = "the run has one worker, whose batch would be no smaller for it"
         yield refusal("tail_slots", slots, rule, "Start two workers or more, or leave it out with tail_after_tokens.")
-    each = s.sglang.sglang_server_concurrency or s.sglang.sglang_concurrency_max or 0
+    each = s.sglang_server_concurrency or s.sglang_concurrency_max or 0
     most = (workers - 1) * each
     if workers and each and slots > most:
         rule = f"{workers} workers of {each} slots must leave one worker for what is not the tail"
         yield refusal("tail_slots", slots, rule, f"Set it to {most} or less.")
 
 
-def no_tail_lane(s: RunSettings) -> str:
-    """Why a run can keep no slots for the tail; empty = it can."""
-    return "use_router sends each request to any engine" if s.sglang.use_router else ""
+def slices_go_on_from_a_prefix(s: Flat) -> None:
+    for name in ("max_tokens_per_slice", "tail_slots"):
+        if not s.partial_rollout and getattr(s, name) is not None:
+            rule = "samples that give their slot back resume from a prefix, and partial_rollout is off"
+            raise refusal(name, getattr(s, name), rule, "Leave one of the two out.")
 
 
-RULES = (slots_are_possible,)
+RULES = (slots_are_possible, slices_go_on_from_a_prefix)
 
-__all__ = ("RULES", "no_tail_lane")
+__all__ = ("RULES",)

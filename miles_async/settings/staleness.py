@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from miles_async.settings.errors import listing, refusal
-from miles_async.settings.run import RunSettings
+from miles_async.settings.flat import Flat
 
 CORRECTION_FLAGS = (
     *("--use-tis", "--use-icepop", "--use-mis", "--use-decoupled-loss", "--use-rollout-logprobs", "--keep-old-actor"),
 )
 
 
-def oversampling_covers_a_batch(s: RunSettings) -> None:
-    over, batch = s.rollout.over_sampling_batch_size, s.rollout.rollout_batch_size
+def oversampling_covers_a_batch(s: Flat) -> None:
+    over, batch = s.over_sampling_batch_size, s.rollout_batch_size
     if 0 < over < batch:
         raise refusal(
             "over_sampling_batch_size",
@@ -21,8 +21,8 @@ def oversampling_covers_a_batch(s: RunSettings) -> None:
         )
 
 
-def parts_have_a_turn(s: RunSettings) -> None:
-    policy, bound = s.rollout.staleness_policy, s.rollout.max_weight_staleness
+def parts_have_a_turn(s: Flat) -> None:
+    policy, bound = s.staleness_policy, s.max_weight_staleness
     if policy not in ("split", "member"):
         return
     if bound == 0:
@@ -33,7 +33,7 @@ def parts_have_a_turn(s: RunSettings) -> None:
             "Leave it out, or set max_weight_staleness to 1 or more.",
         )
     if s.needs_whole_groups:
-        why = s.grpo.custom_reward_post_process_path or f"advantage_estimator {s.grpo.advantage_estimator}"
+        why = s.custom_reward_post_process_path or f"advantage_estimator {s.advantage_estimator}"
         raise refusal(
             "staleness_policy",
             policy,
@@ -42,10 +42,11 @@ def parts_have_a_turn(s: RunSettings) -> None:
         )
 
 
-def stale_data_is_corrected(s: RunSettings) -> None:
-    bound = s.rollout.max_weight_staleness
-    g = s.grpo
-    if bound > 0 and g.off_policy_correction == "none" and not (g.no_correction or g.keep_old_actor):
+def stale_data_is_corrected(s: Flat) -> None:
+    bound = s.max_weight_staleness
+    corrected = s.off_policy_correction == "rollout_logprobs" or s.keep_old_actor or s.policy_loss == "dppo"
+    corrected = corrected or (s.off_policy_correction != "none" and not s.get_mismatch_metrics)
+    if bound > 0 and not (corrected or s.no_correction):
         raise refusal(
             "max_weight_staleness",
             bound,
@@ -54,12 +55,12 @@ def stale_data_is_corrected(s: RunSettings) -> None:
         )
 
 
-def wait_leaves_room_for_its_lookahead(s: RunSettings) -> None:
-    bound, extra, per_version = s.rollout.max_weight_staleness, s.lookahead_versions, s.groups_per_version
+def wait_leaves_room_for_its_lookahead(s: Flat) -> None:
+    bound, extra, per_version = s.max_weight_staleness, s.lookahead_versions, s.groups_per_version
     if extra > bound:
         raise refusal(
             "staleness_lookahead",
-            s.rollout.staleness_lookahead,
+            s.staleness_lookahead,
             f"looking so far ahead adds {extra} versions of staleness with {per_version} groups per version, above "
             f"max_weight_staleness = {bound}",
             f"Set it to {bound * per_version + 1} or less, or raise max_weight_staleness.",

@@ -4,24 +4,23 @@ from collections.abc import Iterator
 
 from miles_async.settings.derive import CONSTANT_SUM, TOKEN_MEAN
 from miles_async.settings.errors import refusal, show
-from miles_async.settings.run import RunSettings
+from miles_async.settings.flat import Flat
 
 
-def hooks_have_an_effect(s: RunSettings) -> None:
-    g = s.grpo
-    own = g.custom_loss_function_path
-    if (g.loss_type == "custom_loss") != (own is not None):
+def hooks_have_an_effect(s: Flat) -> None:
+    own = s.custom_loss_function_path
+    if (s.loss_type == "custom_loss") != (own is not None):
         raise refusal(
             "loss_type",
-            g.loss_type,
+            s.loss_type,
             f"custom_loss_function_path is {'unset' if own is None else repr(own)}",
             "Leave out loss_type, and it follows.",
         )
-    if g.custom_tis_function_path is not None and not g.use_tis:
+    if s.custom_tis_function_path is not None and not s.use_tis:
         raise refusal(
-            "custom_tis_function_path", g.custom_tis_function_path, "has no effect while use_tis is off", "Add --use-tis."
+            "custom_tis_function_path", s.custom_tis_function_path, "has no effect while use_tis is off", "Add --use-tis."
         )
-    if own is not None and (g.off_policy_correction != "none" or g.use_opsm):
+    if own is not None and (s.off_policy_correction != "none" or s.use_opsm):
         raise refusal(
             "custom_loss_function_path",
             own,
@@ -30,49 +29,72 @@ def hooks_have_an_effect(s: RunSettings) -> None:
         )
 
 
-def ranks_have_work(s: RunSettings) -> None:
-    p = s.perf
-    if p.actor_num_nodes != 1:
+def a_loss_belongs_to_its_estimator(s: Flat) -> None:
+    own = s.advantage_estimator if s.advantage_estimator in ("gspo", "cispo") else None
+    if s.policy_loss != own and (own or s.policy_loss in ("gspo", "cispo")):
+        raise refusal(
+            "policy_loss",
+            s.policy_loss,
+            f"advantage_estimator is {s.advantage_estimator!r}, and gspo and cispo are each estimator and loss in one",
+            "Leave it out.",
+        )
+    if s.get_mismatch_metrics and s.off_policy_correction in ("none", "rollout_logprobs"):
+        raise refusal(
+            "get_mismatch_metrics", True, "no correction is chosen whose effect could be told", "Add --use-tis or another."
+        )
+
+
+def masked_sequences_have_moved(s: Flat) -> None:
+    elsewhere = s.keep_old_actor or s.use_rollout_logprobs or s.interpolate_proximal
+    if s.use_opsm and s.num_steps_per_rollout == 1 and not elsewhere:
+        raise refusal(
+            "use_opsm",
+            True,
+            "leaves nothing out with num_steps_per_rollout = 1: the policy before the only step is the policy in it",
+            "Use several steps, --keep-old-actor or --use-rollout-logprobs, or drop it.",
+        )
+
+
+def ranks_have_work(s: Flat) -> None:
+    if s.actor_num_nodes != 1:
         raise refusal(
             "actor_num_nodes",
-            p.actor_num_nodes,
+            s.actor_num_nodes,
             "this launcher starts the trainer on its own host",
             "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host.",
         )
-    if p.actor_num_gpus_per_node > s.grpo.global_batch_size:
+    if s.actor_num_gpus_per_node > s.global_batch_size:
         raise refusal(
             "actor_num_gpus_per_node",
-            p.actor_num_gpus_per_node,
-            f"more than global_batch_size = {s.grpo.global_batch_size}: a rank would have no sample",
-            f"Set it to {s.grpo.global_batch_size} or less.",
+            s.actor_num_gpus_per_node,
+            f"more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
+            f"Set it to {s.global_batch_size} or less.",
         )
 
 
-def loss_is_reduced_one_way(s: RunSettings) -> None:
-    g = s.grpo
-    if g.calculate_per_token_loss != (g.loss_agg_mode == TOKEN_MEAN):
+def loss_is_reduced_one_way(s: Flat) -> None:
+    if s.calculate_per_token_loss != (s.loss_agg_mode == TOKEN_MEAN):
         raise refusal(
             "loss_agg_mode",
-            g.loss_agg_mode,
-            f"calculate_per_token_loss = {show(g.calculate_per_token_loss)} says otherwise",
+            s.loss_agg_mode,
+            f"calculate_per_token_loss = {show(s.calculate_per_token_loss)} says otherwise",
             "Keep one of the two, and the other follows.",
         )
-    if g.loss_scale_factor is not None and g.loss_agg_mode != CONSTANT_SUM:
+    if s.loss_scale_factor is not None and s.loss_agg_mode != CONSTANT_SUM:
         raise refusal(
             "loss_scale_factor",
-            g.loss_scale_factor,
-            f"loss_agg_mode = {g.loss_agg_mode!r} divides by no constant",
+            s.loss_scale_factor,
+            f"loss_agg_mode = {s.loss_agg_mode!r} divides by no constant",
             f"Set --loss-agg-mode {CONSTANT_SUM} or leave it out.",
         )
 
 
-def ranks_have_equal_micro_batches(s: RunSettings) -> None:
+def ranks_have_equal_micro_batches(s: Flat) -> None:
     """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
-    p, g = s.perf, s.grpo
-    ranks, size = p.actor_num_gpus_per_node, p.micro_batch_size
-    if p.use_dynamic_batch_size or ranks == 1:
+    ranks, size = s.actor_num_gpus_per_node, s.micro_batch_size
+    if s.use_dynamic_batch_size or ranks == 1:
         return
-    if g.use_dynamic_global_batch_size and size > 1:
+    if s.use_dynamic_global_batch_size and size > 1:
         raise refusal(
             "micro_batch_size",
             size,
@@ -80,34 +102,34 @@ def ranks_have_equal_micro_batches(s: RunSettings) -> None:
             f"actor_num_gpus_per_node = {ranks}",
             "Set it to 1, or use --use-dynamic-batch-size.",
         )
-    count = -(-g.global_batch_size // size)
-    if not g.use_dynamic_global_batch_size and count % ranks:
+    count = -(-s.global_batch_size // size)
+    if not s.use_dynamic_global_batch_size and count % ranks:
         raise refusal(
             "micro_batch_size",
             size,
-            f"global_batch_size = {g.global_batch_size} makes {count} micro-batches, not a multiple of "
+            f"global_batch_size = {s.global_batch_size} makes {count} micro-batches, not a multiple of "
             f"actor_num_gpus_per_node = {ranks}",
             "Change one of them, or use --use-dynamic-batch-size.",
         )
 
 
-def balance_has_something_to_measure(s: RunSettings) -> None:
-    if s.perf.balance_by_flops and not s.perf.balance_data:
+def balance_has_something_to_measure(s: Flat) -> None:
+    if s.balance_by_flops and not s.balance_data:
         raise refusal(
             "balance_by_flops", True, "has no effect while balance_data = false", "Leave out --no-balance-data."
         )
 
 
-def equal_logprobs_have_what_they_need(s: RunSettings) -> None:
+def equal_logprobs_have_what_they_need(s: Flat) -> None:
     """true_on_policy_mode repeats one engine's kernels on one GPU."""
-    if not s.model.true_on_policy_mode:
+    if not s.true_on_policy_mode:
         return
-    backend = s.sglang.server_args.get("attention-backend", "fa3")
+    backend = s.server_args.get("attention-backend", "fa3")
     for field, value, wanted in (
-        ("engine", s.sglang.engine, "sglang"),
-        ("model_dtype", s.model.model_dtype, "bfloat16"),
-        ("actor_num_gpus_per_node", s.perf.actor_num_gpus_per_node, 1),
-        ("rollout_num_gpus_per_engine", s.sglang.rollout_num_gpus_per_engine, 1),
+        ("engine", s.engine, "sglang"),
+        ("model_dtype", s.model_dtype, "bfloat16"),
+        ("actor_num_gpus_per_node", s.actor_num_gpus_per_node, 1),
+        ("rollout_num_gpus_per_engine", s.rollout_num_gpus_per_engine, 1),
         ("--sglang-attention-backend", backend, "fa3"),
     ):
         if value != wanted:
@@ -119,6 +141,8 @@ def equal_logprobs_have_what_they_need(s: RunSettings) -> None:
 RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
+    a_loss_belongs_to_its_estimator,
+    masked_sequences_have_moved,
     loss_is_reduced_one_way,
     ranks_have_work,
     ranks_have_equal_micro_batches,
@@ -126,10 +150,10 @@ RULES = (
 )
 
 
-def notes(s: RunSettings) -> Iterator[str]:
+def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    ranks, total = s.perf.actor_num_gpus_per_node, s.samples_per_rollout
-    if s.grpo.use_dynamic_global_batch_size and total % ranks:
+    ranks, total = s.actor_num_gpus_per_node, s.samples_per_rollout
+    if s.use_dynamic_global_batch_size and total % ranks:
         yield (
             f"use_dynamic_global_batch_size leaves out {total % ranks} of {total} samples of every full rollout batch, "
             f"since actor_num_gpus_per_node = {ranks}"

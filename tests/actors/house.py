@@ -16,6 +16,7 @@ from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
+from tests.bus.suite.knobs import plain_kinds
 
 KNOBS: dict[str, Any] = {
     "rollout_batch_size": 2,
@@ -31,11 +32,12 @@ KNOBS: dict[str, Any] = {
     "rollout_top_p": 1.0,
     "rollout_max_response_len": 8,
     "rollout_max_context_len": 0,
+    "partial_rollout": True,
     "partial_save_tokens": 4,
     "max_tokens_per_slice": 0,
     "reward_timeout_s": 5.0,
     "max_waves": 0,
-    "dynamic_sampling_filter": "nonzero_std",
+    "dynamic_sampling_filter_path": "nonzero_std",
     "lr": 1e-3,
     "clip_grad": 1.0,
     "eps_clip": 0.2,
@@ -53,10 +55,6 @@ KNOBS: dict[str, Any] = {
     "save_interval": 0,
     "eval_interval": 0,
     "eval_share": 0.25,
-    "correction": "tis",
-    "no_correction": False,
-    "use_kl_loss": False,
-    "has_eval_data": False,
 }
 
 
@@ -66,7 +64,7 @@ async def open_bus(url: str, run: str, **config: Any) -> AsyncIterator[Bus]:
     knobs, groups = config.pop("knobs", {}), config.pop("groups", ())
     async with Bus(BusConfig(url=url, run=run, **config)) as bus:
         await bus.make_readers()
-        await publish_initial(bus, KNOBS | knobs)
+        await publish_initial(bus, KNOBS | knobs, plain_kinds(KNOBS | knobs))
         opened = {g: msgspec.msgpack.encode(OpenGroup(group_id=g, prompt_id=g, n_samples=2)) for g in groups}
         await bus.commit(Commit(open_groups=opened))
         yield bus

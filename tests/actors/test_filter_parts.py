@@ -222,10 +222,13 @@ def stumbling(samples) -> str | None:
     return None
 
 
+STUMBLING = {"dynamic_sampling_filter_path": f"{__name__}.stumbling"}
+
+
 async def test_a_judge_that_raises_drops_the_group_and_the_rest_goes_on(redis_url: str, run_name: str) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
         await issue(bus, 1, 2, 3)
-        async with running(bus, "filter", run, FilterSpec(custom_filter=f"{__name__}.stumbling")):
+        async with running(bus, "filter", run, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])):
             await put(bus, SCORED, *(member(g, i, reward) for g, reward in ((1, 0.5), (3, 0.25), (2, 1.0)) for i in range(N)))
             await until(lambda: kept(bus))
             assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", "judge_raised", ""]
@@ -235,7 +238,7 @@ async def test_a_judge_that_raises_drops_the_group_and_the_rest_goes_on(redis_ur
 
 
 async def test_a_judge_that_always_raises_ends_the_run_with_its_text(redis_url: str, run_name: str) -> None:
-    async with open_bus(redis_url, run_name) as bus:
+    async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
         groups = range(1, MOST_RAISED + 1)
         await issue(bus, *groups)
 
@@ -248,7 +251,7 @@ async def test_a_judge_that_always_raises_ends_the_run_with_its_text(redis_url: 
             assert isinstance(ends, RunEnds) and "ZeroDivisionError: no ratio of 0.5" in str(ends)
             context.note = "ended"
 
-        async with running(bus, "filter", body, FilterSpec(custom_filter=f"{__name__}.stumbling")) as context:
+        async with running(bus, "filter", body, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])) as context:
             await put(bus, SCORED, *(member(g, i, 0.5) for g in groups for i in range(N)))
             await until(lambda: _true(context.note == "ended"))
 

@@ -10,7 +10,6 @@ import msgspec
 
 from actors.runtime.context import ActorSpec, Context
 from actors.trainer.actor import Trainer
-from actors.trainer.backend import BackendConfig
 from actors.trainer.intake import Intake
 from actors.trainer.saver import KEPT_STEPS, TRIM_STEPS, Saver
 from actors.trainer.spec import TrainerSpec
@@ -19,7 +18,10 @@ from bus.knobs.live import LiveKnobs
 from bus.messages.policy import StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
+from miles_async.launcher.plan import told
+from miles_async.settings.flat import Flat
 from tests.actors.house import messages, open_bus
+from tests.declared import PLAIN, backend_of
 
 
 async def trained(bus: Bus, saver: Saver, steps: range) -> None:
@@ -61,7 +63,15 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
         knobs = LiveKnobs(bus)
         await knobs.open()
         context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
-        backend = TrainerSpec(backend=BackendConfig(hf_checkpoint=""), weights_dir="", num_rollout=1, save=str(tmp_path))
+        backend = told(
+            TrainerSpec,
+            Flat(PLAIN),
+            load="",
+            backend=backend_of(hf_checkpoint=""),
+            weights_dir="",
+            num_rollout=1,
+            save=str(tmp_path),
+        )
         trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none", save_hf=f"{tmp_path}/hf/{{rollout_id}}"))
         trainer._version = PolicyVersion(id=1, step=1)
         trainer._backend.snapshot = Copy  # type: ignore[method-assign]

@@ -1,18 +1,24 @@
-"""What the ledger gets for trained samples: by version, wherever masks sit."""
+"""What the ledger gets for trained samples: by version, wherever masks sit; what is said of a first step."""
 
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from actors.runtime.context import ActorSpec, Context
+from actors.runtime.run import RunEnds
 from actors.trainer.accounts import Trained, booked, consumed_by
-from actors.trainer.backend import StepResult
+from actors.trainer.actor import Trainer
+from actors.trainer.backend import BackendConfig, StepResult
 from actors.trainer.cut import Part
+from actors.trainer.spec import TrainerSpec
 from bus import Entry
+from bus.knobs.live import LiveKnobs
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.versions import VersionSpan
-from bus.topology import GROUPS
-from tests.actors.house import scored
+from bus.topology import EVENTS, GROUPS
+from tests.actors.house import messages, open_bus, scored
 
 
 def test_a_mask_over_the_newest_tokens_leaves_the_oldest_as_trained() -> None:
@@ -34,3 +40,19 @@ def test_a_mask_over_the_newest_tokens_leaves_the_oldest_as_trained() -> None:
         assert "tokens/dropped/outlasted" not in moves and aged == 0
     [item] = consumed_by([("g1", part, group)], StepResult({}, (), [(0, 60)]), step=5, bound=0)
     assert item.aged == {"outlasted": (0, 100)} and item.masked_tokens == 40 and item.versions == ((2, 60),)
+
+
+async def test_a_first_step_that_could_not_be_checked_says_so_and_ends_nothing(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
+        spec = TrainerSpec(
+            backend=BackendConfig(hf_checkpoint=""), weights_dir="", num_rollout=1, backend_name="none", ci_test=True
+        )
+        trainer = Trainer(context, spec)
+        await trainer._check_first_step({"train/loss": 0.5})
+        await trainer._check_first_step({"train/loss": 0.5, "train/selfcheck/loss": 0.5, "train/selfcheck_limit/loss": 9.0})
+        with pytest.raises(RunEnds, match="step 1 failed 1 of its 1 checks"):
+            await trainer._check_first_step({"train/selfcheck/loss": 10.0, "train/selfcheck_limit/loss": 9.0})
+        said = [e.text for e in await messages(bus, EVENTS) if e.kind == "self-check"]
+        assert ["not checked" in text for text in said] == [True, False, False] and "passed its 1 checks" in said[1]
+        trainer._thread.shutdown()

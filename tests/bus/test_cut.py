@@ -16,6 +16,7 @@ from bus.messages.control import Event
 from bus.server import EmbeddedRedis
 from bus.topology import EVENTS
 from tests.actors.house import KNOBS
+from tests.bus.suite.knobs import plain_kinds
 
 
 def config(server: EmbeddedRedis, deadline_s: float) -> BusConfig:
@@ -87,7 +88,7 @@ def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
 
     async def body() -> int:
         async with Bus(config(private_redis, 5.0)) as bus:
-            await publish_initial(bus, KNOBS)
+            await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
         return await run_actor(ActorSpec(name="a", role="generation", bus=config(private_redis, 1.0)), None, work)
 
     with runner() as loop:

@@ -19,7 +19,7 @@ from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
 from actors.trainer.courier import Courier
 from actors.trainer.null_backend import NullBackend
-from actors.trainer.torch_backend.state import WeightFiles
+from actors.trainer.training.state import WeightFiles
 from actors.trainer.transports.spec import CourierSpec
 from bus import Bus
 from bus.messages.policy import WeightManifest

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +14,6 @@ from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as run_partial
 from actors.runtime.context import Context
 from bus import Bus, Out
-from bus.errors import KnobRejected
-from bus.knobs.live import propose
 from bus.messages.policy import Activate, PolicyActive, WeightManifest
 from bus.messages.samples import RolloutDone
 from bus.messages.versions import PolicyVersion
@@ -122,40 +119,3 @@ async def test_without_a_second_worker_there_is_no_lane(redis_url: str, run_name
         await until(all_slots)
         await bus.append([Out(PROMPTS, sample(f"g{i}", 1, tokens=20)) for i in range(4)])
         assert {r.resumed_tokens for r in await done(bus, 4)} == {0}
-
-
-FACTS = {"num_generation_workers": 3, "no_tail_lane": ""}
-
-
-@pytest.mark.parametrize(
-    ("patch", "said"),
-    [
-        ({"tail_slots": 4}, "tail_slots=4 refused: nothing says which samples are the tail"),
-        ({"tail_after_tokens": 4}, "tail_after_tokens=4 refused: no slots are kept for the tail"),
-        ({"tail_slots": 17, "tail_after_tokens": 4}, "3 workers of 8 slots must leave one worker"),
-        ({"tail_slots": 4, "tail_after_tokens": 8}, "no sample outlives it with rollout_max_response_len = 8"),
-        ({"max_masked_fraction": 0.1}, "sglang_server_concurrency is fixed at 8"),
-        ({"sglang_concurrency_min": 9, "sglang_concurrency_max": 8}, "above sglang_concurrency_max = 8"),
-    ],
-)
-async def test_impossible_slots_are_refused(redis_url: str, run_name: str, patch: dict[str, Any], said: str) -> None:
-    async with open_bus(redis_url, run_name, knobs=FACTS) as bus:
-        with pytest.raises(KnobRejected, match=said):
-            await propose(bus, patch, author="test")
-        await propose(bus, {"tail_slots": 16, "tail_after_tokens": 4}, author="test")
-        await propose(bus, {"sglang_server_concurrency": "auto", "max_masked_fraction": 0.1}, author="test")
-
-
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"num_generation_workers": 1}, "the run has one worker"),
-        ({"no_tail_lane": "use_router sends each request to any engine"}, "use_router sends"),
-    ],
-)
-async def test_a_run_that_can_have_no_lane_says_why(
-    redis_url: str, run_name: str, facts: dict[str, Any], said: str
-) -> None:
-    async with open_bus(redis_url, run_name, knobs=FACTS | facts) as bus:
-        with pytest.raises(KnobRejected, match=said):
-            await propose(bus, {"tail_slots": 2, "tail_after_tokens": 4}, author="test")

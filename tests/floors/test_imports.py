@@ -98,7 +98,7 @@ def test_a_file_that_says_pure_is_pure(path: Path) -> None:
         *("actors/sampler/admission.py", "actors/sampler/order.py", "actors/sampler/progress.py"),
         *("actors/filter/groups.py", "actors/filter/judges.py", "actors/partial/decide.py"),
         *("actors/publisher/plan.py", "actors/trainer/cut.py", "actors/runtime/retry.py", "actors/runtime/seeds.py"),
-        *("bus/knobs/table.py", "bus/messages/versions.py", "miles_async/settings/rules.py"),
+        *("bus/knobs/kinds.py", "bus/messages/versions.py", "miles_async/settings/rules.py", "miles_async/settings/live.py"),
     ],
 )
 def test_decisions_lie_in_pure_files(name: str) -> None:
@@ -113,6 +113,17 @@ def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> Non
         assert not found.target.startswith("actors.") or found.target.startswith("actors.trainer.objective"), where(
             path, found
         )
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("actors", "trainer")], ids=str)
+def test_what_training_libraries_share_knows_none_of_them(path: Path) -> None:
+    """batch: plain numbers; training: tensors; the backends above both."""
+    folder = path.parts[2]
+    for found in imports(path):
+        if folder in ("batch", "objective", "training"):
+            assert not found.target.startswith("actors.trainer.torch_backend"), where(path, found)
+        assert folder != "batch" or package(found.target) not in ("torch", "numpy", "transformers"), where(path, found)
+        assert folder != "training" or package(found.target) != "transformers", where(path, found)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name == "actor.py"], ids=str)

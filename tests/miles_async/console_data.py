@@ -40,8 +40,20 @@ from bus.topology import (
     VERDICTS,
     Stream,
 )
-from tests.bus.suite.knobs import plain_knobs
+from miles_async.launcher.prepare import live_kinds
+from miles_async.settings import settings_from
+from miles_async.settings.live import initial_values
 
+SETTINGS = settings_from(
+    hf_checkpoint="builtin:arithmetic",
+    prompt_data="x.jsonl",
+    num_rollout=3,
+    rm_type="math",
+    use_tis=True,
+    max_weight_staleness=1,
+    rollout_batch_size=2,
+    over_sampling_batch_size=2,
+)
 ROOMS = ("sampler", "reward", "filter", "partial", "trainer", "publisher", "recorder")
 TOKENS = 4
 
@@ -121,7 +133,7 @@ class Story:
     async def begin(self, *, workers: int = 2) -> None:
         """Knobs, readers, one version, and every room alive."""
         await self.bus.make_readers()
-        await publish_initial(self.bus, plain_knobs(rollout_batch_size=2, over_sampling_batch_size=2))
+        await publish_initial(self.bus, initial_values(SETTINGS), live_kinds())
         await self.say(POLICY, Restored(step=0, version=PolicyVersion(1, 0)), self.announced(1))
         names = [f"generation-{i}" for i in range(workers)]
         await self.say(ACTIVE, PolicyActive(version=PolicyVersion(1, 0), serving=dict.fromkeys(names, 1)))

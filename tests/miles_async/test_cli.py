@@ -10,9 +10,11 @@ import pytest
 from miles_async.cli import app
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run
 from miles_async.settings import SettingsError, find_run, write_run_file
+from miles_async.settings.miles import WHY_NOT, why_not
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "redis", "rich", "transformers", "numpy", "pyarrow", "actors", "bus", "asyncio")
+LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "rich")
+HEAVY = (*LIBRARIES, "redis", "actors", "bus", "asyncio")
 CONFIG = """
 [model]
 hf_checkpoint = "builtin:arithmetic"
@@ -35,12 +37,20 @@ def in_process(*words: str, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["train", "--dry-run", "c.toml"]])
+def started(folder):
+    """A settings file and the data that it names."""
+    (folder / "c.toml").write_text(CONFIG)
+    (folder / "train.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["--version"], ["train", "--dry-run", "c.toml"]]
+)
 def test_help_and_dry_run_import_nothing_heavy(words, tmp_path):
-    (tmp_path / "c.toml").write_text(CONFIG)
+    started(tmp_path)
     code = (
         "import sys; from miles_async.cli.app import main; status = main(sys.argv[1:]);"
-        f"heavy = [name for name in {HEAVY!r} if name in sys.modules];"
+        f"heavy = [name for name in {(LIBRARIES if '--dry-run' in words else HEAVY)!r} if name in sys.modules];"
         "print(heavy, file=sys.stderr); sys.exit(status)"
     )
     done = subprocess.run(
@@ -51,11 +61,38 @@ def test_help_and_dry_run_import_nothing_heavy(words, tmp_path):
     assert done.stdout
 
 
+def helped(capsys, *topic):
+    assert app.main(["train", "--help", *topic]) == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_one_screen_with_a_way_in(capsys):
+    shown = helped(capsys)
+    assert len(shown.splitlines()) < 30 and max(map(len, shown.splitlines())) < 140
+    for way in ("--help GROUP", "--help WORD", "--help miles", "--help all", "  grpo "):
+        assert way in shown
+    assert "--tis-clip " in helped(capsys, "grpo") and "--bus-url" not in helped(capsys, "grpo")
+    assert "--tail-slots" in helped(capsys, "tail") and "--lr " not in helped(capsys, "tail")
+    assert "live: next step (trainer)" in helped(capsys, "tis_clip")
+    assert app.main(["train", "--help", "zork"]) == 2
+    assert "nothing is called 'zork'" in capsys.readouterr().err
+
+
+def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
+    rows = dict(line.split(maxsplit=1) for line in helped(capsys, "miles").splitlines())
+    assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--num-layers"]
+    assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
+    assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
+    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--tensor-model-parallel-size")} <= {
+        why for why, _ in WHY_NOT
+    }
+    assert why_not("--nonsense") == ""
+
+
 def test_help_shows_every_flag_with_unit_and_default(capsys):
     from miles_async.settings.catalog import catalog
 
-    assert app.main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = helped(capsys, "all")
     text = " ".join(shown.split())
     words = set(text.replace(",", " ").split())
     assert {spec.flag for spec in catalog().values()} <= words
@@ -73,10 +110,11 @@ def test_help_shows_every_flag_with_unit_and_default(capsys):
         (["train", "c.toml", "--rollout-bach-size", "4"], "Did you mean --rollout-batch-size?"),
         (["train", "c.toml", "--global-batch-size", "7"], "global_batch_size = 7"),
         (["train", "c.toml", "--dryrun"], "Did you mean --dry-run?"),
+        (["train", "c.toml", "--num-layers", "4"], "Miles has it. The architecture comes from config.json"),
     ],
 )
 def test_a_refusal_is_one_line_on_stderr_and_status_2(words, said, tmp_path):
-    (tmp_path / "c.toml").write_text(CONFIG)
+    started(tmp_path)
     done = in_process(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -84,8 +122,28 @@ def test_a_refusal_is_one_line_on_stderr_and_status_2(words, said, tmp_path):
     assert said in line and "Traceback" not in line
 
 
+def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
+    started(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def two(args, sample):\n    return 1.0\n"
+        "def words(sample):\n    return 'good'\n"
+        "def raises(samples):\n    return samples[0]['reward']\n"
+        "def none(step, waiting):\n    return None\n"
+    )
+    words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --wandb-project x --rm-type none "
+    words += "--custom-rm-path mine.two --dynamic-sampling-filter-path mine.raises --buffer-filter-path mine.none"
+    done = in_process("train", "c.toml", "--dry-run", *words.split(), cwd=tmp_path)
+    said = [line.removeprefix("miles-async train: ").split(" ")[0] for line in done.stderr.splitlines()]
+    fields = ["--wandb-project", "min_lr", "hf_checkpoint", "prompt_data"]
+    assert (done.returncode, said) == (2, [*fields, "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"])
+    assert "(sample: dict) -> number or table" in done.stderr and "raised TypeError" in done.stderr
+    done = in_process("train", "c.toml", "--dry-run", "--rm-type", "none", "--custom-rm-path", "mine.words", cwd=tmp_path)
+    assert done.returncode == 2 and "it gave str 'good', not a number" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_dry_run_prints_where_each_value_came_from(tmp_path):
-    (tmp_path / "c.toml").write_text(CONFIG)
+    started(tmp_path)
     done = in_process("train", "c.toml", "--dry-run", "--lr", "1e-4", cwd=tmp_path)
     rows = {line.split(" = ")[0]: " ".join(line.split()) for line in done.stdout.splitlines() if " = " in line}
     assert rows["lr"] == "lr = 0.0001 # flag"

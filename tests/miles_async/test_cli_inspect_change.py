@@ -137,11 +137,11 @@ def test_tune_lists_applies_logs_and_reverts(whole):
 @pytest.mark.parametrize(
     ("patch", "said"),
     [
-        (["lr=-1"], "out of range"),
-        (["lr=fast"], "not a number"),
-        (["learning_rat=1"], "no live knob has this name"),
+        (["lr=-1"], "must be a number >= 0"),
+        (["lr=fast"], "must be a number >= 0"),
+        (["learning_rat=1"], "no live setting has this name"),
         (["over_sampling_batch_size=1"], "smaller than rollout_batch_size = 2"),
-        (["lr=0.5", "staleness_policy=guess"], "not a choice"),
+        (["lr=0.5", "staleness_policy=guess"], "must be one of auto"),
         (["--revert", "7"], "known epochs are 0 to 0"),
     ],
 )

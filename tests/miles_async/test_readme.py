@@ -48,6 +48,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = here / "DIR" / "tokenizer_config.json"
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    shape = here / "DIR" / "config.json"  # a dry run looks whether answers fit the model's context
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"max_position_embeddings": 4096}))
     (here / "configs").symlink_to(ROOT / "configs")
     rows = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(256)]
     (here / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

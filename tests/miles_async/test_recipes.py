@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -67,7 +68,7 @@ def test_a_recipe_for_gsm8k_resolves(path: Path, tmp_path: Path) -> None:
     assert s.sglang.server_args["attention-backend"] == "fa3"
     assert courier_spec(s).transport == "nccl"
     assert s.rollout.max_weight_staleness == 2 and s.grpo.use_tis
-    assert dict(s.eval.datasets) == {"test": str(tmp_path / "rows.jsonl")}
+    assert dict(s.flat.datasets) == {"test": str(tmp_path / "rows.jsonl")}
     keys = {"input_key": s.rollout.input_key, "label_key": s.rollout.label_key}
     assert check_prompt_data(s.rollout.prompt_data, field="prompt_data", keys=keys).rows == 1
 
@@ -83,6 +84,8 @@ def test_a_recipe_takes_other_gpus_by_one_flag(flags: str, engines: int, ids: tu
 
 
 def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
     words = ["train", str(ROOT / "configs" / "qwen3-0.6b-gsm8k.toml"), *gsm8k(tmp_path), "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-m", "miles_async", *words],
@@ -93,4 +96,6 @@ def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    if importlib.util.find_spec("sglang") is None:
+        assert "sglang is not installed in this Python: --sglang-* flags are not verified" in done.stdout
     assert 'update_weight_transport = "nccl"' in done.stdout and 'input_key = "question"' in done.stdout

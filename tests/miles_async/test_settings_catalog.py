@@ -7,7 +7,7 @@ from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups,
 from miles_async.settings.derive import DERIVATIONS
 
 FIELDS = list(catalog().values())
-SOLVED = {"name", "use_dynamic_batch_size", "global_batch_size", "num_steps_per_rollout"}
+SOLVED = {"name", "model_dtype", "use_dynamic_batch_size", "global_batch_size", "num_steps_per_rollout"}
 
 
 def test_the_ten_groups_are_there():

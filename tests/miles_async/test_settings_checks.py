@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miles_async.launcher.prepare import check_quantization
+from miles_async.launcher.hooks import check_quantization
 from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
 from miles_async.settings.checks import check_prompt_lengths
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
@@ -69,7 +69,7 @@ def test_a_quantisation_that_cannot_be_published_is_refused(data, model):
 
 
 def test_good_input_passes_and_tells_what_it_found(data, model):
-    found = preflight(make(data, hf_checkpoint=str(model), label_key="answer"), shipped={"rm_type": ["math"]})
+    found = preflight(make(data, hf_checkpoint=str(model), label_key="answer"))
     assert found.prompts.rows == 10
     assert found.prompts.head[3] == ROWS[3]
     assert found.model_context == 256
@@ -138,10 +138,11 @@ def test_chat_messages_are_prompts(tmp_path):
 
 
 def test_an_unknown_name_lists_the_shipped_ones(data):
-    shipped = {"rm_type": ["math", "remote_rm"], "dynamic_sampling_filter_path": ["check_reward_nonzero_std", "none"]}
-    text = refusal(make(data, rm_type="mth"), shipped=shipped)
-    assert "rm_type = 'mth'" in text and "Did you mean math? Valid names: math, remote_rm." in text
-    preflight(make(data, dynamic_sampling_filter_path="my.filters.keep"), shipped=shipped)
+    with pytest.raises(SettingsError, match=r"rm_type = 'mth': no such name\. Did you mean math\?"):
+        make(data, rm_type="mth")
+    with pytest.raises(SettingsError, match="one of none, check_reward_nonzero_std"):
+        make(data, dynamic_sampling_filter_path="os")
+    make(data, dynamic_sampling_filter_path="my.filters.keep")
 
 
 def test_bad_model_directories_are_refused(data, model, tmp_path):

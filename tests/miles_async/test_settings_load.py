@@ -53,7 +53,7 @@ def test_what_is_not_given_follows_from_the_rest(tmp_path):
     assert s.rollout.rollout_batch_size == 32 and s.rollout.staleness_policy == "auto"
     assert (s.grpo.global_batch_size, s.grpo.eps_clip_high, s.eval.eval_temperature) == (128, 0.1, 0.7)
     assert s.run_dir == Path("runs/tiny")
-    assert s.samples_per_rollout == 256
+    assert s.flat.samples_per_rollout == 256
 
 
 def test_booleans_lists_and_unsetting_as_flags(tmp_path):
@@ -65,7 +65,7 @@ def test_booleans_lists_and_unsetting_as_flags(tmp_path):
     ).settings
     assert s.grpo.use_tis is False
     assert s.rollout.rollout_stop_token_ids == (5, 6)
-    assert s.eval.datasets == (("held", "out.jsonl"),)
+    assert s.flat.datasets == (("held", "out.jsonl"),)
     assert s.rollout.label_key is None
     assert s.rollout.mask_offpolicy_in_partial_rollout and not s.rollout.partial_rollout
     assert s.grpo.tis_clip == 3.0
@@ -122,7 +122,9 @@ def test_missing_files_and_missing_fields_are_named(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingsError, match="not UTF-8"):
         load(tmp_path / "binary.toml")
-    assert "hf_checkpoint: required" in refusal(tmp_path, base="")
+    with pytest.raises(SettingsError) as both:
+        from_text(tmp_path, "", base="")
+    assert [e.field for e in both.value.each] == ["hf_checkpoint", "prompt_data"]
     assert "--prompt-data" in refusal(tmp_path, base='[model]\nhf_checkpoint = "builtin:arithmetic"')
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def make(**fields: Any) -> RunSettings:
         ({"loss_type": "custom_loss"}, "Leave out loss_type"),
         ({"loss_type": "policy_loss", "custom_loss_function_path": "a.b"}, "Leave out loss_type"),
         ({"custom_loss_function_path": "a.b", "use_tis": True}, "--no-correction"),
-        ({"custom_loss_function_path": "a.b", "use_opsm": True}, "--no-correction"),
+        ({"custom_loss_function_path": "a.b", "use_opsm": True, "num_steps_per_rollout": 2}, "--no-correction"),
         ({"actor_num_nodes": 2}, "--actor-num-gpus-per-node"),
         (
             {
@@ -126,7 +127,7 @@ def test_a_dynamic_global_batch_takes_what_agrees_with_it_and_says_what_it_leave
         backend = backend_of(use_dynamic_global_batch_size=True, **agreeing)
         assert backend.use_dynamic_global_batch_size and backend.num_steps_per_rollout == 1
     s = make(max_weight_staleness=0, use_dynamic_global_batch_size=True, actor_num_gpus_per_node=3)
-    assert any("leaves out 1 of 256" in note and "actor_num_gpus_per_node = 3" in note for note in notes(s))
+    assert any("leaves out 1 of 256" in note and "actor_num_gpus_per_node = 3" in note for note in notes(s.flat))
     (tmp_path / "run.toml").write_text(dump_toml(s))  # what a run writes down loads again, derived values included
     assert load(tmp_path / "run.toml").settings == s
 
@@ -145,7 +146,7 @@ def test_settings_reach_the_trainer() -> None:
     cfg = objective_config(s)
     assert (cfg.custom_loss_function_path, cfg.custom_advantage_function_path) == ("a.loss", "a.advantage")
     assert (cfg.custom_pg_loss_reducer_function_path, cfg.custom_reward_post_process_path) == ("a.reducer", "a.rewards")
-    assert cfg.custom_tis_function_path == ""
+    assert cfg.custom_tis_function_path is None
     tis = objective_config(make(use_tis=True, custom_tis_function_path="a.tis"))
     assert (tis.correction, tis.custom_tis_function_path, tis.use_tis) == ("tis", "a.tis", True)
 
@@ -153,9 +154,9 @@ def test_settings_reach_the_trainer() -> None:
         run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
     )
     [trainer] = [room for name, _, room in room_specs(s, place) if name == "trainer"]
-    assert (trainer.ranks, trainer.ci_test, trainer.backend.logprob_tolerance) == (2, True, 1e-4)
+    assert (trainer.ranks, trainer.ci_test, trainer.backend.selfcheck_logprob_tolerance) == (2, True, 1e-4)
     for fields, tolerance in (({}, 0.03), ({"selfcheck_logprob_tolerance": 0.08}, 0.08)):
-        assert backend_config(make(model_dtype="bfloat16", **fields), place).logprob_tolerance == tolerance
+        assert backend_config(make(model_dtype="bfloat16", **fields), place).selfcheck_logprob_tolerance == tolerance
 
 
 @pytest.mark.timeout(240)  # three processes that import torch
@@ -164,6 +165,7 @@ def test_hooks_are_tried_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    (tmp_path / "x.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     words = ["train", "--dry-run", "--max-weight-staleness", "0"]
     words += [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -183,6 +185,7 @@ def test_hooks_are_tried_before_anything_starts(
 
 
 def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     code = "import sys; from miles_async.cli import app; app.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     words = [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
@@ -190,8 +193,10 @@ def test_without_hooks_the_command_loads_no_torch(tmp_path: Path) -> None:
         capture_output=True,
         timeout=60,
         check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and b"hf_checkpoint" in done.stdout, done.stderr
 
 
 def test_what_rooms_wait_for_and_read_is_what_the_settings_say() -> None:

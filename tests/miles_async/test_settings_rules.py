@@ -59,6 +59,15 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"use_tis": True, "no_correction": True}, ("no_correction", "use_tis")),
         ({"use_tis": True, "tis_clip_low": 3.0}, ("tis_clip_low = 3.0", "tis_clip = 2.0")),
         ({"use_rs": True}, ("use_rs", "--use-mis")),
+        ({"use_opsm": True}, ("use_opsm", "leaves nothing out", "--keep-old-actor")),
+        ({"advantage_estimator": "gspo", "policy_loss": "ppo"}, ("policy_loss = 'ppo'", "Leave it out")),
+        ({"policy_loss": "cispo"}, ("policy_loss = 'cispo'", "advantage_estimator is 'grpo'")),
+        ({"get_mismatch_metrics": True}, ("get_mismatch_metrics", "--use-tis")),
+        ({"partial_rollout": False, "max_tokens_per_slice": 8}, ("max_tokens_per_slice = 8", "partial_rollout is off")),
+        (
+            {"max_weight_staleness": 1, "use_tis": True, "get_mismatch_metrics": True},
+            ("max_weight_staleness = 1", "without a correction"),
+        ),
         ({"use_mis": True, "tis_level": "geometric"}, ("tis_batch_normalize", "--no-tis-batch-normalize")),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}, ("kl_coef = 0.1", "kl_loss_coef = 0.1")),
         ({"kl_loss_coef": 0.1}, ("kl_loss_coef = 0.1", "--use-kl-loss")),
@@ -79,7 +88,7 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"custom_rm_path": "mine.score"}, ("rm_type", "custom_rm_path")),
         ({"rm_type": "remote_rm"}, ("rm_url", "remote_rm")),
         ({"rm_url": "localhost:80"}, ("rm_url = 'localhost:80'", "http://")),
-        ({"buffer_filter_path": "not a path"}, ("buffer_filter_path = 'not a path'", "dotted path")),
+        ({"buffer_filter_path": "not a path"}, ("buffer_filter_path = 'not a path'", "package.module.function")),
         ({"eval_interval": 5}, ("eval_interval = 5", "eval_prompt_data")),
         ({"eval_prompt_data": ["a", "b", "c"]}, ("eval_prompt_data", "NAME PATH")),
         ({"eval_prompt_data": ["a", "x", "a", "y"]}, ("eval_prompt_data", "one name")),
@@ -122,13 +131,13 @@ def test_a_wrong_bus_address_does_not_show_its_password():
 @pytest.mark.parametrize("flag", ["use_tis", "use_icepop", "use_mis", "use_decoupled_loss", "use_rollout_logprobs"])
 def test_each_correction_allows_stale_data_and_is_named(flag):
     s = make(max_weight_staleness=2, **{flag: True})
-    assert s.grpo.off_policy_correction == flag.removeprefix("use_").removesuffix("_loss")
-    assert s.max_open_groups == 96
+    assert s.flat.off_policy_correction == flag.removeprefix("use_").removesuffix("_loss")
+    assert s.flat.max_open_groups == 96
 
 
 def test_decoupled_and_mis_go_together():
     s = make(max_weight_staleness=2, use_mis=True, use_decoupled_loss=True)
-    assert s.grpo.off_policy_correction == "mis"
+    assert s.flat.off_policy_correction == "mis"
 
 
 @pytest.mark.parametrize("other", [{"use_rollout_logprobs": True}, {"use_mis": True}])
@@ -147,8 +156,8 @@ def test_the_old_actor_is_a_correction_of_its_own():
 
 def test_waiting_takes_its_lookahead_off_the_admission_bound():
     s = make(max_weight_staleness=2, use_tis=True, staleness_policy="wait")
-    assert (s.rollout.staleness_lookahead, s.lookahead_versions, s.max_open_groups) == (32, 1, 64)
-    assert make(staleness_policy="wait").max_open_groups == 32
+    assert (s.rollout.staleness_lookahead, s.flat.lookahead_versions, s.flat.max_open_groups) == (32, 1, 64)
+    assert make(staleness_policy="wait").flat.max_open_groups == 32
 
 
 @given(
@@ -167,7 +176,7 @@ def test_open_groups_always_hold_at_least_one_version(bound, batch, interval, ah
     except SettingsError as error:
         assert error.field == "staleness_lookahead"
         return
-    assert batch * interval <= s.max_open_groups <= (bound + 1) * batch * interval
+    assert batch * interval <= s.flat.max_open_groups <= (bound + 1) * batch * interval
 
 
 def test_single_samples_turn_off_what_needs_siblings():
@@ -182,13 +191,13 @@ def test_a_given_micro_batch_size_turns_packing_off():
 
 
 def test_hints_name_what_is_allowed_but_surprising():
-    text = "\n".join(notes(make(num_epoch=1, rollout_max_response_len=9000)))
+    text = "\n".join(notes(make(num_epoch=1, rollout_max_response_len=9000).flat))
     for word in ("num_epoch = 1 has no effect", "strictly on-policy", "9000"):
         assert word in text
     wide = make(max_weight_staleness=1, no_correction=True, over_sampling_batch_size=128)
-    assert "cut to 64" in "\n".join(notes(wide))
+    assert "cut to 64" in "\n".join(notes(wide.flat))
     wave = make(over_sampling_batch_size=64)
-    assert "cut to" not in "\n".join(notes(wave)), "at bound 0 it is a wave larger than the batch"
+    assert "cut to" not in "\n".join(notes(wave.flat)), "at bound 0 it is a wave larger than the batch"
 
 
 @pytest.mark.parametrize("policy", ["split", "member"])

@@ -188,7 +188,7 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
     assert worker.server_args == {
         "enable-deterministic-inference": True, "attention-backend": "fa3", "stream-interval": "8"
     }  # fmt: skip
-    assert backend_config(s, place).true_on_policy and backend_config(s, place).logprob_tolerance < 1e-6
+    assert backend_config(s, place).true_on_policy_mode and backend_config(s, place).selfcheck_logprob_tolerance < 1e-6
     for change, says in (
         ({"model_dtype": "float32"}, "model_dtype = 'float32': true_on_policy_mode needs 'bfloat16'"),
         ({"engine": "embedded"}, "engine = 'embedded'"),
@@ -203,29 +203,43 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
 
 def test_the_routers_own_parser_judges_names_and_values() -> None:
     pytest.importorskip("sglang_router")
-    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True, "log-dir": "d"}))
-    check_programs(settings(use_router=True, router_args={"dp-aware": False, "cors-allowed-origins": ("a", "b")}))
+    check_programs(settings(use_router=True, router_args={"policy": "random", "dp-aware": True, "log-dir": "d"}).flat)
+    check_programs(settings(use_router=True, router_args={"dp-aware": False, "cors-allowed-origins": ("a", "b")}).flat)
     for given, why in (
         ({"policy": "rndom"}, "argument --policy: invalid choice: 'rndom'"),
         ({"dp-aware": 3}, "unrecognized arguments: 3"),
         ({"max-payload-size": "big"}, "argument --max-payload-size: invalid int value: 'big'"),
     ):
         with pytest.raises(SettingsError, match=r"router_args: sglang_router\.launch_router refuses these flags") as refused:
-            check_programs(settings(use_router=True, router_args=given))
+            check_programs(settings(use_router=True, router_args=given).flat)
         assert why in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(
         SettingsError,
         match=r"--router-polcy: sglang_router.launch_router has no such flag. Did you mean --router-policy",
     ):
-        check_programs(settings(use_router=True, router_args={"polcy": "random"}))
+        check_programs(settings(use_router=True, router_args={"polcy": "random"}).flat)
+
+
+def test_the_routers_flags_reach_the_router_under_the_names_of_miles_too(tmp_path: Path) -> None:
+    words = "--sglang-router-policy random --sglang-router-request-timeout-secs 99 --sglang-mem-fraction-static 0.5"
+    s = made(tmp_path, flags=f"--engine sglang --use-router {words}").settings
+    assert s.sglang.router_args == {"policy": "random", "request-timeout-secs": "99"}
+    assert s.sglang.server_args == {"mem-fraction-static": "0.5"}
+    place = Place(
+        run_dir="", model_dir="m", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=3, fingerprint="", router_port=9
+    )
+    [router] = [spec for name, _, spec in engine_specs(s, place) if name == "router"]
+    assert router.args == s.sglang.router_args
+    with pytest.raises(SettingsError, match="a flag of the router"):
+        settings(engine="sglang", server_args={"router-policy": "random"})
 
 
 def test_a_program_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)  # as find_spec sees a package that is not there
     with pytest.raises(SettingsError, match="sglang is not installed"):
-        check_programs(settings(engine="sglang"))
+        check_programs(settings(engine="sglang").flat)
     own = settings(engine="sglang", sglang_server_command=("/opt/sglang/bin/python", "-m", "sglang.launch_server"))
-    check_programs(own)  # not this Python's business
+    check_programs(own.flat)  # not this Python's business
 
 
 def test_what_is_surprising_is_noted() -> None:
@@ -234,12 +248,13 @@ def test_what_is_surprising_is_noted() -> None:
         ({"sglang_server_command": ("serve",)}, "with its own Python: two chunks"),
         ({}, ""),
     ):
-        found = [note for note in notes(settings(engine="sglang", pause_generation_mode="in_place", **own)) if "in_place" in note]
+        s = settings(engine="sglang", pause_generation_mode="in_place", **own)
+        found = [note for note in notes(s.flat) if "in_place" in note]
         assert len(found) == bool(text) and all(text in note for note in found)
     s = settings(engine="sglang", num_generation_workers=2, rollout_gpu_ids=(0, 0))
-    assert any("share a GPU" in note for note in notes(s))
+    assert any("share a GPU" in note for note in notes(s.flat))
     delayed = settings(engine="sglang", rollout_num_gpus_per_engine=2, server_args={"enable-prefill-delayer": True})
-    assert any("can stop it for good" in note for note in notes(delayed))
-    assert any("share GPUs [0] with the trainer" in note for note in notes(s))
+    assert any("can stop it for good" in note for note in notes(delayed.flat))
+    assert any("share GPUs [0] with the trainer" in note for note in notes(s.flat))
     for fields in ({}, {"colocate": True}, {"debug_rollout_only": True}):
-        assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields)))
+        assert not any("with the trainer" in note for note in notes(settings(engine="sglang", **fields).flat))

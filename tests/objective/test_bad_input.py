@@ -10,7 +10,6 @@ import torch
 
 from actors.trainer.objective import (
     MissingInputError,
-    ObjectiveConfig,
     TrainSample,
     finish,
     policy_loss,
@@ -18,9 +17,10 @@ from actors.trainer.objective import (
 )
 from actors.trainer.objective.metrics import name_nonfinite
 from actors.trainer.objective.staleness import StaleTokenError, assert_fresh
+from tests.declared import objective_of
 
 NAN = math.nan
-TIS = ObjectiveConfig(correction="tis", eps_clip_high=0.28)
+TIS = objective_of(correction="tis", eps_clip_high=0.28)
 
 
 def sample(name, n=4, reward=1.0, group=0, **kw):
@@ -93,7 +93,7 @@ def test_empty_responses_and_groups_of_one_are_harmless():
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("reduction", ["per_sample", "per_token", "constant"])
 def test_a_batch_with_nothing_to_train_gives_zero_loss_and_says_so(whiten, reduction):
-    cfg = ObjectiveConfig(correction="tis", normalize_advantages=whiten, reduction=reduction)
+    cfg = objective_of(correction="tis", normalize_advantages=whiten, reduction=reduction)
     prepared, loss, grad, report = step(cfg, [sample("a", remove=True), sample("b", reward=0.0, loss_mask=[0] * 4)])
     assert prepared.flags["all_masked"] == ["a", "b"]
     assert loss.item() == 0 and grad.abs().sum() == 0
@@ -107,7 +107,7 @@ def test_no_samples_and_only_empty_samples_do_not_crash():
 
 
 def test_lengths_of_1_and_100k_mix():
-    cfg = ObjectiveConfig(advantage_estimator="reinforce_plus_plus", gamma=0.999, correction="tis")
+    cfg = objective_of(advantage_estimator="reinforce_plus_plus", gamma=0.999, correction="tis")
     long = sample("long", n=100_000)
     prepared, loss, grad, _ = step(cfg, [sample("short", n=1, reward=0.0), long])
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
@@ -148,13 +148,13 @@ def test_a_field_that_no_sample_has_is_an_error_that_names_it():
     with pytest.raises(MissingInputError, match="rollout_logp"):
         step(TIS, [sample("a", rollout_logp=None)])
     with pytest.raises(MissingInputError, match="values"):
-        prepare_batch(ObjectiveConfig(advantage_estimator="ppo"), [sample("a")])
+        prepare_batch(objective_of(advantage_estimator="ppo"), [sample("a")])
     with pytest.raises(MissingInputError, match="current_version"):
-        prepare_batch(ObjectiveConfig(max_staleness=1), [sample("a")])
+        prepare_batch(objective_of(max_staleness=1), [sample("a")])
 
 
 def test_over_age_tokens_are_masked_and_a_sample_with_nothing_left_is_named():
-    cfg = ObjectiveConfig(correction="tis", max_staleness=1)
+    cfg = objective_of(correction="tis", max_staleness=1)
     samples = [
         sample("mixed", spans=[(2, 1), (4, 3)], reward=0.0),
         sample("old", spans=[(1, 4)]),
@@ -189,9 +189,9 @@ def test_read_only_buffers_and_half_precision_are_accepted():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_veto_threshold_of_0_vetoes_nothing(level):
-    cfg = ObjectiveConfig(correction="mis", use_rs=True, rs_level=level, rs_veto_threshold=0.0, rs_upper_bound=9.0)
+    cfg = objective_of(correction="mis", use_rs=True, rs_level=level, rs_veto_threshold=0.0, rs_upper_bound=9.0)
     far = np.array([-1.0, -1.0, -60.0, -1.0], dtype=np.float32)
-    none = ObjectiveConfig(correction="mis", use_rs=True, rs_level=level, rs_upper_bound=9.0)
+    none = objective_of(correction="mis", use_rs=True, rs_level=level, rs_upper_bound=9.0)
     _, loss, _, report = step(cfg, [sample("a", reward=0.0), sample("b", old_logp=far)])
     _, without, _, _ = step(none, [sample("a", reward=0.0), sample("b", old_logp=far)])
     assert torch.isfinite(loss) and loss == without
@@ -210,7 +210,7 @@ def opd(teacher):
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("value", [-math.inf, 3e38])
 def test_an_advantage_that_is_not_finite_costs_its_group_alone_and_names_it(value, whiten):
-    cfg = ObjectiveConfig(use_opd=True, normalize_advantages=whiten)
+    cfg = objective_of(use_opd=True, normalize_advantages=whiten)
     teacher = np.array([-1.0, value, -1.0, -1.0])
     prepared, loss, grad, _ = step(cfg, opd(teacher))
     clean, _, good, _ = step(cfg, opd(teacher)[:2])
@@ -223,7 +223,7 @@ def test_an_advantage_that_is_not_finite_costs_its_group_alone_and_names_it(valu
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "reinforce_plus_plus", "maxrl"])
 @pytest.mark.parametrize("reward", [1e39, -1e308])
 def test_a_reward_beyond_all_measure_never_spoils_the_step(estimator, reward):
-    cfg = ObjectiveConfig(advantage_estimator=estimator)
+    cfg = objective_of(advantage_estimator=estimator)
     samples = [
         sample("a", reward=0.0), sample("b"), *(sample(f"c{i}", reward=reward, group=1) for i in range(3)), sample("d", group=1)
     ]  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_reward_beyond_all_measure_never_spoils_the_step(estimator, reward):
 
 
 def test_a_reference_that_rules_a_token_out_is_counted_where_its_kl_cannot_be_charged():
-    cfg = ObjectiveConfig(kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus_baseline")
+    cfg = objective_of(kl_coef=0.1, kl_loss_type="k1", advantage_estimator="reinforce_plus_plus_baseline")
     ref = np.array([-1.0, -math.inf, -1.0, -1.0])
     prepared, loss, *_ = step(cfg, [sample("a", reward=0.0, ref_logp=np.full(4, -1.0)), sample("b", ref_logp=ref)])
     assert prepared.flags["kl_not_finite"] == ["b"] and torch.isfinite(loss) and int(prepared.counts.sum()) == 8
@@ -257,7 +257,7 @@ def test_equal_names_of_trajectories_in_two_groups_are_two_trajectories():
 
 @pytest.mark.parametrize("proximal", ["rollout", "interpolate", "current", "recompute"])
 def test_the_engines_error_shows_also_where_the_loss_takes_the_engines_log_probs(proximal):
-    cfg = ObjectiveConfig(proximal=proximal, kl_coef=0.1 if proximal == "rollout" else 0.0)
+    cfg = objective_of(proximal=proximal, kl_coef=0.1 if proximal == "rollout" else 0.0)
     extra = {"ref_logp": np.full(4, -1.0), "spans": [(0, 4)]}
     far = [sample("a", reward=0.0, **extra), sample("b", rollout_logp=np.full(4, -5.0), **extra)]
     *_, report = step(cfg, far, new=torch.full((8,), -1.0), current_version=0)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer.objective import (
-    ObjectiveConfig,
     ObjectiveConfigError,
     TrainSample,
     check,
@@ -18,7 +17,6 @@ from actors.trainer.objective import (
     learning_rate,
     policy_loss,
     prepare_batch,
-    problems,
     rewards,
 )
 from actors.trainer.objective.advantages import advantage_of
@@ -28,6 +26,7 @@ from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
 from actors.trainer.objective.scan import reverse_scan
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
+from tests.declared import objective_of
 
 
 def normalised(rewards, estimator, **kw):
@@ -85,7 +84,7 @@ def one_step(cfg, new, old, rewards=(1.0, 0.0), rollout=None, spans=None, versio
 def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
     old = torch.full((4,), -2.0, dtype=torch.float64)
     new = torch.tensor([-2.0, -1.0, -2.0, -1.0], dtype=torch.float64)  # ratio e on every second token
-    cfg = check(ObjectiveConfig(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.5))
+    cfg = check(objective_of(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.5))
     _, grad, report, prepared = one_step(cfg, new, old)
     a = prepared.advantages
     assert grad.tolist() == pytest.approx((-torch.tensor([1.0, 1.5, 1.0, 1.5]) * a / 4).tolist())
@@ -93,7 +92,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_with_a_bounded_weight():
 
 
 def test_dppo_blocks_only_updates_that_leave_the_trust_region():
-    cfg = check(ObjectiveConfig(policy_loss="dppo", dppo_delta=0.1))
+    cfg = check(objective_of(policy_loss="dppo", dppo_delta=0.1))
     old = torch.tensor([0.5, 0.001, 0.5, 0.5], dtype=torch.float64).log()
     new = torch.tensor([0.8, 0.01, 0.2, 0.8], dtype=torch.float64).log()
     _, grad, report, prepared = one_step(cfg, new, old)
@@ -113,7 +112,7 @@ def test_binary_divergences_match_their_definitions():
 def test_decoupled_weights_bring_the_gradient_back_to_the_behaviour_policy():
     rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
     old = torch.tensor([-1.5, -1.0, -1.0, -1.0], dtype=torch.float64)
-    cfg = check(ObjectiveConfig(correction="decoupled", decoupled_cap=4.0))
+    cfg = check(objective_of(correction="decoupled", decoupled_cap=4.0))
     _, grad, report, prepared = one_step(cfg, old, old, rollout=rollout)  # new == old: ratio 1, weight prox/behaviour
     weights = torch.tensor([math.exp(-0.5), 4.0, 1.0, 1.0])
     assert grad.tolist() == pytest.approx((-weights * prepared.advantages / 4).tolist())
@@ -128,7 +127,7 @@ def test_interpolated_proximal_follows_staleness():
 
 def test_fresh_tokens_need_no_correction_under_interpolation():
     rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
-    cfg = check(ObjectiveConfig(correction="decoupled", proximal="interpolate", max_staleness=4))
+    cfg = check(objective_of(correction="decoupled", proximal="interpolate", max_staleness=4))
     new = rollout + 0.1
     fresh = [[(9, 2)], [(9, 2)]]
     _, _, report, _ = one_step(cfg, new, rollout, rollout=rollout, spans=fresh, version=9)
@@ -141,14 +140,14 @@ def test_fresh_tokens_need_no_correction_under_interpolation():
 def test_max_difference_is_a_maximum_not_a_mean():
     old = torch.full((4,), -1.0, dtype=torch.float64)
     rollout = old - torch.tensor([0.0, 0.25, 0.0, 0.5], dtype=torch.float64)
-    _, _, report, _ = one_step(ObjectiveConfig(correction="tis"), old, old, rollout=rollout)
+    _, _, report, _ = one_step(objective_of(correction="tis"), old, old, rollout=rollout)
     assert report["forward_logp_max_diff"] == pytest.approx(0.5)
     assert report["train_rollout_logprob_abs_diff"] == pytest.approx(0.1875)
 
 
 def test_kl_coefficient_zero_only_monitors():
-    base = ObjectiveConfig(proximal="current")
-    monitored = ObjectiveConfig(proximal="current", use_kl_loss=True, kl_loss_type="k2")
+    base = objective_of(proximal="current")
+    monitored = objective_of(proximal="current", use_kl_loss=True, kl_loss_type="k2")
     logp = torch.tensor([-1.0, -2.0, -1.5, -0.5], dtype=torch.float64)
     samples = [TrainSample(str(i), 0, 2, float(i), ref_logp=[-1.0, -1.0]) for i in range(2)]
     grads = []
@@ -169,34 +168,14 @@ def test_length_bias_has_a_sign():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_staleness": 1}, "no off-policy correction"),
         ({"advantage_estimator": "grpoo"}, "unknown"),
-        ({"use_kl_loss": True, "kl_coef": 0.1}, "counts the KL twice"),
-        ({"eps_clip_c": 0.9}, "dual clip"),
-        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}, "whitened"),
-        ({"proximal": "rollout", "correction": "tis"}, "every tis weight 1"),
-        ({"correction": "mis", "tis_level": "geometric", "tis_batch_normalize": True}, "geometric"),
-        ({"correction": "mis", "proximal": "current", "tis_batch_normalize": True}, "proximal=recompute"),
-        ({"tis_clip_low": 3.0}, "tis_clip"),
+        ({"correction": "tisk"}, "unknown"),
+        ({"policy_loss": "pp"}, "unknown"),
     ],
 )
-def test_unsound_settings_are_refused_with_the_reason(change, words):
+def test_unknown_names_are_refused(change, words):
     with pytest.raises(ObjectiveConfigError, match=words):
-        check(ObjectiveConfig(**change))
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "maxrl", "reinforce_plus_plus", "ppo"])
-def test_stale_data_needs_a_correction_or_explicit_permission_for_every_estimator(estimator):
-    assert problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=1))
-    for allowed in (
-        {"correction": "tis"},
-        {"allow_no_correction": True},
-        {"proximal": "rollout"},
-        {"use_opsm": True},
-    ):
-        assert not problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=1, **allowed))
-    assert not problems(ObjectiveConfig(advantage_estimator=estimator, max_staleness=0))
-    assert problems(ObjectiveConfig(max_staleness=1, correction="mis", report_only=True))
+        check(objective_of(**change))
 
 
 def test_schedules():
@@ -215,13 +194,13 @@ def test_an_estimator_is_its_record_and_the_functions_that_it_names(name):
     assert advantage_of(name).__name__ == record.advantage and record.policy_loss in POLICY_LOSSES
     baseline = baseline_of(name)
     assert (baseline is None) == (record.baseline == "") and (baseline is None or len(baseline([0.0, 1.0])) == 2)
-    cfg = check(ObjectiveConfig(advantage_estimator=name))
-    assert cfg.whiten == record.whitens and cfg.needs_student_logp == record.teacher and cfg.loss_name == record.policy_loss
+    cfg = check(objective_of(advantage_estimator=name))
+    assert cfg.whiten == record.whitens and cfg.needs_student_logp == record.teacher and cfg.policy_loss == record.policy_loss
 
 
 def test_a_new_estimator_is_a_record_and_its_function(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "best_of_group", Estimator(baseline="best_only"))
     monkeypatch.setattr(rewards, "best_only", lambda r: [float(x == max(r)) for x in r], raising=False)
     samples = [TrainSample(f"a/{i}", "a", 2, float(i), old_logp=[-1.0, -1.0]) for i in range(3)]
-    prepared = prepare_batch(check(ObjectiveConfig(advantage_estimator="best_of_group")), samples)
+    prepared = prepare_batch(check(objective_of(advantage_estimator="best_of_group")), samples)
     assert prepared.advantages.tolist() == [0, 0, 0, 0, 1, 1]

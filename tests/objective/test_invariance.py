@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer.objective import (
-    ObjectiveConfig,
     TrainSample,
     check,
     finish,
@@ -21,25 +20,26 @@ from actors.trainer.objective import (
     unflatten,
     value_loss,
 )
+from tests.declared import objective_of
 
 CONFIGS = {
-    "grpo_tis": ObjectiveConfig(eps_clip_high=0.28, correction="tis", max_staleness=2),
-    "grpo_current_tis": ObjectiveConfig(eps_clip_high=0.28, correction="tis", proximal="current"),
-    "per_token_icepop": ObjectiveConfig(correction="icepop", tis_clip_low=0.5, reduction="per_token", eps_clip_c=3.0),
-    "dr_grpo": ObjectiveConfig(grpo_std_normalization=False, reduction="constant", loss_constant=16.0),
-    "gspo_kl_entropy": ObjectiveConfig(
+    "grpo_tis": objective_of(eps_clip_high=0.28, correction="tis", max_staleness=2),
+    "grpo_current_tis": objective_of(eps_clip_high=0.28, correction="tis", proximal="current"),
+    "per_token_icepop": objective_of(correction="icepop", tis_clip_low=0.5, reduction="per_token", eps_clip_c=3.0),
+    "dr_grpo": objective_of(grpo_std_normalization=False, reduction="constant", loss_constant=16.0),
+    "gspo_kl_entropy": objective_of(
         advantage_estimator="gspo", use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", entropy_coef=0.01
     ),
-    "mis_normalised": ObjectiveConfig(
+    "mis_normalised": objective_of(
         correction="mis", tis_batch_normalize=True, use_rs=True, rs_level="sequence", rs_upper_bound=4.0
     ),
-    "mis_sequence_normalised": ObjectiveConfig(correction="mis", tis_level="sequence", tis_batch_normalize=True),
-    "rfpp_whitened": ObjectiveConfig(advantage_estimator="reinforce_plus_plus", kl_coef=0.05, gamma=0.97),
-    "ppo_whitened": ObjectiveConfig(advantage_estimator="ppo", gamma=0.99, lambd=0.95, normalize_advantages=True),
-    "opd_opsm": ObjectiveConfig(use_opd=True, opd_kl_coef=0.3, use_opsm=True, opsm_delta=0.01),
-    "decoupled_interpolated": ObjectiveConfig(correction="decoupled", proximal="interpolate", max_staleness=3),
-    "cispo": ObjectiveConfig(advantage_estimator="cispo", policy_loss="cispo"),
-    "dppo_rloo": ObjectiveConfig(advantage_estimator="rloo", policy_loss="dppo", dppo_delta=0.05),
+    "mis_sequence_normalised": objective_of(correction="mis", tis_level="sequence", tis_batch_normalize=True),
+    "rfpp_whitened": objective_of(advantage_estimator="reinforce_plus_plus", kl_coef=0.05, gamma=0.97),
+    "ppo_whitened": objective_of(advantage_estimator="ppo", gamma=0.99, lambd=0.95, normalize_advantages=True),
+    "opd_opsm": objective_of(use_opd=True, opd_kl_coef=0.3, use_opsm=True, opsm_delta=0.01),
+    "decoupled_interpolated": objective_of(correction="decoupled", proximal="interpolate", max_staleness=3),
+    "cispo": objective_of(advantage_estimator="cispo", policy_loss="cispo"),
+    "dppo_rloo": objective_of(advantage_estimator="rloo", policy_loss="dppo", dppo_delta=0.05),
 }
 VERSION = 7
 
@@ -139,7 +139,7 @@ def test_packing_order_and_ranks_change_nothing(name, seed):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_sample_order_in_the_batch_changes_nothing(seed):
-    cfg = ObjectiveConfig(advantage_estimator="reinforce_plus_plus", gamma=0.9, correction="tis")
+    cfg = objective_of(advantage_estimator="reinforce_plus_plus", gamma=0.9, correction="tis")
     rng = random.Random(seed)
     samples = make_samples(rng, 2, 3)
     news = new_logps(samples, seed)
@@ -153,7 +153,7 @@ def test_sample_order_in_the_batch_changes_nothing(seed):
 
 def test_siblings_of_one_trajectory_weigh_as_much_as_the_whole():
     logp = torch.linspace(-2, -1, 6, dtype=torch.float64)
-    cfg = ObjectiveConfig(proximal="current")
+    cfg = objective_of(proximal="current")
     whole = [TrainSample("a", 0, 6, 1.0), TrainSample("b", 0, 6, 0.0)]
     split = [
         TrainSample("a.0", 0, 2, 1.0, rollout="a"),
@@ -171,7 +171,7 @@ def test_siblings_of_one_trajectory_weigh_as_much_as_the_whole():
 
 
 def test_a_partial_last_step_is_normalised_by_what_it_holds():
-    cfg = ObjectiveConfig(proximal="current", rewards_normalization=False)
+    cfg = objective_of(proximal="current", rewards_normalization=False)
     samples = [TrainSample(str(i), i, 4, 1.0) for i in range(5)]
     prepared = prepare_batch(cfg, samples)
     assert [prepared.norm(step).divisor for step in ([0, 1, 2], [3, 4])] == [3.0, 2.0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.objective.advantages import AdvantageInputs, advantage_of
 from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.segments import sample_index
 from actors.trainer.objective.whitening import whiten
+from tests.declared import objective_of
 
 ORACLE = ("advantages",)
 
@@ -28,7 +28,7 @@ def run_estimator(case, dtype, ragged):
     p, x = case["params"], case["inputs"]
     lengths = torch.tensor(x["response_lengths"])
     mask = packed(x["loss_masks"], torch.bool)
-    cfg = ObjectiveConfig(
+    cfg = objective_of(
         advantage_estimator=p["advantage_estimator"],
         kl_coef=p.get("kl_coef", 0.0),
         kl_loss_type=p.get("kl_loss_type", "k1"),

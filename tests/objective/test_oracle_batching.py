@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.trainer.batching import CostModel, StepPlan, plan_step
-from actors.trainer.packing import BatchingError, lower_bound
+from actors.trainer.batch.batching import CostModel, StepPlan, plan_step
+from actors.trainer.batch.packing import BatchingError, lower_bound
 
 ORACLE = ("dynamic_batching",)
 COST = CostModel.of_shape(hidden=16, layers=2, ffn=64, vocab=32, heads=2, kv_heads=2, head_dim=8)

@@ -9,7 +9,6 @@ from actors.trainer.objective import (
     LossInputs,
     MissingInputError,
     Norm,
-    ObjectiveConfig,
     ObjectiveConfigError,
     check,
     policy_loss,
@@ -20,6 +19,7 @@ from actors.trainer.objective.metrics import ess_sum
 from actors.trainer.objective.mis import norm_factor, norm_sums
 from actors.trainer.objective.reductions import token_weights
 from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum
+from tests.declared import objective_of
 
 OPTIONS = (
     "advantage_estimator",
@@ -63,7 +63,7 @@ def build(case, dtype):
         proximal = "rollout"
     if p.get("skip_actor_forward_only"):
         proximal = "current"
-    cfg = ObjectiveConfig(
+    cfg = objective_of(
         **known,
         proximal=proximal,
         correction={"opsm": "none", None: "none"}.get(correction, (correction or "").removesuffix("_metrics_only")),

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.utils import logging as hf_logging
 
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
-from actors.trainer.objective import ObjectiveConfig, TrainSample
+from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
+from tests.declared import backend_of, objective_of
 
 VOCAB = 40
 SHAPE = {
@@ -122,7 +123,7 @@ def make_backend(models: dict[str, Path]) -> BackendMaker:
 def backend_config(path: Path, *, objective: dict[str, Any] | None = None, **settings: Any) -> BackendConfig:
     chosen = {"eps_clip_high": 0.28, "correction": "tis"} | (objective or {})
     defaults = {"device": "cpu", "lr": 1e-3, "max_tokens_per_gpu": 96, "weight_decay": 0.1}
-    return BackendConfig(hf_checkpoint=str(path), objective=ObjectiveConfig(**chosen), **(defaults | settings))
+    return backend_of(hf_checkpoint=str(path), objective=objective_of(**chosen), **(defaults | settings))
 
 
 @pytest.fixture

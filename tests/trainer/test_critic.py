@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors
+from actors.trainer.training.files import hash_tensors
 from bus.errors import CheckpointRefused
 
 Backend = Callable[..., TorchBackend]
@@ -130,7 +130,7 @@ def test_a_gradient_of_either_that_is_not_finite_moves_neither(
     assert critic.optimizer.steps == backend.core.optimizer.steps == 1
 
 
-@pytest.mark.parametrize("extra", [{}, {"dtype": "bfloat16"}, {"optimizer": "muon", "num_critic_only_steps": 4}])
+@pytest.mark.parametrize("extra", [{}, {"model_dtype": "bfloat16"}, {"optimizer": "muon", "num_critic_only_steps": 4}])
 def test_restored_training_is_the_same_to_the_last_bit(
     extra: dict[str, object], tmp_path: Path, make_backend: Backend, make_batch: Batch
 ) -> None:

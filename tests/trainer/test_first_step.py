@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors.runtime.run import Refused
-from actors.trainer.backend import BackendConfig, StepBatch
-from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.backend import StepBatch
 from actors.trainer.selfcheck import LIMIT, VALUE, checks_made, failures, measure
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
+from tests.declared import backend_of, objective_of
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
 
@@ -34,7 +33,7 @@ def sampled_by(backend: TorchBackend, batch: StepBatch) -> StepBatch:
 def test_a_sound_first_step_passes_every_check(
     steps: int, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
 ) -> None:
-    backend = make_backend(objective=KL, num_steps_per_rollout=steps, lr=1e-2, logprob_tolerance=1e-4)
+    backend = make_backend(objective=KL, num_steps_per_rollout=steps, lr=1e-2, selfcheck_logprob_tolerance=1e-4)
     metrics = backend.train_step(sampled_by(backend, make_batch(1))).metrics
     assert failures(metrics) == []
     assert metrics[VALUE + "ppo_kl"] == metrics[VALUE + "kl_loss"] == metrics[VALUE + "ref_logprob_abs_diff"] == 0.0
@@ -65,7 +64,7 @@ def test_each_failure_is_one_line_with_its_cause_also_after_json() -> None:
     report = {
         "ppo_kl": 0.1, "pg_clipfrac": 0.0, "grad_norm": 999.0, "loss": math.nan, "nonfinite_tokens": 2.0, "entropy": 9.0,
     }  # fmt: skip
-    metrics = measure(report, BackendConfig(hf_checkpoint=""), ObjectiveConfig())
+    metrics = measure(report, backend_of(hf_checkpoint=""), objective_of())
     lines = failures(metrics)
     assert [line.split(" =")[0] for line in lines] == ["ppo_kl", "grad_norm", "nonfinite_tokens", "loss"]
     assert all("Likely cause: " in line and "\n" not in line for line in lines)
@@ -76,9 +75,9 @@ def test_each_failure_is_one_line_with_its_cause_also_after_json() -> None:
 
 def test_checks_that_do_not_apply_are_not_made() -> None:
     report = {"ppo_kl": 0.5, "pg_clipfrac": 0.5, "grad_norm": 999.0}
-    engine = ObjectiveConfig(proximal="rollout", advantage_estimator="reinforce_plus_plus")
-    assert measure(report, BackendConfig(hf_checkpoint=""), engine) == {}
-    several = measure(report, BackendConfig(hf_checkpoint="", num_steps_per_rollout=2), ObjectiveConfig())
+    engine = objective_of(proximal="rollout", advantage_estimator="reinforce_plus_plus")
+    assert measure(report, backend_of(hf_checkpoint=""), engine) == {}
+    several = measure(report, backend_of(hf_checkpoint="", num_steps_per_rollout=2), objective_of())
     assert LIMIT + "grad_norm" not in several and LIMIT + "ppo_kl" in several
 
 
@@ -102,13 +101,3 @@ def test_an_engine_that_is_off_is_found_also_where_the_loss_takes_its_log_probs(
     backend = make_backend(objective=objective)
     [line] = failures(backend.train_step(make_batch(1)).metrics)
     assert line.startswith("forward_logp_abs_diff = ")
-
-
-def test_sequence_masking_that_can_mask_nothing_is_refused_and_is_no_correction(
-    make_backend: Callable[..., TorchBackend],
-) -> None:
-    with pytest.raises(Refused, match=r"use_opsm leaves nothing out with num_steps_per_rollout=1.*drop use_opsm"):
-        make_backend(objective={"use_opsm": True, "max_staleness": 1})
-    make_backend(objective={"use_opsm": True, "max_staleness": 1}, num_steps_per_rollout=2)
-    make_backend(objective={"use_opsm": True, "max_staleness": 1, "keep_old_actor": True})
-    assert not ObjectiveConfig(use_opsm=True, proximal="current").corrects

@@ -150,7 +150,7 @@ def as_fp8(source: Path, target: Path) -> Path:
 def test_what_is_published_is_the_fp8_of_the_trained_weights(
     fp8_dir: Path, models: dict[str, Path], tmp_path: Path, make_backend: Backend, make_batch: Callable[..., StepBatch]
 ) -> None:
-    backend = make_backend("llama", published_as=str(fp8_dir), dtype="bfloat16")
+    backend = make_backend("llama", published_as=str(fp8_dir), model_dtype="bfloat16")
     backend.train_step(make_batch(0))
     manifest = backend.copy_weights().write(tmp_path / "v1")
     tensors = load_file(tmp_path / "v1" / "model.safetensors")

@@ -19,6 +19,7 @@ from actors.trainer.objective import ObjectiveConfig, check, policy_loss, prepar
 from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective_hooks import SIGNATURES, HookError
 from actors.trainer.torch_backend import TorchBackend
+from tests.declared import objective_of
 
 HERE = "tests.trainer.hook_samples."
 LOSS, ADVANTAGE, TIS, REDUCER, REWARDS = SIGNATURES
@@ -42,7 +43,7 @@ BAD = [
 
 def config(field: str, name: str, **more: Any) -> ObjectiveConfig:
     """Settings with one hook, the correction on where it is the hook's."""
-    return ObjectiveConfig(
+    return objective_of(
         **{"proximal": "current", "correction": "tis" if field == TIS else "none", field: HERE + name, **more}
     )
 
@@ -89,7 +90,7 @@ def test_settings_with_a_hook_that_nobody_loaded_are_refused() -> None:
 
 
 def test_each_function_changes_the_loss_as_written() -> None:
-    plain = ObjectiveConfig(proximal="current")
+    plain = objective_of(proximal="current")
     samples = synthetic_samples()
     prepared = prepare_batch(plain, samples, current_version=0)
     _, grad, _ = loss_of(plain)

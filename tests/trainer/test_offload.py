@@ -11,7 +11,7 @@ import torch
 
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.offload import Offload
+from actors.trainer.training.offload import Offload
 
 Batch = Callable[..., StepBatch]
 Backend = Callable[..., TorchBackend]
@@ -28,7 +28,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 def test_a_trainer_that_slept_trains_as_if_it_had_not(
     objective: dict[str, Any], optimizer: str, make_backend: Backend, make_batch: Batch, tmp_path: Path
 ) -> None:
-    away = {"offload_target": "disk", "offload_dir": str(tmp_path)}
+    away = {"offload_train_target": "disk", "offload_dir": str(tmp_path)}
     sleeper, other = (make_backend(objective=objective, optimizer=optimizer, **more) for more in (away, {}))
     for step in range(3):
         batch = make_batch(step, step=step)
@@ -43,7 +43,7 @@ def test_a_trainer_that_slept_trains_as_if_it_had_not(
 def test_memory_is_given_up_and_a_sleeping_trainer_answers_nothing(
     make_backend: Backend, make_batch: Batch, tmp_path: Path
 ) -> None:
-    backend = make_backend(offload_target="disk", offload_dir=str(tmp_path))
+    backend = make_backend(offload_train_target="disk", offload_dir=str(tmp_path))
     backend.train_step(make_batch(0))
     moments = backend.core.optimizer.state().values()
     held = sum(t.untyped_storage().nbytes() for t in moments)

@@ -42,7 +42,7 @@ def stale_batch(make_batch: Batch, *, step: int) -> StepBatch:
     return batch
 
 
-@pytest.mark.parametrize("extra", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("extra", [{}, {"model_dtype": "bfloat16"}])
 def test_tokens_meet_the_weights_that_made_them(extra: dict[str, Any], make_backend: Backend, make_batch: Batch) -> None:
     """Then engine and old log-probs are equal, and every weight of truncated importance sampling is 1."""
     seen = {}
@@ -78,3 +78,10 @@ def test_a_token_whose_weights_are_gone_is_counted(make_backend: Backend, make_b
     result = backend.train_step(batch)
     made_before = [s.train.sample_id for s in batch.samples if any(version < 2 for version, _ in s.train.spans or ())]
     assert result.flags["old_actor_gone"] == made_before
+
+
+def test_as_many_weights_are_kept_as_the_live_bound_reaches_back(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend(objective=STALE | {"max_staleness": None})
+    for step, (bound, kept) in enumerate(((2, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (1, (3,)), (0, ()))):
+        backend.train_step(make_batch(step, step=step, max_weight_staleness=bound))
+        assert backend.core.old_actors.steps == kept

@@ -49,7 +49,7 @@ def test_an_unknown_optimizer_is_refused(make_backend: Backend) -> None:
 
 
 def test_masters_keep_updates_that_a_bf16_weight_would_lose(make_backend: Backend, make_batch: Batch) -> None:
-    backend = make_backend(dtype="bfloat16", lr=1e-6, weight_decay=0.0)
+    backend = make_backend(model_dtype="bfloat16", lr=1e-6, weight_decay=0.0)
     start = {n: p.detach().clone() for n, p in backend.core.weights.params.items()}
     for k in range(2):
         result = backend.train_step(make_batch(k, step=k))
@@ -63,7 +63,7 @@ def test_masters_keep_updates_that_a_bf16_weight_would_lose(make_backend: Backen
 
 def test_bf16_gradients_are_near_float32_gradients(make_backend: Backend, make_batch: Batch) -> None:
     batch = make_batch(3)
-    narrow, wide = (make_backend(dtype=t, lr=0.0, clip_grad=0.0) for t in ("bfloat16", "float32"))
+    narrow, wide = (make_backend(model_dtype=t, lr=0.0, clip_grad=0.0) for t in ("bfloat16", "float32"))
     for backend in (narrow, wide):
         backend.train_step(batch)
     for name, p in narrow.core.weights.params.items():

@@ -12,14 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from actors.trainer.backend import BackendConfig
-from actors.trainer.batching import CostModel
-from actors.trainer.packing import BatchingError
-from actors.trainer.torch_backend.plan import cost_of, plan_steps
+from actors.trainer.batch.batching import CostModel
+from actors.trainer.batch.packing import BatchingError
+from actors.trainer.batch.plan import cost_of, plan_steps
+from tests.declared import backend_of
 from tests.trainer.conftest import SHAPE
 
 
 def config(**fields: Any) -> BackendConfig:
-    return BackendConfig(hf_checkpoint="", max_tokens_per_gpu=512, **fields)
+    return backend_of(hf_checkpoint="", max_tokens_per_gpu=512, **fields)
 
 
 @settings(deadline=None)

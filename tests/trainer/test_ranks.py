@@ -16,8 +16,8 @@ import torch
 
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors
-from actors.trainer.torch_backend.wire import decode, encode, pack_step, unpack_step
+from actors.trainer.training.files import hash_tensors
+from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
 from bus.errors import CheckpointRefused
 
 Batch = Callable[..., StepBatch]
@@ -110,7 +110,7 @@ def test_two_ranks_that_slept_train_as_if_they_had_not(
     """Shards leave both devices; without a GPU, for a file."""
     hashes = []
     for away in (True, False):
-        pair.setup(make_config(offload_target="disk", offload_dir=str(tmp_path)))
+        pair.setup(make_config(offload_train_target="disk", offload_dir=str(tmp_path)))
         for step in range(2):
             pair.train_step(make_batch(step, step=step))
             if away:

@@ -20,10 +20,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from actors.runtime.run import Refused
-from actors.trainer.backend import BackendConfig, StepBatch
+from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.files import hash_tensors, read_tensors, write_tensors
+from actors.trainer.training.files import hash_tensors, read_tensors, write_tensors
 from bus.errors import CheckpointRefused
+from tests.declared import backend_of
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -62,7 +63,7 @@ def test_a_version_written_over_another_one_is_an_error(tmp_path: Path, make_bac
 
 
 def test_bf16_weights_are_exported_as_bf16(tmp_path: Path, make_backend: Backend) -> None:
-    make_backend(dtype="bfloat16").copy_weights().write(tmp_path / "v1")
+    make_backend(model_dtype="bfloat16").copy_weights().write(tmp_path / "v1")
     assert {t.dtype for t in load_file(tmp_path / "v1" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "v1" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -72,7 +73,7 @@ def test_bf16_weights_are_exported_as_bf16(tmp_path: Path, make_backend: Backend
     [
         {},
         {"optimizer": "muon"},
-        {"dtype": "bfloat16"},
+        {"model_dtype": "bfloat16"},
         {"objective": {"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_update_interval": 2},
         {"num_steps_per_rollout": 2},
     ],
@@ -222,7 +223,7 @@ def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
     dtype: torch.dtype, with_tokenizer: Path, tmp_path: Path, make_batch: Batch
 ) -> None:
     backend = TorchBackend()
-    backend.setup(BackendConfig(hf_checkpoint=str(with_tokenizer), dtype=str(dtype).removeprefix("torch."), device="cpu"))
+    backend.setup(backend_of(hf_checkpoint=str(with_tokenizer), model_dtype=str(dtype).removeprefix("torch."), device="cpu"))
     backend.train_step(make_batch(0))
     snapshot, served = backend.snapshot(), backend.copy_weights().tensors
     snapshot.write(tmp_path / "c")

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from bus.messages.base import Message, pack_floats
-from bus.messages.control import EvalDone, Vitals
+from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
     GroupsGivenUp,
@@ -58,5 +58,6 @@ EXAMPLES: tuple[Message, ...] = (
     SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
     _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
     _more(Vitals, slots=64),
+    _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

@@ -20,7 +20,7 @@ from actors.trainer.objective.loss import policy_loss
 from actors.trainer.objective.metrics import finish, flatten, merge, unflatten
 from actors.trainer.objective.prepare import prepare_batch
 from actors.trainer.objective.prepared import PreparedBatch
-from actors.trainer.objective.rules import ObjectiveConfigError, check, problems
+from actors.trainer.objective.rules import ObjectiveConfigError, check
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.schedules import learning_rate
 from actors.trainer.objective.supervised import value_loss
@@ -41,7 +41,6 @@ __all__ = (
     "merge",
     "policy_loss",
     "prepare_batch",
-    "problems",
     "token_logprobs",
     "unflatten",
     "value_loss",

@@ -72,7 +72,7 @@ def token_terms(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> TokenTerms:
     old = denominator(cfg, mb)
     log_ratio, usable = safe_log_ratio(mb.mask, mb.new_logp, old)
     advantages = keep(usable, mb.advantages)
-    part = POLICY_LOSSES[cfg.loss_name](
+    part = POLICY_LOSSES[cfg.policy_loss](
         cfg,
         Terms(
             log_ratio=log_ratio,

@@ -15,34 +15,20 @@ from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.batch.packing import BatchingError
 from actors.trainer.hooks import probe
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.objective_hooks import HookError
-from actors.trainer.packing import BatchingError
 from actors.trainer.torch_backend.core import Core, settle_objective
-from actors.trainer.torch_backend.offload import NoRoom
 from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.torch_backend.state import TrainingState, WeightFiles
-from actors.trainer.torch_backend.step import examine, train_batch
-from actors.trainer.torch_backend.wire import (
-    Command,
-    CopyWeights,
-    Hash,
-    Restore,
-    Setup,
-    Sleep,
-    Snap,
-    Step,
-    Stop,
-    Wake,
-    decode,
-    encode,
-    pack_step,
-    unpack_step,
-)
+from actors.trainer.training.offload import NoRoom
+from actors.trainer.training.state import TrainingState, WeightFiles
+from actors.trainer.training.step import examine, train_batch
+from actors.trainer.training.wire import Command, Do, Restore, Setup, Step, decode, encode, pack_step, unpack_step
 
 log = logging.getLogger(__name__)
 _SHARD = "shard over more GPUs with --actor-num-gpus-per-node"
+STOP = Do("stop")
 REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
 """Raised from the batch alone, before anything changed, so on every rank or on none."""
 CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
@@ -107,7 +93,7 @@ class TorchBackend:
     def copy_weights(self, *, live: bool = False) -> WeightFiles:
         """The weights as engines load them: the type the model computes in, tied tensors once."""
         core = self.core
-        self._tell(CopyWeights(live))
+        self._tell(Do("copy_weights", live))
         copied = core.copy_weights(live=live)
         assert copied is not None
         return copied
@@ -115,7 +101,7 @@ class TorchBackend:
     def snapshot(self) -> TrainingState:
         """All training state, in host memory."""
         core = self.core
-        self._tell(Snap())
+        self._tell(Do("snapshot"))
         state = core.snapshot()
         assert state is not None
         return state
@@ -129,25 +115,25 @@ class TorchBackend:
     def sleep(self) -> None:
         """Training state of all ranks off their devices."""
         core = self.core
-        self._tell(Sleep())
+        self._tell(Do("sleep"))
         core.sleep()
 
     def wake(self) -> None:
         """Training state of all ranks back. Raises NoRoom."""
         assert self._core is not None
-        self._tell(Wake())
+        self._tell(Do("wake"))
         self._core.wake()
 
     def weights_hash(self) -> str:
         """XXH3-128 over the float32 weights, names, types and shapes."""
         core = self.core
-        self._tell(Hash())
+        self._tell(Do("weights_hash"))
         return core.weights_hash()
 
     def close(self) -> None:
         """Send the followers home and part. Not needed with one process; harmless twice."""
         if self._core is not None and not self._ranks.alone:
-            self._tell(Stop())
+            self._tell(STOP)
         self._core = None
         self._ranks.close()
 
@@ -166,7 +152,7 @@ def follow(ranks: Ranks) -> None:
     hf_logging.disable_progress_bar()
     while True:
         command = decode(ranks.broadcast(None))
-        if isinstance(command, Stop):
+        if command == STOP:
             return
         if isinstance(command, Setup):
             core = _load(command.config, ranks)
@@ -218,18 +204,12 @@ def _obey(core: Core, command: Command) -> None:
     match command:
         case Step():
             _train(core, unpack_step(command))
-        case CopyWeights(live=live):
-            core.copy_weights(live=live)
-        case Snap():
-            core.snapshot()
         case Restore(scalars=scalars):
             core.restore(None, scalars)
-        case Hash():
-            core.weights_hash()
-        case Sleep():
-            core.sleep()
-        case Wake():
-            core.wake()
+        case Do(verb="copy_weights", live=live):
+            core.copy_weights(live=live)
+        case Do(verb=verb):
+            getattr(core, verb)()
 
 
 __all__ = ("TorchBackend", "follow")

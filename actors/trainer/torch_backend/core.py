@@ -17,31 +17,21 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
+from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
-from actors.trainer.objective import ObjectiveConfig, ObjectiveConfigError, check, learning_rate
+from actors.trainer.objective import ObjectiveConfig, check, learning_rate
 from actors.trainer.torch_backend.critic import CriticTraining
-from actors.trainer.torch_backend.files import hash_tensors
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
-from actors.trainer.torch_backend.offload import Offload, storages
-from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
-from actors.trainer.torch_backend.plan import cost_of
 from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.torch_backend.state import Scalars, TrainingState, WeightFiles, read_state
+from actors.trainer.training.files import hash_tensors
+from actors.trainer.training.offload import Offload, storages
+from actors.trainer.training.old_actors import OldActors
+from actors.trainer.training.state import Scalars, TrainingState, WeightFiles, read_state
 from actors.trainer.training.verbs import Rates
-
-OBJECTIVE_KNOBS = {
-    "eps_clip": "eps_clip",
-    "eps_clip_high": "eps_clip_high",
-    "kl_loss_coef": "kl_loss_coef",
-    "entropy_coef": "entropy_coef",
-    "tis_clip": "tis_clip",
-    "max_weight_staleness": "max_staleness",
-}
-"""Live knob -> field of the objective's settings."""
 
 
 class Core(Passes):
@@ -52,16 +42,16 @@ class Core(Passes):
         self.ranks = ranks
         install(config.objective)
         self.objective = settle_objective(config)
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.trainer_threads)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.dtype = resolve_dtype(config.model_dtype, self.device)
         ranks.make_mesh(self.device)
         self.updates = 0  # optimizer steps that this process made
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)
-        if config.true_on_policy and self.fp8 is not None:
+        if config.true_on_policy_mode and self.fp8 is not None:
             raise Refused("true_on_policy_mode: engines that serve FP8 compute other log-probs. Leave the mode out.")
         self.reference: Policy | None = None
         if self.objective.needs_ref_logp:
@@ -74,14 +64,13 @@ class Core(Passes):
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = cost_of(self.policy.hf.config)
-        depth = self.objective.max_staleness or 0 if self.objective.keep_old_actor else 0
-        self.old_actors = OldActors(depth, on_host=ranks.alone)
+        self.old_actors = OldActors(on_host=ranks.alone)
         self.critic: CriticTraining | None = None
         if self.objective.estimator.critic:
             self.critic = CriticTraining(config, self._place, masters=masters)
             if masters:
                 narrow(self.critic.model, self.dtype)
-        self._offload = Offload(config.offload_target, config.offload_dir)
+        self._offload = Offload(config.offload_train_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
@@ -90,7 +79,7 @@ class Core(Passes):
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
-        return MatchedPolicy(policy.hf) if self.config.true_on_policy else policy
+        return MatchedPolicy(policy.hf) if self.config.true_on_policy_mode else policy
 
     def _load_teacher(self) -> Policy | None:
         """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""
@@ -113,9 +102,11 @@ class Core(Passes):
     # -- what a step runs under ---------------------------------------------------------------------------------
 
     def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
-        """The objective with this step's live knobs; ObjectiveConfigError when they break a rule."""
-        changes = {field: knobs[knob] for knob, field in OBJECTIVE_KNOBS.items() if knob in knobs}
-        return check(msgspec.structs.replace(self.objective, **changes)) if changes else self.objective
+        """The objective with this step's live settings, which have the names of its fields."""
+        changes = {name: knobs[name] for name in ObjectiveConfig.__struct_fields__ if name in knobs}
+        if "max_weight_staleness" in knobs:  # in steps
+            changes["max_staleness"] = knobs["max_weight_staleness"]
+        return msgspec.structs.replace(self.objective, **changes)
 
     def rate(self, step: int, knobs: Mapping[str, Any]) -> float:
         """Learning rate of rollout batch `step`: the schedule, with the live knob as its peak."""
@@ -234,7 +225,7 @@ class Core(Passes):
         return {name: t for name, t in whole.items() if t is not None}
 
     def _moving_reference(self) -> dict[str, Tensor]:
-        if self.reference is None or self.config.ref_update_interval <= 0:
+        if self.reference is None or not self.config.ref_update_interval:
             return {}
         return dict(self.reference.named_weights())
 
@@ -302,22 +293,6 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
     """
     objective = check(config.objective)
     several = config.num_steps_per_rollout > 1
-    if objective.proximal == "current" and several:
-        raise ObjectiveConfigError(
-            f"proximal=current with num_steps_per_rollout={config.num_steps_per_rollout} never clips: the ratio is always 1. "
-            "Use proximal=recompute, or one step per rollout batch."
-        )
-    if config.use_dynamic_global_batch_size and several:
-        raise ObjectiveConfigError(
-            f"use_dynamic_global_batch_size makes one step of a rollout batch, num_steps_per_rollout="
-            f"{config.num_steps_per_rollout} asks for several. Keep one of the two."
-        )
-    if objective.use_opsm and not several and not objective.keep_old_actor and objective.proximal in ("recompute", "current"):
-        raise ObjectiveConfigError(
-            f"use_opsm leaves nothing out with num_steps_per_rollout={config.num_steps_per_rollout}: the policy before the only "
-            "step is the policy in it, so no sequence has moved. Use several steps, keep_old_actor or use_rollout_logprobs, or "
-            "drop use_opsm."
-        )
     early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
     if objective.proximal == "recompute" and not several and not early:
         return msgspec.structs.replace(objective, proximal="current")

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.objective import ObjectiveConfig
-from actors.trainer.torch_backend.clockwork import Stopwatch
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
-from actors.trainer.torch_backend.old_actors import OldActors
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.training.clockwork import Stopwatch
+from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
 
@@ -99,8 +99,8 @@ class Passes:
     def former_weights(self, step: int) -> AbstractContextManager[None]:
         return self.old_actors.wearing(step, self.policy.named_weights())
 
-    def keep_weights(self, step: int) -> None:
-        self.old_actors.keep(step, self.policy.named_weights())
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        self.old_actors.keep(step, self.policy.named_weights(), depth=depth)
 
     # -- backward and update ------------------------------------------------------------------------------------
 

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, BatchSample
-from actors.trainer.batching import CostModel
+from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig
-
-
-class Micro(Protocol):
-    """One micro-batch as the library wants it."""
-
-    @property
-    def response_slots(self) -> np.ndarray:
-        """int64 [R]: place of each response token among the batch's."""
-        ...
 
 
 class Packed(Protocol):
@@ -42,7 +33,8 @@ class Packed(Protocol):
     def response_tokens(self) -> int: ...
 
     def micro_batch(self, positions: Sequence[int], device: torch.device) -> Any:
-        """The given samples, in the given order."""
+        """The given samples, in the given order; its `response_slots`, int64 [R], are the places of its response tokens among the
+        batch's."""
         ...
 
 
@@ -120,8 +112,9 @@ class Verbs(Protocol):
         """The policy computes with the weights of that step while the body runs."""
         ...
 
-    def keep_weights(self, step: int) -> None:
-        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more."""
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more: `depth` is the
+        bound in steps."""
         ...
 
     def forward_backward(
@@ -149,4 +142,4 @@ class Verbs(Protocol):
         ...
 
 
-__all__ = ("Micro", "Packed", "PolicyLoss", "Rates", "ValueLoss", "Verbs", "Watch", "Work")
+__all__ = ("Packed", "PolicyLoss", "Rates", "ValueLoss", "Verbs", "Watch", "Work")

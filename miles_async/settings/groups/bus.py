@@ -13,7 +13,8 @@ class BusSettings(Group, frozen=True, kw_only=True):
         doc(
             "redis://, rediss:// or unix:// address of your Redis; its password better in the variable "
             "MILES_ASYNC_BUS_PASSWORD, or in the file that MILES_ASYNC_BUS_PASSWORD_FILE names. Unset: the run starts a private "
-            "server."
+            "server.",
+            secret=True,
         ),
     ] = None
     lease_s: Annotated[

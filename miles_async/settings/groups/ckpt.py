@@ -28,7 +28,7 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         doc(
             "Rollouts between checkpoints; the last rollout is always saved.",
             unit="rollouts",
-            live=True,
+            live="next step (trainer)",
             ge=1,
         ),
     ] = 10

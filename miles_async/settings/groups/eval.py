@@ -13,7 +13,7 @@ class EvalSettings(Group, frozen=True, kw_only=True):
         doc(
             "Rollouts between evaluations; the last rollout is always evaluated. Unset: no evaluation.",
             unit="rollouts",
-            live=True,
+            live="next version active (evaluator)",
         ),
     ] = None
     eval_share: Annotated[
@@ -21,7 +21,7 @@ class EvalSettings(Group, frozen=True, kw_only=True):
         doc(
             "Share of each engine's slots that evaluation may take while training prompts wait; slots that they leave idle it may "
             "take too. 1 puts evaluation first, and training waits for it.",
-            live=True,
+            live="next lease (generation)",
             gt=0,
             le=1,
         ),
@@ -42,9 +42,3 @@ class EvalSettings(Group, frozen=True, kw_only=True):
     ]
     eval_reward_key: Annotated[str | None, doc("The same as reward_key, for evaluation.", derived="reward_key")]
     skip_eval_before_train: Annotated[bool, doc("Leave out the evaluation before the first rollout.")] = False
-
-    @property
-    def datasets(self) -> tuple[tuple[str, str], ...]:
-        """(name, path) of each held-out data set, in the order given."""
-        data = self.eval_prompt_data
-        return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))

@@ -6,16 +6,7 @@ import msgspec
 
 from miles_async.settings.doc import Group, PositiveInt, doc
 
-Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 Level = Literal["token", "sequence", "geometric"]
-LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
-HOOK_FIELDS = (
-    "custom_loss_function_path",
-    "custom_advantage_function_path",
-    "custom_tis_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "custom_reward_post_process_path",
-)
 
 
 class GrpoSettings(Group, frozen=True, kw_only=True):
@@ -35,6 +26,20 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ],
         doc("How rewards become advantages, and which policy loss goes with them."),
     ] = "grpo"
+    policy_loss: Annotated[
+        Literal["ppo", "gspo", "cispo", "dppo"],
+        doc(
+            "The policy loss. dppo leaves tokens out whose probability has moved by more than dppo_delta, in place of clipping the "
+            "ratio; that bounds stale data too.",
+            derived="gspo or cispo with the estimator of that name, else ppo",
+        ),
+    ]
+    dppo_divergence: Annotated[
+        Literal["tv", "kl"], doc("For policy_loss dppo: how far a token has moved, in probability (tv) or nats (kl).")
+    ] = "tv"
+    dppo_delta: Annotated[
+        float, doc("For policy_loss dppo: how far a token may move; 0.05 is usual with dppo_divergence kl.", gt=0)
+    ] = 0.15
     global_batch_size: Annotated[
         int,
         doc(
@@ -42,7 +47,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "n_samples_per_prompt.",
             unit="samples",
             derived="rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout",
-            live=True,
+            live="next step (trainer)",
+            follows=True,
             ge=1,
         ),
     ]
@@ -63,9 +69,15 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "global_batch_size or num_steps_per_rollout than what this gives."
         ),
     ] = False
-    eps_clip: Annotated[float, doc("PPO clip range below 1.", live=True, gt=0, lt=1)] = 0.2
+    eps_clip: Annotated[float, doc("PPO clip range below 1.", live="next step (trainer)", gt=0, lt=1)] = 0.2
     eps_clip_high: Annotated[
-        float, doc("PPO clip range above 1; larger than eps_clip is clip-higher.", derived="eps_clip", live=True, gt=0)
+        float,
+        doc(
+            "PPO clip range above 1; larger than eps_clip is clip-higher.",
+            derived="eps_clip",
+            live="next step (trainer)",
+            gt=0,
+        ),
     ]
     eps_clip_c: Annotated[
         Annotated[float, msgspec.Meta(gt=1)] | None,
@@ -75,11 +87,11 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
         False
     )
-    kl_loss_coef: Annotated[float, doc("Weight of that KL.", live=True, ge=0)] = 0.0
+    kl_loss_coef: Annotated[float, doc("Weight of that KL.", live="next step (trainer)", ge=0)] = 0.0
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of that KL.")] = "k1"
     use_unbiased_kl: Annotated[bool, doc("Multiply that KL by the importance ratio, which makes it unbiased.")] = False
     kl_coef: Annotated[float, doc("Weight of the KL taken off the reward.", ge=0)] = 0.0
-    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live=True, ge=0)] = 0.0
+    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live="next step (trainer)", ge=0)] = 0.0
     ref_update_interval: Annotated[
         PositiveInt | None,
         doc("Rollouts after which the reference takes the policy's weights. Unset: never.", unit="rollouts"),
@@ -89,7 +101,13 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         bool, doc("Truncated importance sampling: weight tokens by trainer over engine probability, clamped.")
     ] = False
     tis_clip: Annotated[
-        float, doc("Upper bound of that weight; also of use_icepop.", aliases=("tis_threshold",), live=True, gt=0)
+        float,
+        doc(
+            "Upper bound of that weight; also of use_icepop.",
+            aliases=("tis_threshold",),
+            live="next step (trainer)",
+            gt=0,
+        ),
     ] = 2.0
     tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", ge=0)] = 0.0
     use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.")] = False
@@ -112,6 +130,10 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ] = 1e-4
     use_decoupled_loss: Annotated[
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
+    ] = False
+    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of that weight.", gt=0)] = 5.0
+    get_mismatch_metrics: Annotated[
+        bool, doc("Report what the chosen correction would do and do not apply it.")
     ] = False
     keep_old_actor: Annotated[
         bool,
@@ -184,7 +206,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     loss_agg_mode: Annotated[
-        LossAggMode,
+        Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"],
         doc(
             "How the tokens of an optimizer step become its loss. seq-mean-token-mean: mean of each trajectory, then over "
             "trajectories. token-mean: mean over all tokens. seq-mean-token-sum-norm: sum of each trajectory over the "
@@ -222,31 +244,3 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     custom_reward_post_process_path: Annotated[
         str | None, doc("Dotted path of a function that replaces the normalisation of rewards within groups.")
     ] = None
-
-    @property
-    def hook_paths(self) -> dict[str, str]:
-        """Setting -> dotted path, of the hooks that are set."""
-        fields = {name: getattr(self, name) for name in HOOK_FIELDS}
-        return {name: path for name, path in fields.items() if path is not None}
-
-    @property
-    def off_policy_correction(self) -> Correction:
-        """The one correction in force; rules.py refuses more than one."""
-        chosen: tuple[tuple[bool, Correction], ...] = (
-            (self.use_tis, "tis"),
-            (self.use_icepop, "icepop"),
-            (self.use_mis, "mis"),
-            (self.use_decoupled_loss, "decoupled"),
-            (self.use_rollout_logprobs, "rollout_logprobs"),
-        )
-        return next((name for on, name in chosen if on), "none")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the frozen reference policy is loaded at all."""
-        return self.use_kl_loss or self.kl_coef != 0.0
-
-    @property
-    def distills(self) -> bool:
-        """Whether a teacher is asked at all."""
-        return self.use_opd or self.advantage_estimator == "on_policy_distillation"

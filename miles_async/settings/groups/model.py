@@ -21,8 +21,11 @@ class ModelSettings(Group, frozen=True, kw_only=True):
     ]
     model_dtype: Annotated[
         Literal["float32", "bfloat16"],
-        doc("Type of the policy's weights and activations. float32 on CPU, bfloat16 on GPU."),
-    ] = "float32"
+        doc(
+            "Type of the policy's weights and activations.",
+            derived="bfloat16 where this host has a GPU and the model is no builtin, else float32",
+        ),
+    ]
 
     true_on_policy_mode: Annotated[
         bool,

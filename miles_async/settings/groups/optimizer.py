@@ -9,7 +9,7 @@ class OptimizerSettings(Group, frozen=True, kw_only=True):
     """One optimizer step."""
 
     optimizer: Annotated[Literal["adam", "muon"], doc("adam is AdamW; muon for matrices, adam for the rest.")] = "adam"
-    lr: Annotated[float, doc("Peak learning rate.", live=True, ge=0)] = 1e-6
+    lr: Annotated[float, doc("Peak learning rate.", live="next step (trainer)", ge=0)] = 1e-6
     min_lr: Annotated[float, doc("Learning rate at the end of a decay.", ge=0)] = 0.0
     lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], doc("Shape of the decay after warm-up.")] = (
         "constant"
@@ -23,5 +23,6 @@ class OptimizerSettings(Group, frozen=True, kw_only=True):
     adam_beta2: Annotated[float, doc("Decay of the second moment.", ge=0, lt=1)] = 0.999
     adam_eps: Annotated[float, doc("Added to the denominator of the update.", gt=0)] = 1e-8
     clip_grad: Annotated[
-        float, doc("Largest gradient norm; larger ones are scaled down. 0 turns it off.", live=True, ge=0)
+        float,
+        doc("Largest gradient norm; larger ones are scaled down. 0 turns it off.", live="next step (trainer)", ge=0),
     ] = 1.0

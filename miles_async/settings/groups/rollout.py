@@ -4,6 +4,14 @@ from typing import Annotated, Literal
 
 from miles_async.settings.doc import Group, PositiveInt, doc
 
+SCORERS = (
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gpqa", "length"),
+    *("math", "math_whole", "random", "remote_rm"),
+)
+RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
+FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
+BUFFER_FILTERS = ("fifo", "freshness_first", "restart_stale")
+
 
 class RolloutSettings(Group, frozen=True, kw_only=True):
     """From prompts to scored groups."""
@@ -29,7 +37,13 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     ] = None
 
     rollout_batch_size: Annotated[
-        int, doc("Prompt groups per rollout, that is per training batch.", unit="groups", live=True, ge=1)
+        int,
+        doc(
+            "Prompt groups per rollout, that is per training batch.",
+            unit="groups",
+            live="next step (trainer, sampler)",
+            ge=1,
+        ),
     ] = 32
     n_samples_per_prompt: Annotated[int, doc("Sibling samples per prompt group.", unit="samples", ge=1)] = 8
     over_sampling_batch_size: Annotated[
@@ -38,17 +52,31 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             "Most prompt groups in generation, at least rollout_batch_size; 0 means what the staleness bound admits. At "
             "max_weight_staleness 0 this many start with each version and the surplus of a batch is dropped.",
             unit="groups",
-            live=True,
+            live="next group issued (sampler)",
             ge=0,
         ),
     ] = 0
     rollout_temperature: Annotated[
-        float, doc("Sampling temperature; the trainer divides its logits by it too.", live=True, gt=0, le=100)
+        float,
+        doc(
+            "Sampling temperature; the trainer divides its logits by it too.",
+            live="next group issued (sampler)",
+            gt=0,
+            le=100,
+        ),
     ] = 1.0
-    rollout_top_p: Annotated[float, doc("Nucleus sampling: smallest set with this mass.", live=True, gt=0, le=1)] = 1.0
+    rollout_top_p: Annotated[
+        float, doc("Nucleus sampling: smallest set with this mass.", live="next group issued (sampler)", gt=0, le=1)
+    ] = 1.0
     rollout_top_k: Annotated[int, doc("Sample from the k likeliest tokens; -1 means all.", ge=-1)] = -1
     rollout_max_response_len: Annotated[
-        int, doc("Most tokens generated per sample; longer ones are cut.", unit="tokens", live=True, ge=1)
+        int,
+        doc(
+            "Most tokens generated per sample; longer ones are cut.",
+            unit="tokens",
+            live="next group issued (sampler)",
+            ge=1,
+        ),
     ] = 1024
     rollout_max_prompt_len: Annotated[
         PositiveInt | None, doc("Prompts longer than this are left out of the data set. Unset: none is.", unit="tokens")
@@ -62,17 +90,26 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     ] = ()
 
     rollout_skip_special_tokens: Annotated[
-        bool, doc("Leave special tokens out of the text that reward functions get; the tokens themselves stay as they are.")
+        bool,
+        doc("Leave special tokens out of the text that reward functions get; the tokens themselves stay as they are."),
     ] = True
 
-    rm_type: Annotated[str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.")] = None
+    rm_type: Annotated[
+        str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)
+    ] = None
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
     rm_url: Annotated[str | None, doc("Address of the reward service for rm_type remote_rm, http:// or https://.")] = (
         None
     )
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
     reward_timeout_s: Annotated[
-        float, doc("Deadline for scoring one sample; then it is tried again.", unit="seconds", live=True, gt=0)
+        float,
+        doc(
+            "Deadline for scoring one sample; then it is tried again.",
+            unit="seconds",
+            live="next sample scored (reward)",
+            gt=0,
+        ),
     ] = 30.0
     reward_max_retries: Annotated[
         int, doc("Further attempts to score a sample before it becomes a dead letter.", unit="attempts", ge=0)
@@ -84,7 +121,8 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         doc(
             "Which finished groups are trained: a shipped name (check_reward_nonzero_std drops groups whose rewards "
             "are all equal, none keeps everything) or the dotted path of your own function.",
-            live=True,
+            live="next group judged (filter)",
+            shipped=FILTERS,
             derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1 or a teacher is distilled",
         ),
     ]
@@ -93,29 +131,39 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         doc(
             "Rollout batches' worth of groups that the filter may reject in a row before the run stops as starved.",
             unit="waves",
-            live=True,
+            live="next group issued (sampler)",
             ge=1,
         ),
     ] = 16
 
     partial_rollout: Annotated[
-        bool, doc("Continue interrupted samples from their saved prefix; off: generate them anew.")
+        bool, doc(
+            "Continue interrupted samples from their saved prefix. Off: no prefix is saved, and what was interrupted (a worker "
+            "drained or lost, an engine that failed, a weight update with pause_generation_mode abort) is generated anew, its "
+            "tokens counted as dropped."
+        )
     ] = True
     partial_save_tokens: Annotated[
-        int, doc("New tokens after which a running sample's prefix is saved.", unit="tokens", live=True, ge=1)
+        int,
+        doc(
+            "New tokens after which a running sample's prefix is saved.",
+            unit="tokens",
+            live="next sample started (generation)",
+            ge=1,
+        ),
     ] = 512
     mask_offpolicy_in_partial_rollout: Annotated[
         bool, doc("Give tokens generated before the interruption loss weight 0.")
     ] = False
     buffer_filter_path: Annotated[
-        str, doc("Order in which interrupted samples resume: fifo, freshness_first, restart_stale, or a dotted path.")
+        str, doc("Order in which interrupted samples resume: a shipped name or a dotted path.", shipped=BUFFER_FILTERS)
     ] = "fifo"
     max_tokens_per_slice: Annotated[
         PositiveInt | None,
         doc(
             "Tokens after which a sample gives its engine slot back and resumes later. Unset: never.",
             unit="tokens",
-            live=True,
+            live="next sample started (generation)",
         ),
     ] = None
 
@@ -125,8 +173,9 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             "Most policy versions between the weights that made a token and the weights being trained. 0 is strictly "
             "on-policy; 1 to 4 overlap generation and training and need an off-policy correction.",
             unit="policy versions",
-            live=True,
+            live="next group issued, next step (sampler, trainer)",
             ge=0,
+            le=1024,
         ),
     ] = 0
     staleness_policy: Annotated[
@@ -137,7 +186,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             "members are trained as soon as half of them are done; wait: the trainer waits for the oldest open group; drop: "
             "it is dropped and its prompt issued again. auto is split, and whole at max_weight_staleness 0.",
             derived="auto; whole where the estimator or a reward hook needs whole groups",
-            live=True,
+            live="next step, next sample scored (trainer, filter, sampler)",
         ),
     ]
     staleness_lookahead: Annotated[

@@ -68,7 +68,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc("What engines give back: kv_cache (with CUDA graphs), weight (kept in host memory)."),
     ] = ("kv_cache", "weight")
     offload_train_target: Annotated[
-        Literal["cpu", "disk"], doc("Where the trainer's memory goes: pinned host memory, or a file in the run's folder.")
+        Literal["cpu", "disk"],
+        doc("Where the trainer's memory goes: pinned host memory, or a file in the run's folder."),
     ] = "cpu"
     train_memory_margin_bytes: Annotated[
         int,
@@ -96,13 +97,19 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Most samples in generation on one engine. auto: as many as it has use and room for, found while it runs.",
             unit="samples",
-            live=True,
+            live="next lease (generation)",
             ge=0,
             auto=0,
         ),
     ] = 512
     sglang_concurrency_min: Annotated[
-        int, doc("Least that sglang_server_concurrency auto goes down to.", unit="samples", live=True, ge=1)
+        int,
+        doc(
+            "Least that sglang_server_concurrency auto goes down to.",
+            unit="samples",
+            live="next look at the engine (generation)",
+            ge=1,
+        ),
     ] = 8
     sglang_concurrency_max: Annotated[
         PositiveInt | None,
@@ -110,7 +117,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once; engines that we start run "
             "512.",
             unit="samples",
-            live=True,
+            live="next look at the engine (generation)",
         ),
     ] = None
     max_masked_fraction: Annotated[
@@ -119,7 +126,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Share of the tokens that may be masked as too old: sglang_server_concurrency auto takes fewer samples at once when "
             "more are. Unset: it looks for the highest speed whatever is masked.",
             unit="of the tokens",
-            live=True,
+            live="next look at the engine (generation)",
         ),
     ] = None
     tail_slots: Annotated[
@@ -128,19 +135,23 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Samples at once kept for those that outlive tail_after_tokens, on as few workers as possible: a small batch decodes "
             "two to three times as fast. What the tail leaves free takes other samples. Needs two workers and no router.",
             unit="samples",
-            live=True,
+            live="next lease (generation)",
         ),
     ] = None
     tail_after_tokens: Annotated[
         PositiveInt | None,
-        doc("Response tokens after which a sample goes on in tail_slots.", unit="tokens", live=True),
+        doc(
+            "Response tokens after which a sample goes on in tail_slots.",
+            unit="tokens",
+            live="next sample started (generation)",
+        ),
     ] = None
     pause_generation_mode: Annotated[
         Literal["retract", "in_place", "abort"],
         doc(
             "Running samples during a weight update: retract recomputes their cache, in_place keeps it, abort parks "
             "them.",
-            live=True,
+            live="next activation ordered (publisher)",
         ),
     ] = "retract"
     update_weight_transport: Annotated[
@@ -153,7 +164,11 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     ]
     update_weight_buffer_size: Annotated[
         int,
-        doc("Most bytes of tensors that travel as one, for ipc and nccl; an engine needs as much room beside.", unit="bytes", ge=1),
+        doc(
+            "Most bytes of tensors that travel as one, for ipc and nccl; an engine needs as much room beside.",
+            unit="bytes",
+            ge=1,
+        ),
     ] = 512 << 20
     update_weight_deadline_s: Annotated[
         float,

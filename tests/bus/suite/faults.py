@@ -20,7 +20,7 @@ from bus.streams.reader import Reader
 from bus.streams.redis import Bus
 from bus.topology import EVENTS, PROMPTS, ROLLOUTS
 from tests.bus.suite.conformance import DEADLINE_S, MakeBus, eventually, ids_on, publish, reader_of
-from tests.bus.suite.knobs import plain_knobs
+from tests.bus.suite.knobs import plain_kinds, plain_knobs
 from tests.bus.suite.messages import a_rollout, a_task, an_open_group
 from tests.bus.suite.proxy import LossyProxy
 
@@ -300,7 +300,7 @@ async def check_reply_of_news_lost(make_bus: MakeBus, proxy: LossyProxy, make_lo
 async def check_reply_of_a_knob_patch_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     async with make_bus() as outside, make_lossy() as bus:
         proxy.lose_reply_to("EVALSHA")
-        assert await publish_initial(bus, plain_knobs()) == []
+        assert await publish_initial(bus, plain_knobs(), plain_kinds()) == []
         proxy.lose_reply_to("EVALSHA")
         assert (await propose(bus, {"lr": 0.5}, author="test")).epoch == 1
         assert [p.epoch for p in await read_history(outside)] == [0, 1] and proxy.lost == 2

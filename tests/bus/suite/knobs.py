@@ -1,8 +1,11 @@
-"""A complete set of knob values to start a test from."""
+"""Settings and kinds to start a test from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from bus.messages.control import Kind
 
 PLAIN: dict[str, Any] = {
     "rollout_batch_size": 4,
@@ -22,7 +25,7 @@ PLAIN: dict[str, Any] = {
     "tail_after_tokens": 0,
     "pause_generation_mode": "retract",
     "reward_timeout_s": 5.0,
-    "dynamic_sampling_filter": "none",
+    "dynamic_sampling_filter_path": "none",
     "max_waves": 0,
     "lr": 1e-3,
     "clip_grad": 1.0,
@@ -37,9 +40,10 @@ PLAIN: dict[str, Any] = {
     "n_samples_per_prompt": 2,
     "num_steps_per_rollout": 1,
     "update_weights_interval": 1,
-    "correction": "tis",
-    "no_correction": False,
 }
+
+
+FIXED = ("n_samples_per_prompt", "num_steps_per_rollout", "update_weights_interval")
 
 
 def plain_knobs(**changes: Any) -> dict[str, Any]:
@@ -47,4 +51,14 @@ def plain_knobs(**changes: Any) -> dict[str, Any]:
     return {**PLAIN, **changes}
 
 
-__all__ = ("PLAIN", "plain_knobs")
+def plain_kinds(values: Mapping[str, Any] = PLAIN) -> dict[str, Kind]:
+    """All but `FIXED` are live, without bounds, and of the type that they have now."""
+    kinds: dict[str, Kind] = {}
+    for name, value in values.items():
+        for word, of in (("bool", bool), ("int", int), ("float", float), ("str", str)):
+            if isinstance(value, of) and name not in FIXED:
+                kinds.setdefault(name, Kind(type=word, optional=True))  # type: ignore[arg-type]
+    return kinds
+
+
+__all__ = ("FIXED", "PLAIN", "plain_kinds", "plain_knobs")

@@ -7,15 +7,17 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.backend import StepBatch, StepResult
-from actors.trainer.batching import StepPlan
+from actors.trainer.backend import BackendConfig, StepBatch, StepResult
+from actors.trainer.batch.batching import StepPlan
+from actors.trainer.batch.plan import RolloutPlan, plan_steps
 from actors.trainer.objective import (
     LossInputs,
     ObjectiveConfig,
@@ -31,7 +33,6 @@ from actors.trainer.objective import (
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
 from actors.trainer.selfcheck import measure
-from actors.trainer.torch_backend.plan import RolloutPlan, plan_steps
 from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
 
 
@@ -54,20 +55,13 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     with watch.phase("prepare"):
         packed = core.pack(batch.samples)
         names = [s.train.trajectory for s in batch.samples]
-        plan = plan_steps(
-            core.config,
-            packed.total.tolist(),
-            names,
-            responses=packed.response.tolist(),
-            ranks=core.n_ranks,
-            cost=core.cost,
-        )
-        work: list[Work] = [
-            [(ids, packed.micro_batch(ids, core.device)) for ids in step.ranks[core.rank]] for step in plan.steps
-        ]
+        plan, work = _planned(core, core.config, packed, names)
+        passes, cap = work, core.config.log_probs_max_tokens_per_gpu
+        if core.config.use_dynamic_batch_size and cap != core.config.max_tokens_per_gpu:
+            _, passes = _planned(core, msgspec.structs.replace(core.config, max_tokens_per_gpu=cap), packed, names)
     with watch.phase("logprob_pass"):
-        _own_passes(core, cfg, batch, packed, work)
-        lost = _old_actor_passes(core, batch, packed, work) if cfg.keep_old_actor else []
+        _own_passes(core, cfg, batch, packed, passes)
+        lost = _old_actor_passes(core, batch, packed, passes, cfg.max_staleness or 0) if cfg.keep_old_actor else []
     with watch.phase("prepare"):
         samples = [s.train for s in batch.samples]
         for i in plan.trimmed:  # their rewards still belong to their group's baseline
@@ -80,7 +74,7 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
         tally.updates
-        and core.config.ref_update_interval > 0
+        and core.config.ref_update_interval
         and (batch.step + 1) % core.config.ref_update_interval == 0
     ):
         core.refresh_reference()
@@ -119,7 +113,7 @@ def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Pac
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
 
 
-def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work]) -> list[str]:
+def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work], depth: int) -> list[str]:
     """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
     lost = []
@@ -141,8 +135,24 @@ def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[
     for sample, versions in zip(batch.samples, made, strict=True):
         if any(nearest.get(int(v), batch.step) != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
-    core.keep_weights(batch.step)
+    core.keep_weights(batch.step, depth=depth)
     return lost
+
+
+def _planned(
+    core: Verbs, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]
+) -> tuple[RolloutPlan, list[Work]]:
+    """The plan of a rollout batch, and this rank's micro-batches of each step."""
+    plan = plan_steps(
+        config,
+        packed.total.tolist(),
+        trajectories,
+        responses=packed.response.tolist(),
+        ranks=core.n_ranks,
+        cost=core.cost,
+    )
+    mine = [step.ranks[core.rank] for step in plan.steps]
+    return plan, [[(ids, packed.micro_batch(ids, core.device)) for ids in batches] for batches in mine]
 
 
 def _one_step(

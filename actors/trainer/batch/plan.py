@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.trainer.backend import BackendConfig
-from actors.trainer.batching import CostModel, StepPlan, dynamic_global_batch_size, plan_step
+from actors.trainer.batch.batching import CostModel, StepPlan, dynamic_global_batch_size, plan_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.trainer.packing import BatchingError, deal, pack, split_to_multiple, spread
+from actors.trainer.batch.packing import BatchingError, deal, pack, split_to_multiple, spread
 
 Balance = Literal["none", "tokens", "flops"]
 MicroBatch = tuple[int, ...]

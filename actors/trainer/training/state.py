@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from actors.trainer.torch_backend.files import (
+from actors.trainer.training.files import (
     INDEX,
     FileEntry,
     Index,

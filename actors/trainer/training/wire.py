@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.objective.samples import FLOAT_FIELDS
-from actors.trainer.torch_backend.state import Scalars
+from actors.trainer.training.state import Scalars
 
 
 class WireSample(msgspec.Struct, frozen=True, array_like=True):
@@ -43,39 +43,20 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     knobs: dict[str, Any]
 
 
-class CopyWeights(msgspec.Struct, frozen=True, tag="copy_weights"):
-    """Gather the weights on rank 0. `live`: on its device."""
-
-    live: bool = False
-
-
-class Snap(msgspec.Struct, frozen=True, tag="snapshot"):
-    """Gather all training state on rank 0."""
-
-
 class Restore(msgspec.Struct, frozen=True, tag="restore"):
     """Receive rank 0's verified state."""
 
     scalars: Scalars
 
 
-class Hash(msgspec.Struct, frozen=True, tag="hash"):
-    """Gather the weights on rank 0, to be hashed."""
+class Do(msgspec.Struct, frozen=True, tag="do"):
+    """Enter a verb without a batch. `live`: copies on rank 0's device."""
+
+    verb: Literal["copy_weights", "snapshot", "weights_hash", "sleep", "wake", "stop"]
+    live: bool = False
 
 
-class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """Leave the device."""
-
-
-class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Come back to it."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The training is over."""
-
-
-Command = Setup | Step | CopyWeights | Snap | Restore | Hash | Sleep | Wake | Stop
+Command = Setup | Step | Restore | Do
 _decoder = msgspec.msgpack.Decoder(Command)
 
 
@@ -146,19 +127,4 @@ def _unpack(w: WireSample) -> BatchSample:
     )
 
 
-__all__ = (
-    "Command",
-    "CopyWeights",
-    "Hash",
-    "Restore",
-    "Setup",
-    "Sleep",
-    "Snap",
-    "Step",
-    "Stop",
-    "Wake",
-    "decode",
-    "encode",
-    "pack_step",
-    "unpack_step",
-)
+__all__ = ("Command", "Do", "Restore", "Setup", "Step", "decode", "encode", "pack_step", "unpack_step")

@@ -14,10 +14,9 @@ from torch import Tensor
 
 
 class OldActors:
-    """`depth`: how many steps back a token may have been made, so depth copies beside the present weights."""
+    """`on_host`: copies lie in host memory."""
 
-    def __init__(self, depth: int, *, on_host: bool) -> None:
-        self._depth = depth
+    def __init__(self, *, on_host: bool) -> None:
         self._on_host = on_host
         self._kept: dict[int, dict[str, Tensor]] = {}
 
@@ -27,12 +26,14 @@ class OldActors:
         return tuple(sorted(self._kept))
 
     @torch.no_grad()
-    def keep(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Copy `weights`, which hold `step` updates, and forget what is out of reach of the next step."""
-        if self._depth < 1:
+    def keep(self, step: int, weights: Mapping[str, Tensor], *, depth: int) -> None:
+        """Copy `weights`, which hold `step` updates, and forget what is out of reach of the next step. `depth`: how many steps
+        back a token may have been made, as the live bound has it, so depth copies beside the present weights."""
+        if depth < 1:
+            self._kept.clear()
             return
         self._kept[step] = {name: self._copy(p) for name, p in weights.items()}
-        for old in [s for s in self._kept if s > step or s <= step - self._depth]:
+        for old in [s for s in self._kept if s > step or s <= step - depth]:
             del self._kept[old]
 
     def _copy(self, p: Tensor) -> Tensor:

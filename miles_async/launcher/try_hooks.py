@@ -1,0 +1,125 @@
+"""`python -m miles_async.launcher.try_hooks < PATHS.json`: call functions of the user's once, before any actor starts.
+
+The objective's are tried by `actors.trainer.dry_run`, which loads torch; these are of reward, filter and partial buffer. Prints
+one JSON list of refusals on stdout, `[]` when all are sound. What hooks print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from actors.partial.decide import Plan, Waiting
+from actors.reward.sample import Sample, settle
+from actors.runtime.hooks import load_hook
+from bus.messages.base import pack_floats, pack_ints
+from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scored
+from bus.messages.versions import VersionSpan
+
+SIGNATURES = {
+    "custom_rm_path": "(sample: dict) -> number or table, may be async",
+    "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
+}
+OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
+"""Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
+
+
+class Ask(msgspec.Struct):
+    """`paths`: setting -> dotted path. `sample`: what a reward function is given. `deadline_s`: for one call of it."""
+
+    paths: dict[str, str]
+    sample: Sample
+    reward_key: str = ""
+    deadline_s: float = 30.0
+
+
+def problem_of(field: str, path: str, ask: Ask) -> str:
+    """What is wrong with a hook; empty when nothing is."""
+    try:
+        hook = load_hook(path)
+    except Exception as error:  # noqa: BLE001 - the user's module runs while it is imported
+        return f"cannot be loaded: {type(error).__name__}: {error}"
+    given = _given(field, ask)
+    try:
+        inspect.signature(hook).bind(*given)
+    except TypeError as error:
+        return f"cannot be called as it will be: {error}"
+    except ValueError:
+        pass  # a builtin that tells no signature
+    try:
+        answer = _answer(hook, given, ask.deadline_s)
+    except (OSError, TimeoutError):
+        return ""
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+        outside = type(error).__module__.partition(".")[0] in OUTSIDE
+        return "" if outside else f"raised {type(error).__name__}: {error}"
+    try:
+        return _judged(field, answer, ask)
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+        return str(error)
+
+
+def _given(field: str, ask: Ask) -> tuple[Any, ...]:
+    if field == "custom_rm_path":
+        return (ask.sample.as_dict(),)
+    scored = [Scored(rollout=_rollout(i), reward=float(i)) for i in range(2)]
+    if field == "dynamic_sampling_filter_path":
+        return (scored,)
+    parked = [Parked(task=s.rollout.task, response=s.rollout.response, reason="engine") for s in scored]
+    return 5, [Waiting(i, one) for i, one in enumerate(parked)]
+
+
+def _rollout(index: int) -> RolloutDone:
+    task = SampleTask(
+        sample_id=f"try/{index}", group_id="try", index=index, n_samples=2, prompt_id="try", prompt_tokens=pack_ints([1])
+    )
+    response = Response(
+        tokens=pack_ints([1, 2]),
+        logprobs=pack_floats([-0.5, -0.5]),
+        loss_mask=memoryview(bytes([1, 1])),
+        spans=(VersionSpan(1, 4, 2),),
+    )
+    return RolloutDone(task=task, response=response, finish="stop")
+
+
+def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float) -> Any:
+    async def call() -> Any:
+        value = hook(*given)
+        return await asyncio.wait_for(value, deadline_s) if inspect.isawaitable(value) else value
+
+    return asyncio.run(call())
+
+
+def _judged(field: str, answer: Any, ask: Ask) -> str:
+    if field == "custom_rm_path":
+        settle(answer, ask.reward_key, "it")
+    elif field == "dynamic_sampling_filter_path":
+        if answer is not None and not isinstance(answer, str):
+            return f"answered with {answer!r}, which is neither a reason nor None"
+    elif not (isinstance(answer, list) and all(isinstance(plan, Plan) for plan in answer)):
+        return f"answered with {answer!r:.100}, which is no list of plans"
+    return ""
+
+
+def main() -> int:
+    """Read, try, answer."""
+    ask = msgspec.json.decode(sys.stdin.buffer.read(), type=Ask)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = [
+            {"field": field, "path": path, "problem": " ".join(problem.split())[:300], "remedy": SIGNATURES[field]}
+            for field, path in ask.paths.items()
+            if (problem := problem_of(field, path, ask))
+        ]
+    print(msgspec.json.encode(found).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

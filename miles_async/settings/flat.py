@@ -1,0 +1,109 @@
+"""(pure) All settings of a run by name, whatever table they stand in: what rules look at, at the start and at a patch alike.
+
+What follows from several settings is told here once; `RunSettings` answers through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from miles_async.settings.derive import needs_whole_groups, solve_four_knobs
+
+Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
+HOOK_FIELDS = (
+    "custom_loss_function_path",
+    "custom_advantage_function_path",
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_reward_post_process_path",
+)
+
+
+class Flat:
+    """`flat.lr` is the setting of that name; None where one stays off the bus."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(f"no setting is called {name}") from None
+
+    def changed(self, patch: Mapping[str, Any]) -> Flat:
+        """With a patch, and what follows from it. SettingsError when the four knobs disagree."""
+        values = {**self.values, **patch}
+        values["global_batch_size"], _ = solve_four_knobs(
+            rollout_batch_size=values["rollout_batch_size"],
+            n_samples_per_prompt=values["n_samples_per_prompt"],
+            global_batch_size=None,
+            num_steps_per_rollout=values["num_steps_per_rollout"],
+        )
+        return Flat(values)
+
+    @property
+    def off_policy_correction(self) -> Correction:
+        """The one correction in force; a rule refuses more than one."""
+        chosen: tuple[tuple[bool, Correction], ...] = (
+            (self.use_tis, "tis"),
+            (self.use_icepop, "icepop"),
+            (self.use_mis, "mis"),
+            (self.use_decoupled_loss, "decoupled"),
+            (self.use_rollout_logprobs, "rollout_logprobs"),
+        )
+        return next((name for on, name in chosen if on), "none")
+
+    @property
+    def hook_paths(self) -> dict[str, str]:
+        """Setting -> dotted path, of the objective's hooks that are set."""
+        return {name: self.values[name] for name in HOOK_FIELDS if self.values[name] is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the frozen reference policy is loaded at all."""
+        return bool(self.use_kl_loss or self.kl_coef)
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher is asked at all."""
+        return bool(self.use_opd or self.advantage_estimator == "on_policy_distillation")
+
+    @property
+    def datasets(self) -> tuple[tuple[str, str], ...]:
+        """(name, path) of each held-out data set, in the order given."""
+        data = tuple(self.eval_prompt_data)
+        return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples in one rollout: rollout_batch_size * n_samples_per_prompt."""
+        return int(self.rollout_batch_size * self.n_samples_per_prompt)
+
+    @property
+    def groups_per_version(self) -> int:
+        """Prompt groups trained between two published policy versions: B of the admission bound."""
+        return int(self.rollout_batch_size * self.update_weights_interval)
+
+    @property
+    def lookahead_versions(self) -> int:
+        """Staleness that `wait` adds to what admission implies, in policy versions: ceil((W - 1) / B); else 0."""
+        if self.staleness_policy != "wait":
+            return 0
+        return -(-(int(self.staleness_lookahead) - 1) // self.groups_per_version)
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether groups cannot be trained in parts."""
+        return needs_whole_groups(reward_hook=self.custom_reward_post_process_path, estimator=self.advantage_estimator)
+
+    @property
+    def max_open_groups(self) -> int:
+        """Groups that may be issued and not yet trained, dropped or dead: (eta + 1 - lookahead) * B, at least B."""
+        return (int(self.max_weight_staleness) + 1 - self.lookahead_versions) * self.groups_per_version
+
+
+__all__ = ("HOOK_FIELDS", "Flat")

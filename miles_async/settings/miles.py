@@ -1,0 +1,105 @@
+"""(pure) For users of Miles: which of its flags are ours, which are called or mean something else, and why others are not here."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from miles_async.settings.catalog import PREFIXES, catalog, names
+
+OTHERWISE: dict[str, str] = {
+    "actor_num_nodes": "only 1",
+    "buffer_filter_path": "the function takes (step, waiting) and returns plans",
+    "check_weight_update_equal": "a boolean",
+    "custom_loss_function_path": "the function gets log-probs, not logits",
+    "custom_rm_path": "the function takes one table, not (args, sample)",
+    "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
+    "load": "checkpoints of our own format",
+    "load_debug_rollout_data": "msgpack, not torch.save",
+    "opd_type": "megatron means: in the trainer",
+    "partial_rollout": "on by default",
+    "ref_load": "a Hugging Face directory, not torch_dist",
+    "save_debug_rollout_data": "msgpack, not torch.save",
+}
+"""Fields that have the name of a flag of Miles and another meaning."""
+OF_OURS = (
+    *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
+    *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
+    *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
+    *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
+    *("dppo_divergence", "dppo_delta", "tail_after_tokens", "max_masked_fraction", "trainer_threads", "engine_threads"),
+    *("engine", "num_generation_workers", "rollout_gpu_ids", "sglang_concurrency_min", "sglang_concurrency_max"),
+    *("sglang_server_command", "sglang_request_deadline_s", "engine_token_deadline_s", "engine_boot_deadline_s"),
+    *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
+    *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
+    *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
+    "custom_advantage_function_path",
+    *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
+)
+"""Fields that Miles has no flag for."""
+WHY_NOT: tuple[tuple[str, str], ...] = (
+    (
+        "The architecture comes from config.json of --hf-checkpoint; leave it out.",
+        "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --rotary-base --swiglu --spec "
+        "--model-name --padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+    ),
+    (
+        "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
+        "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
+        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* --train-backend "
+        "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
+        "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
+        "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
+    ),
+    ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),
+    ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
+    ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
+    ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus, on this host.", "--num-gpus-per-node"),
+    ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
+    ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
+    ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
+    (
+        "Samples are one answer to one prompt: there are no agents, tools or pictures.",
+        "--custom-generate-function-path --custom-agent-function-path --generate-* --tool-key --multimodal-keys --session-* "
+        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn --eval-tool-key "
+        "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
+    ),
+    ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
+     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-passrate --log-reward-category --log-correct-*"),
+    ("miles-async trace, doctor and replay look into a run instead.", "--dump-* --dumper-* --debug-* --memory-* --env-report "
+     "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
+    ("Every actor is restarted and every entry delivered again without being asked.", "--use-fault-tolerance --ft-* --mini-ft-* "
+     "--control-server-port --rollout-health-check-* --ci-ft-*"),
+    ("--ci-test checks the first step.", "--ci-*"),
+    ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
+    ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
+    ("Evaluation shares the engines (--eval-share) and samples as --eval-* say.", "--eval-*"),
+    ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
+     "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
+    ("The newest complete checkpoint is taken; the state of the optimizer is always saved.", "--ckpt-step --no-save-optim "
+     "--reset-optimizer-states --start-rollout-id --ref-ckpt-step --low-memory-resume"),
+)  # fmt: skip
+NOT_HERE = "There is nothing like it here."
+
+
+def why_not(flag: str) -> str:
+    """Why a flag of Miles is not here; empty for what is none of the known."""
+    return next((why for why, flags in WHY_NOT if any(fnmatchcase(flag, one) for one in flags.split())), "")
+
+
+def table() -> Iterator[tuple[str, str]]:
+    """(flag of Miles, ours or why not) of all, in the order of our settings."""
+    ours = {spec.name: spec for spec in catalog().values() if spec.name not in OF_OURS and spec.kind != "table"}
+    for name, spec in ours.items():
+        yield spec.flag, OTHERWISE.get(name, "the same")
+    for alias, spec in names().items():
+        if alias != spec.name:
+            yield "--" + alias.replace("_", "-"), f"{spec.flag}, which it is another name of"
+    for prefixes in PREFIXES.values():
+        for prefix in prefixes:
+            yield f"{prefix}NAME", f"passed on to the program: {prefixes[0]}NAME"
+    for why, flags in WHY_NOT:
+        for flag in flags.split():
+            yield flag, f"not here. {why}"
+    yield "any other", f"not here. {NOT_HERE}"
+
+
+__all__ = ("table", "why_not")

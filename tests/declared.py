@@ -1,0 +1,34 @@
+"""Structs of rooms as tests want them: settings at their declared defaults, but for what the test says."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from actors.trainer.backend import BackendConfig
+from actors.trainer.objective_config import ObjectiveConfig
+from miles_async.launcher.plan import told
+from miles_async.settings import settings_from
+from miles_async.settings.flat import Flat
+
+T = TypeVar("T")
+PLAIN = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math").flat.values
+# What the objective computes itself where it is not told, and MIS without its normalisation.
+LEFT_OUT: dict[str, Any] = dict.fromkeys(
+    ("normalize_advantages", "eps_clip_high", "tis_lower_bound", "rs_upper_bound", "rs_lower_bound", "rs_veto_threshold")
+)
+
+
+def objective_of(**own: Any) -> ObjectiveConfig:
+    """The objective's settings."""
+    estimator = own.get("advantage_estimator")
+    loss = estimator if estimator in ("gspo", "cispo") else "ppo"
+    values = {**PLAIN, **LEFT_OUT, "tis_batch_normalize": False, "policy_loss": loss}
+    return told(ObjectiveConfig, Flat(values), **own)
+
+
+def backend_of(**own: Any) -> BackendConfig:
+    """The settings of a training backend in float32."""
+    resolved: dict[str, Any] = {"ref_load": "", "critic_load": "", "opd_teacher_load": "", "num_rollout": 0, "balance": "flops"}
+    follows = (("critic_lr", "lr"), ("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu"))
+    resolved |= {name: own[of] for name, of in follows if of in own}
+    return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of()} | resolved | own))

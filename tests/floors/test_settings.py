@@ -1,0 +1,82 @@
+"""Each setting has a reader, no struct of a room gives one a default of its own, and each table of names is told once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from miles_async.settings.catalog import catalog
+from tests.floors.tree import PACKAGES, parse, sources
+
+INSIDE = Path("miles_async/settings")
+OUTSIDE = [path for path in sources(*PACKAGES) if not path.is_relative_to(INSIDE)]
+# Read where settings are resolved or checked, and without a further effect of their own.
+THROUGH_OTHERS = {
+    "loss_type": "it says whether custom_loss_function_path makes the loss",
+    "use_tis": "Flat.off_policy_correction",
+    "use_icepop": "Flat.off_policy_correction",
+    "use_decoupled_loss": "Flat.off_policy_correction",
+    "no_correction": "the rule of stale data asks for it",
+    "opd_type": "it says which of two teachers is asked",
+    "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
+    "actor_num_nodes": "only 1 is accepted",
+    "train_memory_margin_bytes": "memory.py checks the start with it",
+    "debug_train_only": "load_debug_rollout_data makes it so",
+    "eval_prompt_data": "Flat.datasets",
+    "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
+    "offload_rollout": "colocate.gives_back",
+    "offload_rollout_level": "colocate.gives_back",
+}
+# Structs that tests build by hand; a second default of a setting goes when its room reads the setting by name.
+SECOND_DEFAULTS = {
+    "actors/evaluator/actor.py": {"n_samples_per_prompt", "rm_type"},
+    "actors/generation/spec.py": {"engine", "server_args", "seed"},
+    "actors/reward/actor.py": {"rm_type", "custom_rm_path", "rm_url", "reward_key", "eval_reward_key"},
+    "actors/runtime/context.py": {"heartbeat_s", "drain_timeout_s"},
+    "actors/runtime/prompts.py": {"input_key", "label_key", "metadata_key", "apply_chat_template"},
+    "actors/sampler/actor.py": {"rm_type"},
+    "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
+    "actors/trainer/spec.py": {"offload", "save", "load"},
+}
+
+
+def names_read(path: Path) -> set[str]:
+    """Attributes that are read, and texts, in a file."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+READ = set().union(*map(names_read, OUTSIDE))
+
+
+@pytest.mark.parametrize("name", sorted(catalog()))
+def test_a_setting_is_read_outside_the_settings(name: str) -> None:
+    assert (name in READ) != (name in THROUGH_OTHERS), (
+        f"{name} is told {'as read by others only, but it is read' if name in READ else 'by users and nobody reads it'}"
+    )
+
+
+def defaults_in(path: Path) -> list[str]:
+    """Settings that a struct of a file gives a default."""
+    return [
+        node.target.id
+        for struct in ast.walk(parse(path))
+        if isinstance(struct, ast.ClassDef) and any("Struct" in ast.dump(base) for base in struct.bases)
+        for node in struct.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.value is not None
+        and node.target.id in catalog()
+    ]
+
+
+@pytest.mark.parametrize("path", sources("actors"), ids=str)
+def test_no_struct_of_a_room_tells_a_default_again(path: Path) -> None:
+    assert set(defaults_in(path)) == SECOND_DEFAULTS.get(str(path), set())

@@ -1,0 +1,69 @@
+"""A change of live settings that the backend refuses is undone, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.runtime.context import ActorSpec, Context
+from actors.trainer.backend import BatchRefused, StepBatch
+from actors.trainer.torch_backend import TorchBackend
+from actors.trainer.tuned import TunedSteps
+from bus import Bus
+from bus.knobs.live import LiveKnobs, propose, read_history
+from bus.topology import EVENTS
+from tests.actors.house import messages, open_bus
+
+HOOK = {"custom_advantage_function_path": "tests.trainer.hook_samples.narrow_only"}
+
+
+@asynccontextmanager
+async def following(bus: Bus, *, epoch: int) -> AsyncIterator[Context]:
+    """A trainer's surroundings once it has heard of an epoch."""
+    knobs = LiveKnobs(bus)
+    await knobs.open()
+    assert knobs.snapshot().epoch == epoch
+    try:
+        yield Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
+    finally:
+        await knobs.close()
+
+
+async def in_thread(call: Callable[..., object], *args: object) -> object:
+    return await asyncio.to_thread(call, *args)
+
+
+async def test_a_refused_change_is_undone_and_the_step_is_done(
+    redis_url: str,
+    run_name: str,
+    make_backend: Callable[..., TorchBackend],
+    make_batch: Callable[..., StepBatch],
+) -> None:
+    backend = make_backend(objective=HOOK)
+    async with open_bus(redis_url, run_name) as bus:
+        await propose(bus, {"eps_clip": 0.3, "lr": 0.5}, author="me")
+        await propose(bus, {"eps_clip": 0.9, "clip_grad": 2.0}, author="me")
+        async with following(bus, epoch=2) as context:
+            steps = TunedSteps(context, backend, in_thread)
+            knobs = context.knobs.live | {"max_weight_staleness": 1}
+            result = await steps.train(make_batch(1, **knobs), 2)
+            assert result.trained_tokens and steps.used == (knobs | {"eps_clip": 0.3, "clip_grad": 1.0}, 1)
+        last = (await read_history(bus))[-1]
+        assert (last.epoch, last.values, last.author) == (3, {"eps_clip": 0.3, "clip_grad": 1.0}, "trainer")
+        [event] = await messages(bus, EVENTS)
+        assert event.kind == "knobs refused" and "eps_clip = 0.9 is not for this run" in event.text
+
+
+async def test_a_batch_that_is_refused_under_all_settings_leaves_them_alone(
+    redis_url: str, run_name: str, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    backend = make_backend(objective=HOOK)
+    async with open_bus(redis_url, run_name, knobs={"eps_clip": 0.8}) as bus:
+        await propose(bus, {"eps_clip": 0.9}, author="me")
+        async with following(bus, epoch=1) as context:
+            with pytest.raises(BatchRefused, match=r"eps_clip = 0\.9"):
+                await TunedSteps(context, backend, in_thread).train(make_batch(1, **context.knobs.live), 1)
+        assert len(await read_history(bus)) == 2 and not await messages(bus, EVENTS)
