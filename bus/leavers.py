@@ -21,12 +21,12 @@ ENDED_S = 3600.0  # after its last word, for one that said it ended
 SILENT_S = 86400.0  # for one that said nothing; a whole night, so that the doctor can still name who died
 
 
-def gone(vitals: Mapping[str, Vitals], wall: float) -> list[str]:
-    """Names of actors that will not be heard of again (pure)."""
+def gone(vitals: Mapping[str, Vitals], silences: Mapping[str, float]) -> list[str]:
+    """Names of actors that will not be heard of again (pure). `silences`: seconds since each one's last word (Bus.silences)."""
     return sorted(
         name
         for name, last in vitals.items()
-        if wall - last.wall > (ENDED_S if last.state in ("stopped", "failed") else SILENT_S)
+        if silences.get(name, 0.0) > (ENDED_S if last.state in ("stopped", "failed") else SILENT_S)
     )
 
 
@@ -39,7 +39,7 @@ async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of another release; whoever runs that release tells them apart
     keys = [bus.keys.vitals, bus.keys.ledger, *(bus.keys.stream(s.name) for s in STREAMS if s.is_data)]
-    names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, bus.clock.wall())])
+    names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, await bus.silences())])
     if names:
         await bus.link.run("HDEL", bus.keys.heard, *names)
     return [name.decode() for name in names]

@@ -131,7 +131,7 @@ async def run(context: Context, spec: RecorderSpec) -> None:
 
 async def _living(context: Context) -> bool:
     """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
-    here, wall = socket.gethostname(), context.clock.wall()
+    here, silences = socket.gethostname(), await context.bus.silences()
     for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
         try:
             other = msgspec.msgpack.decode(raw, type=Vitals)
@@ -139,7 +139,7 @@ async def _living(context: Context) -> bool:
             continue
         if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
             continue
-        if is_alive(other.pid) if other.host == here else wall - other.wall < 5 * context.spec.heartbeat_s:
+        if is_alive(other.pid) if other.host == here else silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s:
             return True
     return False
 

@@ -15,7 +15,6 @@ REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
-TOKENS_PER_S = "perf/tokens_per_s"
 
 
 @dataclass(slots=True)
@@ -62,7 +61,6 @@ class History:
     faults: list[Record] = field(default_factory=list)
     knobs: list[Record] = field(default_factory=list)
     activations: list[Record] = field(default_factory=list)
-    announced: list[Record] = field(default_factory=list)
     checkpoints: list[Record] = field(default_factory=list)
     restores: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
@@ -96,8 +94,6 @@ class History:
                 self.knobs.append(record)
             case "activated":
                 self.activations.append(record)
-            case "announced":
-                self.announced.append(record)
             case "checkpoint":
                 self.checkpoints.append(record)
             case "ledger":
@@ -164,4 +160,4 @@ def history_of(records: Iterable[Record]) -> History:
     return history
 
 
-__all__ = ("AVG_STALENESS", "MAX_STALENESS", "REWARD", "TOKENS_PER_S", "Eval", "History", "Step", "history_of")
+__all__ = ("AVG_STALENESS", "MAX_STALENESS", "REWARD", "Eval", "History", "Step", "history_of")

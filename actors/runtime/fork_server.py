@@ -103,12 +103,19 @@ class ForkServer:
         self._ends.clear()
 
     async def close(self) -> None:
-        """It ends; children go on."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """`end`, where a loop reads its answers."""
+        self._process.kill()
         if self._reader is not None:
             await self._reader
-        await asyncio.to_thread(self._process.wait)
+        self.end()
+
+    def end(self) -> None:
+        """At once: it has nothing to lose, and its children go on."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def _tell(future: asyncio.Future[Any], value: int | None) -> None:

@@ -1,6 +1,6 @@
 """Trainer room: groups in, policy versions out.
 
-Reads  groups (readers "trainer"), knobs    Writes  policy    Owns  weights, optimizer, step number, checkpoints
+Reads  groups (readers "trainer"), active, events, knobs    Writes  policy    Owns  weights, optimizer, step number, checkpoints
 A group is acknowledged only after a checkpoint that contains its step is durable, so that a trainer killed anywhere
 trains it again exactly if its gradient was lost. Version ids are never reused; a restart says from which step it goes on.
 """

@@ -36,10 +36,10 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend, WeightCopy
+from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.flat import FlatBuffers
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
-from actors.trainer.transports.spec import CourierSpec
 from bus import Entry, Out, Tail
 from bus.messages.base import Message
 from bus.messages.control import Event

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from actors.trainer.backend import BackendConfig
-from actors.trainer.transports.spec import CourierSpec
+
+
+class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How versions travel. `transport`: disk, ipc or nccl. `deadline_s`: longest wait for engines, and for a broadcast."""
+
+    transport: str = "disk"
+    buffer_bytes: int = 512 << 20
+    deadline_s: float = 60.0
+    check_equal: bool = False
 
 
 class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,4 +52,4 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
 
 
-__all__ = ("TrainerSpec", "TurnSpec")
+__all__ = ("CourierSpec", "TrainerSpec", "TurnSpec")

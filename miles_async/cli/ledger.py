@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
         elif args.check:
             print(found.text())
         else:
-            print(as_text(found, args.by))
+            from miles_async.console.scene import trained_unsaved
+
+            print(as_text(found, args.by, len(await trained_unsaved(bus))))
         return 0 if found.closes else 1
 
     return on_bus(args, body)
@@ -67,8 +69,8 @@ def as_json(found: "LedgerCheck", by: Any) -> dict[str, Any]:
     }
 
 
-def as_text(found: "LedgerCheck", by: Any) -> str:
-    """The table, where the pending samples lie, and the equation."""
+def as_text(found: "LedgerCheck", by: Any, unsaved: int = 0) -> str:
+    """The table, where the pending samples lie, and the equation. `unsaved`: samples trained since the last checkpoint."""
     from miles_async.console.text import table
 
     rows = found.accounts.rows(by)
@@ -76,4 +78,6 @@ def as_text(found: "LedgerCheck", by: Any) -> str:
     body = table([by, *columns], [[name, *(f"{cells[c]:,}" for c in columns)] for name, cells in rows], right=columns)
     places = ", ".join(f"{n:,} on {stream}" for stream, n in found.located.items() if n)
     where = f"pending samples in {found.open_groups:,} open groups: {places or 'none'}"
+    if unsaved:
+        where += f"\n{unsaved:,} of them are trained and count as trained once a checkpoint holds their step"
     return "\n".join([body if rows else f"no tokens by {by} yet", "", where, found.text()])

@@ -55,7 +55,7 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
     )
     verdicts, dead, patches, uncommitted = await asyncio.gather(
-        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), _uncommitted(bus)
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), trained_unsaved(bus)
     )
     return Scene(
         snapshot=snapshot,
@@ -80,7 +80,7 @@ def _first_step(run_dir: Path) -> Mapping[str, float | None]:
     return metrics if isinstance(metrics, dict) else {}
 
 
-async def _uncommitted(bus: Bus, most: int = 1000) -> frozenset[str]:
+async def trained_unsaved(bus: Bus, most: int = 1000) -> frozenset[str]:
     """Samples of the steps behind the newest checkpoint or restore."""
     samples: set[str] = set()
     for entry in await bus.last(POLICY, most):
@@ -92,4 +92,4 @@ async def _uncommitted(bus: Bus, most: int = 1000) -> frozenset[str]:
     return frozenset(samples)
 
 
-__all__ = ("Scene", "read_scene")
+__all__ = ("Scene", "read_scene", "trained_unsaved")

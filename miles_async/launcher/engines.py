@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from actors.generation.actor import GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
-from actors.trainer.spec import TurnSpec
-from actors.trainer.transports.spec import CourierSpec
+from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.settings.colocate import engine_args, gives_back
 from miles_async.settings.run import RunSettings
 

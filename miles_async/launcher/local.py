@@ -71,7 +71,6 @@ class Supervisor:
         self._furthest = furthest
         self._servers = servers
         self.kept: dict[str, Kept] = {}
-        self.restarts = 0
         self.notes: list[tuple[str, str]] = []
         self._stopping = asyncio.Event()
         (run_dir / "actors").mkdir(parents=True, exist_ok=True)
@@ -165,7 +164,6 @@ class Supervisor:
                 ending = replace(ending, pause_s=verdict.after_s)
                 text = f"{verdict.reason}: {cause}; tried again in {verdict.after_s:.0f} s, the run goes on without it"
             kept.failures = [*kept.failures[-64:], ending]
-            self.restarts += 1
             self.notes.append(("restart", text))
             try:
                 await asyncio.wait_for(self._stopping.wait(), verdict.after_s)

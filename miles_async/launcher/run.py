@@ -15,9 +15,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from actors.recorder.actor import RecorderSpec
 from actors.recorder.feed import Feed
@@ -66,6 +66,14 @@ def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
     check_host(settings)
     servers = fork_servers()
+    try:
+        return _checked(settings, servers)
+    finally:
+        for server in set(servers.values()):
+            server.end()
+
+
+def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
         print(f"run {settings.launch.name}: checking model and data", flush=True)
     found = preflight(settings, probes=PROBES)
@@ -170,8 +178,8 @@ class Launcher:
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         failure: RunFailed | None = None
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._show(feed))
-            tasks.create_task(watch(bus, self._stop))
+            tasks.create_task(_aside("view", self._show(feed), supervisor))
+            tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
             tasks.create_task(self._tell(supervisor))
             if self._embedded is not None:
                 tasks.create_task(_keep_redis(self._embedded, self._stop))
@@ -247,6 +255,17 @@ class Launcher:
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
         return Vitals(actor="launcher", role="launcher", pid=os.getpid(), host=host, state=state, wall=wall)
+
+
+async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:
+    """Looking at a run must not end it: what goes wrong there is told, and the run goes on."""
+    try:
+        await work
+    except Exception as raised:  # noqa: BLE001 - see above
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        supervisor.notes.append(("restart", f"the {what} ended: {type(error).__name__}: {error}; the run goes on without it"))
 
 
 def _redirect(file: Path) -> None:

@@ -27,7 +27,6 @@ from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.sampler.actor import run as sampler
 from actors.trainer.actor import run as trainer
-from actors.trainer.backend import BackendConfig
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, Stream
 from bus.errors import BadMessage
@@ -56,9 +55,12 @@ from bus.topology import (
     TAIL,
     VERDICTS,
 )
+from miles_async.launcher.plan import told
+from miles_async.settings.flat import Flat
 from tests.actors.garbage import fields_of, garbage, list_open
 from tests.actors.house import messages, open_bus, put, rollout, running, scored, task, until
 from tests.actors.test_publisher import says
+from tests.declared import PLAIN, backend_of
 from tests.engine.scripted import ScriptedEngine, workers
 
 SEEDS = range(2)
@@ -103,7 +105,11 @@ class Mixed:
 
         await until(all_of_it)
         for name in {name for name, _ in self.garbage} - others:
-            counted = sum(n for what, n in context.counters.items() if what.startswith((f"refused/log/{name}", f"refused/{name}/")))
+            counted = sum(
+                n
+                for what, n in context.counters.items()
+                if what.startswith((f"refused/log/{name}", f"refused/{name}/"))
+            )
             assert counted >= sum(n == name for n, _ in self.garbage), f"{name}: {counted} counted"
         for stream in {BY_NAME[name] for name, _ in self.garbage if BY_NAME[name].is_data}:
             assert await self._bus.length(stream) == 0, f"{stream.name} holds entries for ever"
@@ -225,13 +231,23 @@ def _done(task_: Any) -> Any:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_trainer(redis_url: str, run_name: str, tokenizer_dir: str, seed: int) -> None:
-    spec = TrainerSpec(
-        backend=BackendConfig(hf_checkpoint=tokenizer_dir), backend_name="none", weights_dir=tokenizer_dir, num_rollout=1
+    spec = told(
+        TrainerSpec,
+        Flat(PLAIN),
+        save="",
+        load="",
+        backend=backend_of(hf_checkpoint=tokenizer_dir),
+        backend_name="none",
+        weights_dir=tokenizer_dir,
+        num_rollout=1,
     )
     async with open_bus(redis_url, run_name) as bus:
         await list_open(bus, *GROUPS_, generated=3 * len(MEMBERS))
         mixed = Mixed(bus, seed)
-        kept = [GroupKept(group_id=f"g{g}", prompt_id="p", samples=(scored(g, 0, 0.0), scored(g, 1, 1.0))) for g in (1, 2, 3)]
+        kept = [
+            GroupKept(group_id=f"g{g}", prompt_id="p", samples=(scored(g, 0, 0.0), scored(g, 1, 1.0)))
+            for g in (1, 2, 3)
+        ]
         await mixed.put(GROUPS, kept, damaged=0)
         async with running(bus, "trainer", trainer, spec) as context:
             await mixed.put(EVENTS, [])

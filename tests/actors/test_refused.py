@@ -10,7 +10,7 @@ import pytest
 from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
 from actors.trainer import actor
-from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.null_backend import NullBackend
 from actors.trainer.spec import TrainerSpec
 from bus import Bus
@@ -19,8 +19,11 @@ from bus.ledger import check, read_accounts
 from bus.messages.groups import GroupKept
 from bus.messages.policy import StepDone
 from bus.topology import GROUPS, POLICY
+from miles_async.launcher.plan import told
+from miles_async.settings.flat import Flat
 from tests.actors.garbage import list_open
 from tests.actors.house import messages, open_bus, put, running, scored, until
+from tests.declared import PLAIN, backend_of
 
 BAD = 13.0  # the reward of a sample that this backend cannot take
 
@@ -46,14 +49,26 @@ class Picky(NullBackend):
 
 def kept(group: int, bad: bool = False) -> GroupKept:
     return GroupKept(
-        group_id=f"g{group}", prompt_id=f"p{group}", samples=(scored(group, 0, BAD if bad else 0.0), scored(group, 1, 1.0))
+        group_id=f"g{group}",
+        prompt_id=f"p{group}",
+        samples=(scored(group, 0, BAD if bad else 0.0), scored(group, 1, 1.0)),
     )
 
 
-async def train(bus: Bus, backend: Picky, folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: GroupKept) -> list[Any]:
+async def train(
+    bus: Bus, backend: Picky, folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: GroupKept
+) -> list[Any]:
     """A trainer of one step until it ends; why it ended, if it was not the step."""
     monkeypatch.setattr(actor, "open_backend", lambda name: backend)
-    spec = TrainerSpec(backend=BackendConfig(hf_checkpoint=""), weights_dir=str(folder), num_rollout=1)
+    spec = told(
+        TrainerSpec,
+        Flat(PLAIN),
+        save="",
+        load="",
+        backend=backend_of(hf_checkpoint=""),
+        weights_dir=str(folder),
+        num_rollout=1,
+    )
     ended: list[Any] = []
 
     async def body(context: Context, given: TrainerSpec) -> None:
@@ -97,7 +112,9 @@ async def test_a_step_that_is_half_done_begins_anew_from_the_checkpoint_without_
     async with open_bus(redis_url, run_name) as bus:
         [error] = await train(bus, backend, tmp_path, monkeypatch, kept(1), kept(2, bad=True))
         assert isinstance(error, InvariantBroken) and "half done when it met g2" in str(error)
-        assert (await read_accounts(bus)).dropped == {"refused": 2} and set(await bus.hash_of(bus.keys.open_groups)) == {"g1"}
+        assert (await read_accounts(bus)).dropped == {"refused": 2} and set(
+            await bus.hash_of(bus.keys.open_groups)
+        ) == {"g1"}
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -253,6 +253,30 @@ def test_an_actor_that_cannot_live_ends_the_run_with_its_cause(run_of: Launch) -
     assert "Traceback" not in run.output()
 
 
+@pytest.mark.slow
+def test_a_worker_that_fails_again_and_again_is_tried_later_while_its_peer_works(run_of: Launch) -> None:
+    run = run_of(
+        {
+            "launch": {"restart_budget": 1},
+            "rollout": {"num_rollout": 100_000},
+            "sglang": {"num_generation_workers": 2},
+        }
+    )
+    run.start()
+    run.until_step(1)
+    for _ in range(2):
+        pid = run.kill("generation-1")
+        until("the end of the process", lambda pid=pid: not psutil.pid_exists(pid))
+    record = run.dir / "metrics.jsonl"
+    until("the word of it", lambda: "generation-1 failed 2 times within 60 s" in record.read_text())
+    assert "tried again in 30 s, the run goes on without it" in record.read_text()
+    step = run.step()
+    until("training to go on", lambda: run.step() >= step + 3)
+    until("another try", lambda: bool(run.pids("generation-1")))
+    run.drain()
+    judge(run, steps=run.saved())
+
+
 def test_a_trainer_that_never_gets_further_ends_the_run_with_its_words(run_of: Launch, tmp_path: Path) -> None:
     """However long each of its lives takes: here no two failures count as quick ones."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -19,8 +19,8 @@ from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
 from actors.trainer.courier import Courier
 from actors.trainer.null_backend import NullBackend
+from actors.trainer.spec import CourierSpec
 from actors.trainer.training.state import WeightFiles
-from actors.trainer.transports.spec import CourierSpec
 from bus import Bus
 from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion

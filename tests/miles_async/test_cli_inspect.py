@@ -181,6 +181,20 @@ def test_the_ledger_closes_and_says_by_reason_version_and_worker(whole):
     assert whole.ask_json("ledger", "--by", "version")[1]["by_version"]["1"]["generated"] == 20
 
 
+def test_the_ledger_says_what_is_trained_and_not_yet_in_a_checkpoint(whole):
+    async def another_step(story):
+        await story.issue("g5")
+        await story.generate(wanted="g5/0")
+        await story.generate(wanted="g5/1")
+        await story.score()
+        await story.judge("g5")
+        await story.train(2, "g5", durable=False)
+
+    assert "count as trained" not in whole.ask("ledger")[1]
+    whole.tell(another_step)
+    assert "2 of them are trained and count as trained once a checkpoint holds their step" in whole.ask("ledger")[1]
+
+
 def test_a_ledger_that_does_not_close_names_the_ids_and_fails(whole):
     async def lose(story):
         entry = next(e for e in await story.bus.scan_all(PROMPTS) if e.fields["id"] == "g4/1")

@@ -335,5 +335,5 @@ async def test_a_launcher_that_is_gone_is_named_with_what_goes_on_without_it(red
         assert "9 actors work on and the record is kept, but nobody starts again what dies" in found["no launcher"]
         await story.finish(1)
         assert "9 actors still wait: miles-async stop ends them" in (await faults(bus))["no launcher"]
-        await bus.set_vitals("launcher", msgspec.structs.replace(launcher, state="stopped"))
+        await story.alive(msgspec.structs.replace(launcher, state="stopped"))
         assert await faults(bus) == {}

@@ -232,3 +232,13 @@ async def test_on_a_small_terminal_every_actor_and_every_alarm_is_there(redis_ur
     assert "10 actors" not in said and "filter failed" in said
     assert "ago launcher: restart: the engine ended" in said and "END" in said, "newer and lesser news do not push it out"
     assert "trained" in said
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 30.0])
+async def test_an_actor_is_alive_whatever_its_hosts_clock_says(redis_url: str, run_name: str, skew_s: float) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        wall = bus.clock.wall() + skew_s
+        await bus.set_vitals("generation-9", vitals("generation-9", wall=wall, waits_for="an entry", waits_since=wall - 5))
+        seen = await read_snapshot(bus)
+    [actor] = seen.actors
+    assert actor.life == "alive" and actor.age_s < 5.0 <= actor.waited_s < 10.0

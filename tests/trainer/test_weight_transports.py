@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.buckets import plan_buckets
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, plan_buckets
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from bus import Bus, BusConfig
 from bus.errors import BadMessage

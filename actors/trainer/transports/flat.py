@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.trainer.transports.buckets import BUCKET_BYTES, plan_buckets
 from bus.messages.weights import Bucket, TensorMeta
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BUCKET_BYTES = 2 << 30
+"""Engines handle buckets one after the other, each with a request's overhead: few large ones are fastest while
+engines have twice their size to spare."""
+
+
+def plan_buckets(tensors: Iterable[tuple[TensorMeta, int]], limit_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """Buckets of (tensor, bytes) pairs. A tensor larger than the limit gets a bucket of its own."""
+    buckets: list[Bucket] = []
+    held: list[TensorMeta] = []
+    size = 0
+    for meta, n_bytes in tensors:
+        if held and (size + n_bytes > limit_bytes or held[-1].dtype != meta.dtype):
+            buckets.append(Bucket(tensors=tuple(held), n_bytes=size))
+            held, size = [], 0
+        held.append(meta)
+        size += n_bytes
+    if held:
+        buckets.append(Bucket(tensors=tuple(held), n_bytes=size))
+    return tuple(buckets)
 
 
 class FlatBuffers:
@@ -94,4 +114,4 @@ def n_bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ("FlatBuffers", "meta_of", "n_bytes_of")
+__all__ = ("BUCKET_BYTES", "FlatBuffers", "meta_of", "n_bytes_of", "plan_buckets")
