@@ -115,6 +115,7 @@ def test_what_is_ordered_here_is_waited_for() -> None:
 def test_a_task_of_the_step_that_is_served_is_not_behind() -> None:
     standing = Standing("me")
     standing.fold(heard(3, me=3))
+    standing.fold(heard(2, me=2))  # a word that comes late
     assert not standing.behind(version(3)) and standing.behind(version(2)) and standing.behind(None)
     standing.fold(Restored(step=1, version=version(9, 1)))
     assert not standing.behind(version(2)), "the weights that the trainer went back to are no lost future"
