@@ -11,11 +11,13 @@ acknowledged at the next start.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -260,6 +262,11 @@ def booked_as_trained(accounts: Accounts) -> int:
     return accounts.trained + accounts.dropped.get("masked", 0)
 
 
+def fingerprint_of(identity: dict[str, Any]) -> str:
+    """Digest of the settings that must not differ between a checkpoint and the run that loads it."""
+    return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=8).hexdigest()
+
+
 __all__ = (
     "TRACKER",
     "BusState",
@@ -267,6 +274,7 @@ __all__ = (
     "booked_as_trained",
     "bus_state_file",
     "consumed_before",
+    "fingerprint_of",
     "finish",
     "go_back",
     "holds_nothing",

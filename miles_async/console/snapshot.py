@@ -16,7 +16,7 @@ from bus.inspect import Head, StreamFacts, id_key, newest_heads, stream_facts
 from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import PolicyActive
-from bus.topology import ACTIVE, EVAL_RESULTS, POLICY
+from bus.topology import ACTIVE, EVAL_RESULTS, POLICY, ROLES
 
 LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as silent
 ENDED = ("stopped", "failed")
@@ -137,12 +137,7 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 
-ROLE_ORDER = {
-    role: n
-    for n, role in enumerate(
-        ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "recorder", "launcher")
-    )
-}
+ROLE_ORDER = {role: n for n, role in enumerate((*ROLES, "launcher"))}
 
 
 def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:

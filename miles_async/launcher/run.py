@@ -33,7 +33,7 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.messages.policy import Finished
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
-from bus.topology import EVENTS, POLICY
+from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
@@ -46,7 +46,7 @@ from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_steps, write_run_file
 
-LIGHT = ("recorder", "sampler", "generation", "reward", "filter", "partial", "publisher", "evaluator")
+LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
