@@ -202,6 +202,10 @@ def test_bad_model_directories_are_refused(data, model, tmp_path):
     assert "no such directory" in refusal(make(data, hf_checkpoint=str(tmp_path / "nowhere")))
     assert "builtin:arithmetic" in refusal(make(data, hf_checkpoint="builtin:arithmetik"))
     assert "ref_load" in refusal(make(data, hf_checkpoint=str(model), ref_load="nowhere", use_kl_loss=True))
+    for file in (".metadata", "common.pt"):
+        (tmp_path / file).mkdir()
+        (tmp_path / file / file).write_text("")
+        assert "torch_dist" in refusal(make(data, hf_checkpoint=str(model), ref_load=str(tmp_path / file)))
     (model / "tokenizer.json").unlink()
     assert "hf_checkpoint" in refusal(make(data, hf_checkpoint=str(model)))
     assert "no tokenizer.json" in refusal(make(data, hf_checkpoint=str(model)))
