@@ -1,5 +1,6 @@
 """File, flags, defaults and derivations meet in one resolved value; whatever is wrong is one line with a remedy."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_any_settings_survive_being_written_and_read(tmp_path, chosen):
 def test_the_trainers_type_follows_from_the_host(
     model: str, gpu: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miles_async.settings.load.has_gpu", lambda: gpu)
+    monkeypatch.setattr(sys.modules[Loaded.__module__], "has_gpu", lambda: gpu)
     loaded = from_text(tmp_path, flags=f"--hf-checkpoint {model}")
     assert loaded.settings.model.model_dtype == dtype
     assert any("bfloat16" in note for note in loaded.notes) == (dtype == "bfloat16")
