@@ -97,9 +97,9 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
     )
     wall = bus.clock.wall()
-    said = next((m for m in [await _readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
+    said = next((m for m in [await readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
     newest_evals: dict[str, EvalDone] = {}
-    for done in [await _readable(bus, e) for e in evals]:
+    for done in [await readable(bus, e) for e in evals]:
         if isinstance(done, EvalDone):
             newest_evals.setdefault(done.name, done)
     groups = [msgspec.msgpack.decode(raw, type=OpenGroup) for raw in small.open_groups.values()]
@@ -117,7 +117,8 @@ async def read_snapshot(bus: Bus) -> Snapshot:
     )
 
 
-async def _readable(bus: Bus, entry: Any) -> Any:
+async def readable(bus: Bus, entry: Any) -> Any:
+    """An entry's message; None for one that is none."""
     try:
         return await bus.message(entry)
     except BadMessage:
@@ -175,4 +176,5 @@ __all__ = (
     "Snapshot",
     "policy_facts",
     "read_snapshot",
+    "readable",
 )

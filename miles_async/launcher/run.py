@@ -35,6 +35,7 @@ from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
+from miles_async.console.snapshot import readable
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
@@ -200,7 +201,7 @@ class Launcher:
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, False
         last = await bus.last(POLICY)
-        finished = bool(last) and isinstance(await bus.message(last[0]), Finished)
+        finished = bool(last) and isinstance(await readable(bus, last[0]), Finished)
         if not finished:
             print(f"run {name} stopped; the same command goes on from its last checkpoint")
         return 0, finished
