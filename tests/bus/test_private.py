@@ -39,7 +39,7 @@ def test_a_folder_is_made_for_us_alone_and_one_of_ours_is_closed(open_place: Pat
 @pytest.mark.parametrize("plant", [
     lambda at, other: at.symlink_to(other),
     lambda at, other: at.write_text("a file"),
-    pytest.param(lambda at, other: (at.mkdir(), os.chown(at, NOBODY, NOBODY)), marks=needs_root),
+    pytest.param(lambda at, other: (at.mkdir(0o700), os.chown(at, NOBODY, NOBODY)), marks=needs_root),
 ], ids=["link", "file", "another user's"])  # fmt: skip
 def test_what_somebody_planted_is_refused_and_left_alone(plant, open_place: Path) -> None:
     other = open_place / "elsewhere"
