@@ -90,7 +90,9 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     kl_loss_coef: Annotated[float, doc("Weight of that KL.", live="next step (trainer)", ge=0)] = 0.0
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of that KL.")] = "k1"
     use_unbiased_kl: Annotated[bool, doc("Multiply that KL by the importance ratio, which makes it unbiased.")] = False
-    kl_coef: Annotated[float, doc("Weight of the KL taken off the reward.", ge=0)] = 0.0
+    kl_coef: Annotated[
+        float, doc("For reinforce_plus_plus, its baseline form and ppo: weight of the KL taken off the reward.", ge=0)
+    ] = 0.0
     entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live="next step (trainer)", ge=0)] = 0.0
     ref_update_interval: Annotated[
         PositiveInt | None,
