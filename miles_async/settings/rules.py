@@ -158,8 +158,10 @@ def rewards_have_a_source(s: Flat) -> None:
         )
     if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
-    if s.rm_type == "remote_rm" and s.rm_url is None:
-        raise refusal("rm_url", None, "rm_type remote_rm asks a service", "Set --rm-url http://HOST:PORT/PATH.")
+    if s.rm_type is not None and "." in s.rm_type:
+        raise refusal("rm_type", s.rm_type, "not the name of a shipped rule", "Give a function of your own as --custom-rm-path.")
+    if s.rm_type in ("remote_rm", "boxed_remote_rm") and s.rm_url is None:
+        raise refusal("rm_url", None, f"rm_type {s.rm_type} asks a service", "Set --rm-url http://HOST:PORT/PATH.")
     if s.rm_url is not None and not s.rm_url.startswith(("http://", "https://")):
         raise refusal("rm_url", s.rm_url, "not an http:// or https:// address", "Write the scheme too.")
 
