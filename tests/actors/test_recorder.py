@@ -6,18 +6,20 @@ import time
 import msgspec
 import pytest
 
-from actors.recorder.actor import Recorder, RecorderSpec
+from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
 from actors.recorder.records import TEXT_LIMIT, _bounded
+from actors.runtime.context import ActorSpec, Context
 from bus import Bus, Out
+from bus.knobs.live import LiveKnobs
 from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
-from tests.miles_async.console_data import Story, config, step_done
+from tests.miles_async.console_data import Story, config, step_done, vitals
 
 DEADLINE_S = 20.0
 VERSION = PolicyVersion(1, 0)
@@ -178,3 +180,15 @@ async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_
 def test_a_long_text_keeps_its_ends():
     text = "a" * 5000 + "z" * 5000
     assert len(_bounded(text)) <= TEXT_LIMIT and _bounded(text)[0] == "a" and _bounded(text)[-1] == "z"
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+@pytest.mark.parametrize(("silent_s", "lives"), [(0, True), (3600, False)])
+async def test_whom_the_recorder_waits_for_at_the_end_does_not_hang_on_another_hosts_clock(
+    redis_url, run_name, skew_s, silent_s, lives
+):
+    async with Bus(config(redis_url, run_name)) as bus:
+        context = Context(ActorSpec(name="recorder", role="recorder", bus=bus.config), bus, LiveKnobs(bus))
+        await bus.set_vitals("filter", vitals("filter", host="elsewhere", wall=bus.clock.wall() + skew_s))
+        await bus.link.run("HINCRBY", bus.keys.heard, "filter", -1000 * silent_s)
+        assert await _living(context) == lives
