@@ -30,12 +30,10 @@ from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
 from bus.errors import BusFull, BusUnreachable
 from bus.messages.control import ActorState, Event, Vitals
-from bus.messages.policy import Finished
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
-from miles_async.console.snapshot import readable
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
@@ -94,6 +92,13 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))
         return run_loop(_train(settings, place, run_dir, servers))
+
+
+async def _finished(bus: Bus) -> bool:
+    """Whether the trainer has said so since its last step; answers to the publisher may come after it."""
+    ends = ("policy.finished", "policy.step", "policy.restored")
+    kinds = (entry.fields.get("type", "") for entry in await bus.last(POLICY, 64))
+    return next((kind for kind in kinds if kind in ends), "") == "policy.finished"
 
 
 async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Mapping[str, ForkServer]) -> int:
@@ -201,8 +206,7 @@ class Launcher:
             again = "" if failure.status == EXIT_REFUSED and failure is not self._lost else f" {RESUME}"
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, False
-        last = await bus.last(POLICY)
-        finished = bool(last) and isinstance(await readable(bus, last[0]), Finished)
+        finished = await _finished(bus)
         if not finished:
             print(f"run {name} stopped; the same command goes on from its last checkpoint")
         return 0, finished

@@ -81,7 +81,8 @@ def judge(run: Run, *, whole_policy: bool = True, steps: int | None = None, n_pr
     done = lineage(facts.policy)
     if whole_policy:
         assert sorted(done) == list(range(1, wanted + 1)), f"steps of the lineage: {sorted(done)}"
-        assert isinstance(facts.policy[-1], Finished) or wanted < run.steps
+        last = next(m for m in reversed(facts.policy) if isinstance(m, Finished | StepDone | Restored))
+        assert isinstance(last, Finished) or wanted < run.steps
     else:
         assert max(done) == wanted, f"last step of the lineage: {max(done)}"
     samples = [sample for step in sorted(done) for sample in done[step].samples]
