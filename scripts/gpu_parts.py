@@ -39,8 +39,8 @@ from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.embedded import EmbeddedRedis  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, PROMPTS, ROLLOUTS  # noqa: E402
 from miles_async.launcher.prepare import live_kinds  # noqa: E402
-from miles_async.settings import settings_from  # noqa: E402
 from miles_async.settings.live import initial_values  # noqa: E402
+from miles_async.settings.load import settings_from  # noqa: E402
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from miles_async.launcher.plan import told
-from miles_async.settings import settings_from
 from miles_async.settings.flat import Flat
+from miles_async.settings.load import settings_from
 
 T = TypeVar("T")
 PLAIN = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math").flat.values

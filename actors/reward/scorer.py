@@ -24,8 +24,6 @@ from bus.errors import DeadlineExceeded, Poison
 BOXED = "boxed_"
 REMOTE = "remote_rm"
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
-RM_TYPES: tuple[str, ...] = tuple(sorted((*RULES, REMOTE, *(f"{BOXED}{name}" for name in (*RULES, REMOTE)))))
-"""Every name that `rm_type` may have."""
 
 
 class Scorer(Protocol):
@@ -184,4 +182,4 @@ class Scorers:
         )
 
 
-__all__ = ("RM_TYPES", "BoxedScorer", "MathScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")
+__all__ = ("BoxedScorer", "MathScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")

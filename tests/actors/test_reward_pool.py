@@ -141,7 +141,7 @@ async def test_a_hook_gets_the_sample_and_answers_in_numbers(sync_hook: str) -> 
         table = await verifiers.score(sample("dict"), 10.0)
         assert table == {"score": 0.25, "why": "text", "none": None, "list": "<list>"}
         table = await verifiers.score(sample("sample", n_tokens=5, metadata={"k": 2}), 10.0)
-        assert table.pop("pid") == verifiers.pids[0] != os.getpid()
+        assert table.pop("pid") == verifiers._seats[0].process.pid != os.getpid()
         names = ("sample_id", "prompt", "response", "label", "metadata", "n_tokens", "finish")
         assert table == {**dict.fromkeys(names, 1.0), "n": 5.0, "m": 2.0}
         assert await verifiers.score(sample("stdin"), 10.0) == 0.0

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from miles_async.launcher.hooks import check_quantization
-from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
-from miles_async.settings.checks import check_prompt_lengths
+from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
 
 ROWS = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 

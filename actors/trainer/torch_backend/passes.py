@@ -49,10 +49,6 @@ class Passes:
     def average_over(self) -> float:
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
-    @property
-    def has_critic(self) -> bool:
-        return self.critic is not None
-
     def watch(self) -> Stopwatch:
         return Stopwatch(self.device)
 
