@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from bus.streams.hop import id_key
 from bus.streams.link import Script
 from bus.streams.redis import Bus
 from bus.topology import STREAMS, Stream
@@ -212,21 +211,3 @@ def _pairs(row: Any) -> dict[str, Any]:
 
 def _text(value: bytes | str | int) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-__all__ = (
-    "Consumer",
-    "Head",
-    "Pending",
-    "ReadersFacts",
-    "StreamFacts",
-    "all_heads",
-    "consumers_of",
-    "heads",
-    "id_key",
-    "newest_heads",
-    "pending_entries",
-    "readers_of",
-    "stream_facts",
-    "wall_of",
-)

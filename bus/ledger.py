@@ -317,20 +317,3 @@ def _pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
 
 def _text(value: bytes | str) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-__all__ = (
-    "OLDER",
-    "Accounts",
-    "Found",
-    "LedgerCheck",
-    "accounts_of",
-    "audit",
-    "check",
-    "dropped",
-    "generated",
-    "issued",
-    "read_accounts",
-    "spans_after",
-    "trained",
-)

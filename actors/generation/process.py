@@ -114,6 +114,3 @@ class EngineProcess:
     async def stop(self) -> None:
         """End the child this object started, politely first."""
         await self._child.stop()
-
-
-__all__ = ("EngineProcess", "EngineServer")

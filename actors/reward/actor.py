@@ -194,6 +194,3 @@ async def run(context: Context, spec: RewardSpec) -> None:
         await open_.enter_async_context(scorers)
         teacher = await open_.enter_async_context(Teacher(spec.teacher_urls)) if spec.teacher_urls else None
         await RewardRoom(context, spec, scorers, teacher).run()
-
-
-__all__ = ("RewardRoom", "RewardSpec", "dead", "run")

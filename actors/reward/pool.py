@@ -132,6 +132,3 @@ class VerifierPool:
             raise ScorerFailed(text) from error
         self._failed_boots = 0
         return process
-
-
-__all__ = ("VerifierPool",)

@@ -180,6 +180,3 @@ class Scorers:
         raise UnknownScorer(
             f"no rm_type {name[:60]!r}; known are {', '.join(sorted(RULES))}, {REMOTE}, and {BOXED}NAME."
         )
-
-
-__all__ = ("BoxedScorer", "MathScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")

@@ -209,6 +209,3 @@ def command_line(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[s
 def flag_name(name: str) -> str:
     """A flag's name as programs spell it: dashes, no prefix."""
     return name.strip().lstrip("-").replace("_", "-")
-
-
-__all__ = ("PYTHON", "ArgValue", "Child", "command_line", "ended", "flag_name", "free_port", "is_alive")

@@ -123,6 +123,3 @@ class Context:
         vitals = self.vitals()
         await self.bus.set_vitals(self.name, vitals)
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
-
-
-__all__ = ("STOP_WISH", "ActorSpec", "Context")

@@ -185,6 +185,3 @@ def load_prompts(spec: DataSpec) -> tuple[list[Prompt], int]:
             f"{spec.max_prompt_len}). Check --prompt-data and the limit."
         )
     return prompts, too_long
-
-
-__all__ = ("DataSpec", "Prompt", "Tokenizer", "load_prompts", "read_rows", "split_slice", "value_at", "vocabulary_of")

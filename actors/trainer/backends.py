@@ -16,6 +16,3 @@ def open_backend(name: str) -> TrainBackend:
     if name == "none":
         return NullBackend()
     raise Refused(f"train backend {name!r} is unknown. Choose torch or none.")
-
-
-__all__ = ("open_backend",)

@@ -258,23 +258,3 @@ def newest_written(weights_dir: Path) -> int:
 def booked_as_trained(accounts: Accounts) -> int:
     """Samples whose groups were acknowledged after a step: their entries are gone."""
     return accounts.trained + accounts.dropped.get("masked", 0)
-
-
-__all__ = (
-    "TRACKER",
-    "BusState",
-    "Consumed",
-    "booked_as_trained",
-    "bus_state_file",
-    "consumed_before",
-    "finish",
-    "go_back",
-    "holds_nothing",
-    "iter_dir",
-    "latest",
-    "newest_written",
-    "others",
-    "read_bus_state",
-    "restore_bus",
-    "write_durably",
-)

@@ -115,6 +115,3 @@ def _last_line(log: Path) -> str:
     except OSError:
         lines = []
     return f"last line: {lines[-1][:200]}" if lines else "no log line"
-
-
-__all__ = ("Followers", "RankDied")

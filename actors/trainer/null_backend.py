@@ -60,6 +60,3 @@ class NullBackend:
 
     def close(self) -> None:
         return
-
-
-__all__ = ("NullBackend",)

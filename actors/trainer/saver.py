@@ -153,6 +153,3 @@ def fingerprint_of(identity: dict[str, Any]) -> str:
 
 class SaveFailed(MilesAsyncError):
     """The last checkpoint of a run could not be written."""
-
-
-__all__ = ("SaveFailed", "Saver", "fingerprint_of")

@@ -81,6 +81,3 @@ def hop_args(
     for name, text in commit.state.items():
         args += (name, text)
     return named, args
-
-
-__all__ = ("Placed", "hop_args", "id_key")

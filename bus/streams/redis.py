@@ -353,6 +353,3 @@ def _blob_bytes(ref: str) -> int:
 
 def _text(value: bytes | str | int) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-__all__ = ("Bus", "BusConfig", "make_entry")

@@ -303,17 +303,3 @@ def pauses(history: History) -> str:
         if len(names) <= 6:
             _legend(axis, 4)
         return to_svg(figure, "pauses")
-
-
-__all__ = (
-    "drops",
-    "exceeded",
-    "learning",
-    "lengths",
-    "pauses",
-    "spreads",
-    "staleness",
-    "throughput",
-    "time_of_steps",
-    "to_svg",
-)

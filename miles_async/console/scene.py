@@ -90,6 +90,3 @@ async def trained_unsaved(bus: Bus, most: int = 1000) -> frozenset[str]:
         if kind == "policy.step":
             samples.update((await bus.message(entry)).samples)
     return frozenset(samples)
-
-
-__all__ = ("Scene", "read_scene", "trained_unsaved")

@@ -217,6 +217,3 @@ def living(pid_file: Path) -> int:
     except (OSError, ValueError, psutil.Error):
         return 0
     return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
-
-
-__all__ = ("Kept", "RunFailed", "Supervisor", "living")

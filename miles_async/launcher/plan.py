@@ -242,6 +242,3 @@ def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, r
 def _custom(path: str) -> str:
     """The user's own filter, or empty for a shipped one."""
     return "" if path in catalog()["dynamic_sampling_filter_path"].shipped else path
-
-
-__all__ = ("Place", "actor_spec", "bus_config", "room_specs")

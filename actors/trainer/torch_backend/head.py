@@ -105,6 +105,3 @@ class _TokenHead(torch.autograd.Function):
             grad_hidden[part] = d @ weight
             grad_weight += d.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-__all__ = ("CHUNK_ELEMENTS", "KEEP_ELEMENTS", "token_head")

@@ -148,6 +148,3 @@ class Passes:
             targets, sources = self.reference.named_weights(), self.policy.named_weights()
             for name, p in targets.items():
                 p.copy_(sources[name])
-
-
-__all__ = ("Passes",)

@@ -137,6 +137,3 @@ class Verbs(Protocol):
     def refresh_reference(self) -> None:
         """The reference becomes the present policy."""
         ...
-
-
-__all__ = ("Packed", "PolicyLoss", "Rates", "ValueLoss", "Verbs", "Watch", "Work")
