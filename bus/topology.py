@@ -13,6 +13,10 @@ import msgspec
 
 from bus.messages import control, groups, policy, samples
 
+ROLES = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder")
+"""Every room, in the order in which views show them; each is a package of `actors`."""
+OPTIONAL = ("evaluator", "router")  # of them: runs without one are whole
+
 
 class Stream(msgspec.Struct, frozen=True):
     """One stream. `cap` is an approximate length for news only; 0 = never capped."""

@@ -252,7 +252,7 @@ class House:
                 batch.append(Trained(piece.group_id, answer, fresh, piece.known, every))
             part.left = tuple(at for at in part.left if at not in positions)
             if part.left:
-                left = part.left_members()
+                left = tuple(part.group.samples[at].rollout.task.index for at in part.left)
                 self.registry[key] = msgspec.structs.replace(self.registry[key], members=left)
                 continue
             del self.ready[key], self.registry[key]

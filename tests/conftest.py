@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
+settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("house")
 
 

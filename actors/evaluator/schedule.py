@@ -1,4 +1,4 @@
-"""When to evaluate, and what a finished evaluation says (pure)."""
+"""When to evaluate, and the result of an evaluation (pure)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Issued(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(text: str) -> Issued:
-        """Inverse; the empty text = nothing issued yet."""
+        """Inverse of text(); the empty text means that nothing was issued yet."""
         return Issued(*map(int, text.split(":"))) if text else Issued()
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:
-    """Whether the version that is active now should be evaluated. `interval` 0: never; else the last one always is."""
+    """Whether the version that is active now should be evaluated. `interval` 0: never. Otherwise the last one always is."""
     if interval <= 0 or active_step <= last_step:
         return False
     if final:
@@ -42,8 +42,8 @@ def due(*, active_step: int, last_step: int, interval: int, before_train: bool, 
 def result(
     name: str, members: Sequence[Scored | RolloutLost], *, issued: Issued, wall: float, duration_s: float
 ) -> EvalDone:
-    """What one data set's evaluation says, under the version that made most of its tokens (of equal ones the older): weights
-    are updated while it runs, and neither waits for the other."""
+    """The result of one data set, reported under the version that made most of its tokens (the older one if two made as many):
+    weights may be updated during an evaluation, and neither waits for the other."""
     spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.response.spans]
     made: Counter[int] = Counter()
     for span in spans:
@@ -77,8 +77,8 @@ def losses(members: Sequence[Scored | RolloutLost]) -> str:
 
 
 def summarize(name: str, members: Sequence[Scored | RolloutLost]) -> dict[str, float]:
-    """Metrics of one data set: mean reward, share truncated, share lost, mean length. Lost samples count as reward 0; where
-    all are lost there is no mean reward, for nothing was measured."""
+    """Metrics of one data set: mean reward, share truncated, share lost, mean length. Lost samples count as reward 0; if
+    all are lost there is no mean reward, because nothing was measured."""
     scored = [m for m in members if isinstance(m, Scored)]
     n = max(1, len(members))
     lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}

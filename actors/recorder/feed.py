@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, records_of
+from actors.runtime.consume import STOPS
+from actors.runtime.content import fault_of
 from bus import Bus, Tail
 from bus.errors import BadMessage
 from bus.streams.hop import id_key
 
 
 class Feed:
-    """`history` has taken in everything that was given out. `unread`: told of each entry that is no message."""
+    """`history` has taken in everything that was given out. `unread`: told of each entry that is no message, or none that can be
+    written down."""
 
     def __init__(
         self, bus: Bus, past: Iterable[Record] = (), *, unread: Callable[[str], None] = lambda _: None
@@ -43,10 +48,16 @@ class Feed:
         for entry in entries:
             try:
                 message = await self._bus.message(entry)
-            except BadMessage as error:
-                self._unread(f"{entry.stream.name} {entry.id} not recorded: {error}")
+                if fault := fault_of(message):
+                    raise BadMessage(fault)
+                made = records_of(entry, message)
+                msgspec.json.encode(made)  # data of an event may be what JSON has not
+            except STOPS:
+                raise
+            except Exception as error:  # noqa: BLE001 - a log is for all: no entry of it may end a reader
+                self._unread(f"{entry.stream.name} {entry.id} not recorded: {type(error).__name__}: {error}"[:400])
                 continue
-            for record in records_of(entry, message):
+            for record in made:
                 if record["kind"] == "restored":
                     record["lost"] = [s.step for s in self.history.steps if s.step > record["step"]]
                 self.history.fold(record)

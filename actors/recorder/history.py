@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from actors.recorder.records import Record
@@ -73,7 +74,12 @@ class History:
     _resumed: bool = False
 
     def fold(self, record: Record) -> None:
-        """Take in one record; unknown kinds change only the clock."""
+        """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
+        another release, is left out."""
+        with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            self._take(record)
+
+    def _take(self, record: Record) -> None:
         wall = float(record.get("wall", 0.0))
         self.first_wall = min(self.first_wall, wall) if self.first_wall else wall
         self.last_wall = max(self.last_wall, wall)

@@ -106,8 +106,17 @@ def final_answer(text: str) -> str | None:
     whole = tail.strip()
     if len(whole) <= 80 and not _LONE_WORD.search(normalize(whole)) and _expression(whole) is not None:
         return whole
-    numbers = _NUMBER.findall(tail.translate(_UNICODE))
-    return numbers[-1].strip() if numbers else None
+    numbers = list(_NUMBER.finditer(tail.translate(_UNICODE)))
+    return _last_number(numbers[-1]) if numbers else None
+
+
+def _last_number(found: re.Match[str]) -> str:
+    """Text of a number found in free text. An `e` amid a chain (`d1=1e0`) is a name of the chain, not an exponent."""
+    number = found.group().strip()
+    words = found.string[: found.start()].rsplit(maxsplit=1)
+    before = words[-1] if words and not found.string[found.start() - 1].isspace() else ""
+    in_chain = any(char.isdigit() for char in before)
+    return re.split("[eE]", number)[-1] if in_chain else number
 
 
 def reference_answer(label: str) -> str:

@@ -2,7 +2,7 @@
 
 Reads  nothing    Writes  nothing but events    Owns  the router's process and its log
 The router holds no state worth keeping: engines register themselves, again after a restart, and until then their workers
-send requests straight to them. So its death costs no sample, only balance for a moment.
+send requests straight to them. If it dies no sample is lost; for a moment the load is uneven.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Router:
         self._log = Path(context.spec.run_dir or ".") / "router" / "log"
 
     async def run(self) -> None:
-        """Until draining: waits for the router's end, starts it again. Shutdown: 1 end the router."""
+        """Until draining: waits until the router ends, then starts it again. Shutdown: 1 end the router."""
         context = self._context
         context.version = 0
         failures = 0

@@ -1,4 +1,4 @@
-"""Asks a sglang-router whether it takes requests."""
+"""Checks whether a sglang-router accepts requests."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """How many samples may start now (pure).
 
-A sample is open from its issue until it is dropped, dead, or trained *and* the version that holds it is served. With batches of
-S samples and a bound of N, at most (N + 1) * S samples are open. So when version v is served, at most (v + 1 + N) * S samples
-have been issued, and of those whose tokens may be of version v or older at most S are untrained once N more steps are done:
-what is on its last turn fits into the next batch, if the trainer has not trained younger ones in their place (actors.trainer.cut
-sees to that). A slot is freed by serving and not by announcement, or samples are born stale.
+A sample is open from its issue until it is dropped, dead, or trained *and* the version that holds it is served. With
+batches of S samples and a bound of N, at most (N + 1) * S samples are open. So when version v is served, at most (v +
+1 + N) * S samples have been issued, and of those whose tokens may be of version v or older at most S are untrained
+once N more steps are done: what is on its last turn fits into the next batch, unless the trainer trained younger ones
+instead (actors.trainer.cut prevents that). A slot is freed when the version is served, not when it is announced:
+otherwise samples would be stale from their first token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def free_samples(*, open_samples: int, unjudged: int, limit: int, over_sampling:
     """Samples that may be issued now, >= 0.
 
     `unjudged`: issued and not yet judged; `over_sampling`: how many of those are wanted at most, 0 = as many as may be open.
-    `still_needed`: samples that the rest of the run can use, so that the end leaves little behind. `engine_room`: samples that
+    `still_needed`: samples that the rest of the run can use, so that few are left over at its end. `engine_room`: samples that
     engines can take beyond those that wait for them: a prompt is issued when it can start, with the settings of that moment.
     """
     wanted = over_sampling - unjudged if over_sampling else limit
@@ -38,6 +39,6 @@ def free_samples(*, open_samples: int, unjudged: int, limit: int, over_sampling:
 
 def engine_room(*, slots: int, under_way: int, group: int) -> int:
     """Samples to issue so that no slot waits for a prompt. `slots`: of all workers that serve a version; `under_way`: samples
-    that are with them or wait for them; `group`: samples of a group. Beside full slots, two groups or a quarter of the slots lie
-    ready, since the sampler hears of a free slot later than the engine."""
+    that are with them or wait for them; `group`: samples of a group. Beyond the slots, two groups or a quarter of the slots are
+    kept waiting, because the sampler learns of a free slot later than the engine."""
     return slots + max(2 * group, slots // 4) - under_way

@@ -8,14 +8,14 @@ from actors.runtime.seeds import rng_for
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """Where the sampler stands. `position` counts prompts issued in this epoch, `group` all groups ever issued."""
+    """Position in the data set. `position` counts prompts issued in this epoch, `group` all groups ever issued."""
 
     epoch: int = 0
     position: int = 0
     group: int = 0
 
     def text(self) -> str:
-        """One form for the bus and for checkpoints."""
+        """The text that the bus and checkpoints hold."""
         return f"{self.epoch}:{self.position}:{self.group}"
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Which samples are open, and how far they got (pure): folded from what the other rooms say.
+"""Which samples are open, and how far they got (pure): folded from the messages of the other rooms.
 
-Sets of samples of one group are bit masks over their indexes, so that saying a thing twice changes nothing. What is kept grows
-with the samples that are open and with the steps since the last checkpoint, not with the run.
+Sets of samples of one group are bit masks over their indexes, so that a message taken in twice changes nothing. What is kept
+grows with the samples that are open and with the steps since the last checkpoint, not with the run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAct
 
 
 class Progress:
-    """Open samples by stage. Samples enter by `issued` only and leave by messages only, so a late message errs on the side
-    of fewer slots, never of more. `keeps`: the trainer writes checkpoints and may go back to one."""
+    """Open samples by stage. Samples are added by `issued` only and removed by messages only, so because of a late message
+    too few are issued, never too many. `keeps`: the trainer writes checkpoints and may go back to one."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.step = 0  # updates inside the newest weights
@@ -127,7 +127,7 @@ class Progress:
             self._waiting.pop(group_id, None)
 
     def _forget(self, step: int) -> None:
-        """Nobody goes back before `step` any more."""
+        """Forget what only a restore to before `step` would need: there is none any more."""
         for done in [s for s in self._trained if s <= min(step, self.active_step)]:
             del self._trained[done]
 
@@ -148,7 +148,7 @@ class Progress:
 
     @property
     def size(self) -> int:
-        """Things kept here, for a look at growth."""
+        """Number of things kept here, to watch memory grow."""
         return len(self._untrained) + len(self._waiting) + len(self._unserved) + sum(map(len, self._trained.values()))
 
 

@@ -11,11 +11,13 @@ acknowledged at the next start.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -258,3 +260,8 @@ def newest_written(weights_dir: Path) -> int:
 def booked_as_trained(accounts: Accounts) -> int:
     """Samples whose groups were acknowledged after a step: their entries are gone."""
     return accounts.trained + accounts.dropped.get("masked", 0)
+
+
+def fingerprint_of(identity: dict[str, Any]) -> str:
+    """Digest of the settings that must not differ between a checkpoint and the run that loads it."""
+    return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=8).hexdigest()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -144,11 +140,6 @@ class Saver:
         snapshot.write(target)
         fault_point(self._context.name, "checkpoint_half")
         finish(self._save, state, keep_last=self._keep_last)
-
-
-def fingerprint_of(identity: dict[str, Any]) -> str:
-    """Digest of the settings that must not differ between a checkpoint and the run that loads it."""
-    return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=8).hexdigest()
 
 
 class SaveFailed(MilesAsyncError):

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING
 from miles_async.cli.options import add_run_options, chosen_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # it names files and a consumer on the bus
-RESERVED = {
-    *("sampler", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder"),
-    *("launcher", "watchdog", "console"),
-}
+OTHERS = ("launcher", "watchdog", "console")  # who speaks on the bus and is no room
 
 if TYPE_CHECKING:
     from actors.runtime.child import Child
@@ -85,6 +82,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     from bus.errors import BusRefused
     from bus.identity import read_identity
     from bus.private import is_private
+    from bus.topology import ROLES
     from miles_async.console.attach import run_named
 
     ref = chosen_run(args)
@@ -95,7 +93,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
-    if not _NAME.fullmatch(name) or name.startswith("generation-") or name in RESERVED:
+    if not _NAME.fullmatch(name) or name.startswith("generation-") or name in (*ROLES, *OTHERS):
         raise BusRefused(
             f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "
             "run's own actors. Choose another --name."

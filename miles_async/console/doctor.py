@@ -13,14 +13,13 @@ from typing import Literal
 import msgspec
 
 from actors.trainer.selfcheck import checks_made, failures
-from bus.topology import BY_NAME
+from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, incomplete_text, waiting_since
 from miles_async.console.places import owners
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
 Level = Literal["error", "warning", "info"]
-ROLES = ("trainer", "sampler", "generation", "reward", "filter", "partial", "publisher", "recorder")
 BRIEF_S = 5.0  # shorter than this is the ordinary course of things
 PATIENCE_S = 60.0  # a wait that should be short is a fault after this
 STALE_S = 30.0  # a worker may serve an older version for so long
@@ -54,7 +53,7 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
             "error", "nobody there", "run", "no actor has ever sent a heartbeat: nothing is running on this bus"
         )
         return
-    for role in ROLES:
+    for role in (r for r in ROLES if r not in OPTIONAL):
         if role in snapshot.roles_alive:
             continue
         waiting = [

@@ -14,10 +14,11 @@ from bus import Bus
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
+from bus.messages.policy import StepDone
 from bus.topology import DEAD, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
-from miles_async.console.snapshot import Snapshot, read_snapshot
+from miles_async.console.snapshot import Snapshot, read_snapshot, readable
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,5 +89,6 @@ async def trained_unsaved(bus: Bus, most: int = 1000) -> frozenset[str]:
         if kind in ("policy.checkpointed", "policy.restored"):
             break
         if kind == "policy.step":
-            samples.update((await bus.message(entry)).samples)
+            message = await readable(bus, entry)
+            samples.update(message.samples if isinstance(message, StepDone) else ())
     return frozenset(samples)

@@ -17,7 +17,7 @@ from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import PolicyActive
 from bus.streams.hop import id_key
-from bus.topology import ACTIVE, EVAL_RESULTS, POLICY
+from bus.topology import ACTIVE, EVAL_RESULTS, POLICY, ROLES
 
 LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as silent
 ENDED = ("stopped", "failed")
@@ -98,9 +98,9 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
     )
     wall = bus.clock.wall()
-    said = next((m for m in [await _readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
+    said = next((m for m in [await readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
     newest_evals: dict[str, EvalDone] = {}
-    for done in [await _readable(bus, e) for e in evals]:
+    for done in [await readable(bus, e) for e in evals]:
         if isinstance(done, EvalDone):
             newest_evals.setdefault(done.name, done)
     groups = [msgspec.msgpack.decode(raw, type=OpenGroup) for raw in small.open_groups.values()]
@@ -118,7 +118,8 @@ async def read_snapshot(bus: Bus) -> Snapshot:
     )
 
 
-async def _readable(bus: Bus, entry: Any) -> Any:
+async def readable(bus: Bus, entry: Any) -> Any:
+    """An entry's message; None for one that is none."""
     try:
         return await bus.message(entry)
     except BadMessage:
@@ -138,12 +139,7 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 
-ROLE_ORDER = {
-    role: n
-    for n, role in enumerate(
-        ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "recorder", "launcher")
-    )
-}
+ROLE_ORDER = {role: n for n, role in enumerate((*ROLES, "launcher"))}
 
 
 def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:

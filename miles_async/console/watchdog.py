@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus import Bus, Out
-from bus.errors import BusUnreachable
+from bus.errors import BusFull, BusUnreachable
 from bus.leavers import forget_leavers
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import Event
@@ -58,8 +58,8 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
             told.update(late)
             wall = bus.clock.wall()
             await bus.append([Out(EVENTS, _event(present[key], wall)) for key in late], repeatable=True)
-        except BusUnreachable:
-            first_seen.clear()  # the actors meet the same silence; their supervisor deals with it
+        except (BusUnreachable, BusFull):
+            first_seen.clear()  # the actors meet the same; their supervisor deals with it
         try:
             await asyncio.wait_for(stop.wait(), every_s)
         except TimeoutError:

@@ -14,7 +14,7 @@ from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
 from miles_async.launcher.plan import objective_config
 from miles_async.settings.catalog import catalog
-from miles_async.settings.data_checks import check_prompt_data
+from miles_async.settings.data_checks import check_prompt_data, value_at
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
@@ -56,12 +56,13 @@ def _sample(settings: RunSettings) -> dict[str, object]:
         keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
         [row] = islice(check_prompt_data(r.prompt_data, field="prompt_data", keys=keys).head, 1)
     except SettingsError:  # refused elsewhere
-        row = {r.input_key: "1+1="}
-    label = "" if r.label_key is None else str(row.get(r.label_key, ""))
-    metadata = row.get(r.metadata_key) if r.metadata_key else None
+        return {"sample_id": "try/0", "prompt": "1+1=", "response": "", "label": "", "metadata": {}}
+    found = value_at(row, r.label_key) if r.label_key else None
+    label = "" if found is None else str(found)
+    metadata = value_at(row, r.metadata_key) if r.metadata_key else None
     return {
         "sample_id": "try/0",
-        "prompt": str(row[r.input_key]),
+        "prompt": str(value_at(row, r.input_key)),
         "response": label,
         "label": label,
         "metadata": metadata if isinstance(metadata, dict) else {},

@@ -24,6 +24,7 @@ from bus import Clock
 from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
+LOG_TAIL_BYTES = 1 << 16
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 
 
@@ -185,9 +186,11 @@ class Supervisor:
         return int(code) if int(pid) == kept.process.pid else None
 
     def last_words(self, kept: Kept) -> str:
-        """Last meaningful line of an actor's log."""
+        """Last meaningful line of an actor's log, of which only the end is read: a week makes it long."""
         try:
-            lines = self.log_file(kept).read_text(errors="replace").strip().splitlines()
+            with self.log_file(kept).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         for line in reversed(lines[-40:]):

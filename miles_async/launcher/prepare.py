@@ -19,8 +19,15 @@ import msgspec
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
-from actors.trainer.checkpoint import BusState, go_back, holds_nothing, latest, read_bus_state, restore_bus
-from actors.trainer.saver import fingerprint_of
+from actors.trainer.checkpoint import (
+    BusState,
+    fingerprint_of,
+    go_back,
+    holds_nothing,
+    latest,
+    read_bus_state,
+    restore_bus,
+)
 from bus import Bus
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at

@@ -33,8 +33,9 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.messages.policy import Finished
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
-from bus.topology import EVENTS, POLICY
+from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
+from miles_async.console.snapshot import readable
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
@@ -46,7 +47,7 @@ from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_steps, write_run_file
 
-LIGHT = ("recorder", "sampler", "generation", "reward", "filter", "partial", "publisher", "evaluator")
+LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
@@ -200,7 +201,7 @@ class Launcher:
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, False
         last = await bus.last(POLICY)
-        finished = bool(last) and isinstance(await bus.message(last[0]), Finished)
+        finished = bool(last) and isinstance(await readable(bus, last[0]), Finished)
         if not finished:
             print(f"run {name} stopped; the same command goes on from its last checkpoint")
         return 0, finished

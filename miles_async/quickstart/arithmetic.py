@@ -17,7 +17,7 @@ MIX: Mapping[str, float] = {
     "mixed": 0.12,
     "product": 0.04,
 }
-"""Share of each kind in the shipped files (products fall short of theirs: there are only 100)."""
+"""Share of each kind in the shipped files (fewer products: only 100 exist)."""
 
 LESSON_MIX = {"sum": 0.13, "difference": 0.15, "chain": 0.26, "bracket": 0.13, "mixed": 0.30, "product": 0.05}
 """Kinds in lesson 1: the hard ones more often than in the task."""

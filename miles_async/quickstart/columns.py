@@ -21,9 +21,9 @@ LEAST_LINES, MOST_LINES = 2, 50
 MEDIAN_LINES, SPREAD = 6.0, 0.85
 """Lines of a column: log-normal with this median and standard deviation of the logarithm, rounded and clipped."""
 LESSON_SPREAD = 1.2
-"""Lesson 1 has more long columns than the task: the names of the last lines would be seldom seen ..."""
+"""Lesson 1 has more long columns than the task, or the names of the last lines would hardly be seen ..."""
 LESSON_FIRST_LINES, LESSON_GROWN = 8, 0.6
-"""... but begins with at most this many lines and comes to the longest at this share: short ones teach adding for less."""
+"""... but it begins with at most this many lines and has the longest after this share: short ones teach adding faster."""
 
 MARK = "####"
 """Before the answer, as the rule `math` reads it; one token."""

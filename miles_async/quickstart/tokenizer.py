@@ -1,7 +1,7 @@
 """A task's tokenizer: one token per character or mark, in the files every tokenizer library reads.
 
 Writes `tokenizer.json` and `tokenizer_config.json`; owns nothing. Always true: ids are fixed by the task's vocabulary, and
-a text of its tokens survives encode and decode unchanged. Characters outside it become `<unk>`, never silence.
+a text of its tokens survives encode and decode unchanged. Characters outside it become `<unk>` and are never left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_tokenizer(task: Task) -> Tokenizer:
 def save_tokenizer(directory: Path, task: Task) -> None:
     """Write both tokenizer files into an existing directory."""
     make_tokenizer(task).save(str(directory / "tokenizer.json"))
-    # Written by hand: the class name that transformers 5 saves is unknown to transformers 4, this one both know.
+    # Written by hand: the class name that transformers 5 saves is unknown to transformers 4, both know this one.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<pad>",

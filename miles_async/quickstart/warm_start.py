@@ -1,4 +1,4 @@
-"""Warm start of a task's model: supervised training into a policy that can calculate but seldom does it right.
+"""Warm start of a task's model: supervised training of a policy that can calculate but rarely answers right.
 
 Reads problems from `Task.stream`, changes the weights it is given; owns no files. Two lessons, then a blend:
 
@@ -6,8 +6,9 @@ Reads problems from `Task.stream`, changes the weights it is given; owns no file
 2. careless: a short second lesson on answers with the task's slips, see `Task.careless`.
 3. blend: the weights between the two, at the point where greedy accuracy on development problems is the target.
 
-So the right answer keeps a probability of about 30 % and the slip is usually likelier: exact-match reward has something
-to find. Always true: no held-out prompt and no development prompt is ever trained on, and equal seeds give equal weights.
+So the right answer keeps a probability of about 30 % and the slip is usually likelier: there is something for
+reinforcement learning to improve. Always true: no held-out prompt and no development prompt is ever trained on, and
+equal seeds give equal weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Pair = tuple[list[int], list[int]]
 
 
 class WarmStartFailed(MilesAsyncError):
-    """The blend missed the accepted range of accuracy. A defect of the recipe: seeds in use never show it."""
+    """The blend missed the accepted range of accuracy. A defect of the recipe; the seeds in use do not have it."""
 
 
 def warm_start(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_async.settings.data_checks import DataInfo, check_prompt_data
+from miles_async.settings.data_checks import DataInfo, check_prompt_data, value_at
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.memory import check_memory
 from miles_async.settings.run import RunSettings
@@ -172,7 +172,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     """Training prompts and every held-out set."""
     r, e = settings.rollout, settings.eval
     keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
-    prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys)
+    prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, chat=r.apply_chat_template)
     if r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
         raise SettingsError(
             f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
@@ -182,7 +182,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         )
     eval_keys = {"eval_input_key": e.eval_input_key, "eval_label_key": e.eval_label_key}
     held_out = {
-        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys)
+        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys, chat=r.apply_chat_template)
         for name, path in settings.flat.datasets
     }
     return prompts, held_out
@@ -196,7 +196,7 @@ def check_prompt_lengths(
     r = settings.rollout
     limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
     context = min(limits, default=None)
-    lengths = [count_tokens(row[r.input_key]) for row in prompts.head]
+    lengths = [count_tokens(value_at(row, r.input_key)) for row in prompts.head]
     if r.rollout_max_prompt_len is not None:
         lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
         if not lengths:

@@ -45,8 +45,9 @@ def parse_data_spec(text: str) -> DataSpec:
     return DataSpec(Path(match["path"]), int(start) if start else None, int(stop) if stop else None)
 
 
-def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None]) -> DataInfo:
-    """Check one data set. `keys`: settings field -> column that must be there (None: not asked for)."""
+def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None], chat: bool = True) -> DataInfo:
+    """Check one data set. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether prompts may
+    be chat messages."""
     spec = parse_data_spec(text)
     path = spec.path
     if "@" in text and not path.exists() and spec.start is None and spec.stop is None and "@[" in text:
@@ -75,26 +76,53 @@ def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None]) -> 
     wanted = islice(_numbered_rows(path, field), chosen.start, min(chosen.stop, chosen.start + CHECKED_ROWS))
     head = []
     for number, row in wanted:
-        _check_row(row, number, field, text, keys)
+        where = f"{field} {text}, row {number}"
+        for setting, key in keys.items():
+            if key is not None:
+                _check_value(row, setting, key, where, chat=chat)
         head.append(row)
     return DataInfo(spec, len(chosen), tuple(head))
 
 
-def _check_row(row: dict[str, Any], number: int, field: str, text: str, keys: dict[str, str | None]) -> None:
-    for setting, key in keys.items():
-        if key is None:
-            continue
-        if key not in row:
-            hint = nearest(key, row) or f"Columns are {', '.join(map(str, row))}."
-            raise SettingsError(
-                f"{field} {text}, row {number}, has no such column", field=setting, value=key, remedy=hint
-            )
-        if setting.endswith("input_key") and not _is_prompt(row[key]):
-            raise SettingsError(
-                f"{field} {text}, row {number}: the prompt must be a non-empty string or a list of chat messages",
-                field=setting,
-                value=key,
-            )
+def value_at(row: Any, key: str) -> Any:
+    """What lies in a row under a key, or under a path of keys with dots between, as the rooms read it. KeyError when nothing
+    does."""
+    while isinstance(row, dict):
+        if key in row:
+            return row[key]
+        head, dot, key = key.partition(".")
+        if not dot or head not in row:
+            break
+        row = row[head]
+    raise KeyError(key)
+
+
+def _check_value(row: dict[str, Any], setting: str, key: str, where: str, *, chat: bool) -> None:
+    try:
+        value = value_at(row, key)
+    except KeyError:
+        hint = nearest(key, row) or f"Columns are {', '.join(map(str, row))}."
+        raise SettingsError(f"{where}, has no such column", field=setting, value=key, remedy=hint) from None
+    if setting.endswith("label_key") and isinstance(value, list | dict):
+        raise SettingsError(
+            f"{where}: the label is a {type(value).__name__}, not text",
+            field=setting,
+            value=key,
+            remedy="Name a part of it, as in reward_model.ground_truth, or score with --custom-rm-path.",
+        )
+    if setting == "metadata_key" and not isinstance(value, dict | None):
+        raise SettingsError(f"{where}: the metadata is a {type(value).__name__}, not an object", field=setting, value=key)
+    if setting.endswith("input_key") and not _is_prompt(value):
+        raise SettingsError(
+            f"{where}: the prompt must be a non-empty string or a list of chat messages", field=setting, value=key
+        )
+    if setting.endswith("input_key") and not chat and not isinstance(value, str):
+        raise SettingsError(
+            f"{where}: these are chat messages, and apply_chat_template = false",
+            field=setting,
+            value=key,
+            remedy="Set --apply-chat-template, or give the text that the model shall see.",
+        )
 
 
 def _is_prompt(value: object) -> bool:

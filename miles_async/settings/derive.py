@@ -10,6 +10,7 @@ from miles_async.settings.errors import SettingsError
 
 Values = dict[str, Any]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+KL_CHARGED = (*WHITENED, "ppo")
 DISTILLATION = "on_policy_distillation"
 TOKEN_MEAN, CONSTANT_SUM = "token-mean", "seq-mean-token-sum-norm"
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"

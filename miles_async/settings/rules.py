@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from miles_async.settings import colocate, second_models, serving, slots, staleness, training
-from miles_async.settings.derive import KEEP_ALL, WHITENED, solve_four_knobs
+from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import Flat
 
@@ -90,6 +90,13 @@ def one_kl_at_most(s: Flat) -> None:
             s.kl_coef,
             f"KL is also in the loss (kl_loss_coef = {s.kl_loss_coef})",
             "Set one of the two to 0.",
+        )
+    if s.kl_coef and s.advantage_estimator not in KL_CHARGED and s.custom_advantage_function_path is None:
+        raise refusal(
+            "kl_coef",
+            s.kl_coef,
+            f"has no effect with advantage_estimator = {s.advantage_estimator!r}, which takes no KL off the reward",
+            "Set --use-kl-loss --kl-loss-coef in its place, or leave it out.",
         )
     if s.kl_loss_coef and not s.use_kl_loss:
         raise refusal("kl_loss_coef", s.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")

@@ -87,10 +87,10 @@ async def running(
     finally:
         context.draining.set()
         over.set()
-        await asyncio.wait_for(asyncio.gather(task, follow), 10.0)
+        await asyncio.wait_for(asyncio.gather(task, follow), 30.0)
 
 
-async def until(condition: Callable[[], Awaitable[Any]], *, deadline_s: float = 10.0) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], *, deadline_s: float = 40.0) -> Any:
     """Poll until the condition holds; the last value, or a failure naming it."""
     async with asyncio.timeout(deadline_s):
         while not (value := await condition()):  # noqa: ASYNC110 - the test plays a person who looks again

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
-from actors.evaluator.schedule import due
+from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
 from actors.runtime.prompts import DataSpec
@@ -159,3 +159,50 @@ async def test_nothing_is_measured_without_an_interval(
 @pytest.mark.parametrize("final", [False, True])
 def test_no_interval_is_never_due(final: bool) -> None:
     assert not any(due(active_step=s, last_step=-1, interval=0, before_train=True, final=final) for s in range(9))
+
+
+@pytest.mark.parametrize(
+    ("active_step", "last_step", "is_due"),
+    [(0, -1, True), (1, 0, False), (3, 0, False), (4, 0, True), (5, 0, True), (5, 4, False), (9, 4, True), (4, 4, False)],
+)
+def test_a_version_is_measured_when_an_interval_has_passed(active_step: int, last_step: int, is_due: bool) -> None:
+    assert due(active_step=active_step, last_step=last_step, interval=4, before_train=True, final=False) is is_due
+    final = due(active_step=active_step, last_step=last_step, interval=4, before_train=False, final=True)
+    assert final is (active_step > last_step), "the last version always is, once"
+
+
+def test_the_first_weights_are_measured_only_if_asked_for() -> None:
+    assert not due(active_step=0, last_step=-1, interval=4, before_train=False, final=False)
+
+
+def test_of_versions_that_made_as_much_the_older_one_names_the_result() -> None:
+    task = SampleTask(sample_id="e0/0", group_id="e0", index=0, n_samples=1, prompt_id="p", prompt_tokens=memoryview(b""))
+    common: dict[str, Any] = {"issued": Issued(7, 8), "wall": 0.0, "duration_s": 0.0}
+    done = result("held", [answer(task, 1.0, VersionSpan(1, 0, 2), VersionSpan(2, 1, 2))], **common)
+    assert (done.version, done.step, done.asked) == (1, 0, 7)
+    nothing = result("held", [], **common)
+    assert (nothing.version, nothing.step) == (8, 7)
+
+
+def test_what_was_issued_is_read_again_as_it_was_written() -> None:
+    assert Issued.parse(Issued(3, 4, 200).text()) == Issued(3, 4, 200) and Issued.parse("") == Issued()
+
+
+async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        first, *rest = await issued(bus, N)
+        span = VersionSpan(1, 0, 2)
+        await put(bus, EVAL_SCORED, answer(first, 1.0, span), answer(first, 0.0, span), *(answer(t, 0.0, span) for t in rest))
+        [done] = await results(bus)
+    assert (done.metrics["eval/held"], done.n_samples) == (0.25, N)
+
+
+async def test_an_evaluation_that_is_under_way_is_not_overtaken(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        tasks = await issued(bus, N)
+        await put(bus, ACTIVE, active(1), active(2))
+        await put(bus, EVAL_SCORED, *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in tasks))
+        await results(bus)
+        assert {t.step for t in (await issued(bus, 2 * N))[N:]} == {2}, "the newest then, and none between"

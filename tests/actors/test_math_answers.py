@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.reward.mathanswer import same_answer, undecided
+from actors.reward.mathanswer import final_answer, same_answer, undecided
 from actors.reward.rules import RULES
 from actors.reward.sample import Sample
 from actors.reward.scorer import SECOND_LOOK_S, Scorers
@@ -52,6 +52,15 @@ def test_the_table_has_65_kinds() -> None:
 @pytest.mark.parametrize(("given", "wanted"), OURS)
 def test_our_rule_reads(given: str, wanted: str) -> None:
     assert same_answer(given, wanted) and same_answer(wanted, wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("a0=0d1=1e0", "0"), ("a1=1b3=4e12", "12"), ("so x=1e6.", "1e6"), ("it is 2.5e-3 volts", "2.5e-3")],
+)
+def test_an_e_within_a_chain_is_no_exponent(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+    assert RULES["math"](sample("a0=0b0=0c0=0d1=1e0", "1")) == 0.0
 
 
 @pytest.mark.parametrize(("given", "wanted"), [*SECOND, *NEITHER])

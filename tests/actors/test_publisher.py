@@ -18,8 +18,18 @@ from actors.publisher.actor import PublisherSpec, run
 from actors.publisher.plan import next_wave, worth_saying
 from bus import Bus
 from bus.messages.control import BOOTING, Event, Vitals
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, StepDone, WeightManifest
+from bus.messages.policy import (
+    Activate,
+    PolicyActive,
+    PolicyAnnounced,
+    Restored,
+    Send,
+    StepDone,
+    WeightManifest,
+    WeightsReady,
+)
 from bus.messages.versions import PolicyVersion
+from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.actors.house import messages, open_bus, put, running, until
 
@@ -213,3 +223,79 @@ async def test_the_masked_share_of_a_batch_is_passed_on_once(redis_url: str, run
                 await until(lambda: of_step(bus, step))  # noqa: B023 - waited for at once
             said = [(m.masked_step, m.masked_fraction) for m in await served(bus, {"w": 1})]
     assert said == [(-1, 0.0), (1, 0.25), (2, 0.0)]
+
+
+# -- what is said, and what is kept ----------------------------------------------------------------------------------------
+
+
+async def newest_said(bus: Bus, serving: dict[str, int]) -> PolicyVersion:
+    """The version said to be active once these serve."""
+    return (await until(lambda: served(bus, serving)))[-1].version
+
+
+async def test_the_active_version_does_not_fall_when_its_only_engine_goes(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    async with open_bus(redis_url, run_name) as bus, publishing(bus):
+        await put(bus, POLICY, announced(1, tmp_path), announced(2, tmp_path))
+        await put(bus, EVENTS, says("a", 2), says("b", 1))
+        assert (await newest_said(bus, {"a": 2, "b": 1})).id == 2
+        await put(bus, EVENTS, msgspec.structs.replace(says("a", 2), state="stopped"))
+        assert (await newest_said(bus, {"b": 1})).id == 2, "samples issued for it would be born stale otherwise"
+
+
+async def test_versions_of_a_lost_future_are_active_no_more(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with open_bus(redis_url, run_name) as bus, publishing(bus):
+        await put(bus, POLICY, *(announced(n, tmp_path) for n in (1, 2, 3)))
+        await put(bus, EVENTS, says("a", 3), says("b", 1))
+        assert (await newest_said(bus, {"a": 3, "b": 1})).id == 3
+        back = PolicyVersion(4, 1)
+        await put(bus, EVENTS, says("c", 2))
+        manifest = WeightManifest(path=str(tmp_path))
+        await put(bus, POLICY, Restored(step=1, version=back), PolicyAnnounced(version=back, manifest=manifest))
+
+        async def said() -> bool:
+            return (await newest_said(bus, {"a": 3, "b": 1, "c": 2})).id == 2
+
+        await until(said)
+        found = await until(lambda: orders(bus, 1))
+        assert found[-1].version == back and set(found[-1].workers) == {"a", "b", "c"}, "none serves the future that is left"
+
+
+async def test_weights_of_the_run_are_deleted_when_nobody_needs_them_and_those_of_a_user_never(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    ours, users = tmp_path / "weights", tmp_path / "checkpoint"
+    users.mkdir()
+    for number in range(2, 7):
+        version_dir(ours, number).mkdir(parents=True)
+    async with open_bus(redis_url, run_name) as bus, publishing(bus, weights_dir=str(ours), keep_versions=2):
+        await put(bus, EVENTS, says("a", 3))
+        await put(bus, POLICY, announced(1, users), *(announced(n, version_dir(ours, n)) for n in range(2, 7)))
+
+        async def swept() -> bool:
+            return not version_dir(ours, 4).exists()
+
+        await until(swept)
+        left = [number for number in range(2, 7) if version_dir(ours, number).exists()]
+        assert left == [3, 5, 6] and users.exists(), "one is served, two are the newest"
+
+
+async def test_a_version_that_the_trainer_sends_goes_to_all_together(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus, publishing(bus, wave_fraction=0.5):
+        await put(bus, EVENTS, says("a", 1), says("b", 1), activated("a", 1), activated("b", 1), says("new", -1))
+        manifest = WeightManifest(transport="nccl", host="h")
+        await put(bus, POLICY, PolicyAnnounced(version=PolicyVersion(2, 1), manifest=manifest))
+
+        async def sends() -> list[Send]:
+            return [m for m in await messages(bus, ACTIVE) if isinstance(m, Send)]
+
+        async def both() -> list[Send]:
+            return found if len(found := await sends()) == 2 else []
+
+        sent, files = await until(both)
+        assert (sent.transport, sorted(seat.worker for seat in sent.seats)) == ("nccl", ["a", "b"])
+        assert files.transport == "disk", "for the one that is new"
+        await put(bus, POLICY, WeightsReady(version=PolicyVersion(2, 1), manifest=manifest))
+        [order] = await until(lambda: orders(bus, 1))
+        assert (order.workers, order.manifest.transport) == (("a", "b"), "nccl")

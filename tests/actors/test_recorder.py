@@ -10,15 +10,17 @@ from actors.recorder.actor import Recorder, RecorderSpec
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
 from actors.recorder.records import TEXT_LIMIT, _bounded
-from bus import Bus
-from bus.messages.policy import Restored
+from bus import Bus, Out
+from bus.messages.control import Event
+from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import POLICY
+from bus.topology import EVENTS, POLICY
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.miles_async.console_data import Story, config, step_done
 
 DEADLINE_S = 20.0
+VERSION = PolicyVersion(1, 0)
 
 
 async def record(bus, run_dir, *, until):
@@ -118,6 +120,33 @@ def test_a_second_writer_is_refused_in_one_line(tmp_path):
 def test_lines_that_are_no_records_are_left_out(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"kind":"step","step":1}\nnot json\n[1]\n{"step":2}\n{"kind":"step","step":3}')
     assert [r["step"] for r in read_records(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("activated", {"pause_s": "soon"}),
+        ("slots", {"slots": {}}),
+        ("sample", {"text": msgspec.msgpack.Ext(7, b"x")}),
+    ],
+)
+async def test_an_event_that_cannot_be_written_is_left_out_and_said(redis_url, run_name, tmp_path, kind, data):
+    said = []
+    async with Bus(config(redis_url, run_name)) as bus:
+        await bus.append([Out(EVENTS, Event(actor="w", kind=kind, text="", wall=0.0, data=data))])
+        await Story(bus).say(POLICY, StepDone(step=1, version=VERSION, trained_on=VERSION, groups=(), samples=("g1/99999999999",)))
+        await Story(bus).say(POLICY, step_done(1))
+        stop = asyncio.Event()
+        stop.set()
+        await Recorder(bus, tmp_path, unread=said.append).follow(stop)
+    assert kinds(read_records(tmp_path)) == ["step"]
+    assert any("sample number 99999999999" in text for text in said)
+    assert any(text.startswith("events ") for text in said)
+
+
+def test_a_line_of_the_file_that_lacks_something_is_left_out():
+    bent = [{"kind": "step"}, {"kind": "step", "step": "x"}, {"kind": "ledger", "accounts": 3}, {"kind": "drop", "wall": []}]
+    assert [s.step for s in history_of([*bent, {"kind": "step", "step": 4}]).steps] == [4]
 
 
 async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):

@@ -140,7 +140,7 @@ async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(
             for n in range(1, 7):
                 verdict = GroupVerdict(group_id=f"g{n:07d}", prompt_id="p", kept=False, reason="zero_std_0", n_samples=2)
                 await put(bus, VERDICTS, verdict)
-            await asyncio.wait_for(refused.wait(), 10.0)
+            await asyncio.wait_for(refused.wait(), 40.0)
 
 
 async def test_prompts_are_issued_as_engine_slots_come_free(redis_url: str, run_name: str, data: DataSpec) -> None:

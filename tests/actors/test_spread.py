@@ -73,6 +73,13 @@ def test_how_much_one_sample_more_slows_the_others_is_found():
     assert found[f"{PACE}/mean"] - found[f"{PACE}/per_running"] * found[f"{RUNNING}/mean"] == pytest.approx(0.002)
 
 
+def test_tokens_over_the_bound_are_masked_and_no_staleness_of_what_is_trained():
+    batch = [kept(0, sample(0, 0, tokens=4, steps=(3, 10)), sample(0, 1, tokens=4, steps=(9,)))]
+    found = batch_metrics(batch, step=10, bound=2)
+    assert (found["rollout/fully_async/max_staleness"], found["rollout/fully_async/oldest_token"]) == (1.0, 7.0)
+    assert found["rollout/masked_fraction"] == 0.25
+
+
 def test_a_batch_of_another_release_without_seconds_or_tokens_is_described_as_far_as_it_goes():
     empty = kept(1, sample(1, 0, tokens=0, steps=()), sample(1, 1, tokens=0, steps=()))
     found = batch_metrics([kept(0, sample(0, 0, tokens=5), sample(0, 1, tokens=7)), empty], step=3, bound=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -149,6 +150,10 @@ class House:
         for worker in range(len(self.serving)):
             self.activate(worker)
 
+    def samples_left(self, key: str, taken: Sequence[int]) -> list[Scored]:
+        """What a cut leaves of a ready part."""
+        return [self.ready[key].group.samples[at] for at in self.ready[key].left if at not in taken]
+
     def train(self) -> bool:
         """Cut and train a batch if one may be cut. The invariants are asserted here, before any mask."""
         step, bound = self.step, self.bound
@@ -166,7 +171,10 @@ class House:
             del self.registry[key]
         if not made.take:
             return False
-        assert made.left_behind == 0 or self.went_back, "a finished sample on its last turn is not in the batch"
+        left = [s for key in self.ready for s in self.samples_left(key, dict(made.take).get(key, ()))]
+        late = [s for s in left if step - min(span.step for span in s.rollout.response.spans) >= bound]
+        assert not late or self.went_back, "a finished sample on its last turn is not in the batch"
+        assert len(late) == made.left_behind
         assert sum(len(at) for _, at in made.take) == self.size
         ids = []
         done = self.history[step + 1] = []

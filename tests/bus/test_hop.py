@@ -7,10 +7,13 @@ import asyncio
 import pytest
 
 from bus import Bus, BusConfig, Commit, Entry, Out, Reader
-from bus.errors import BusFull, DeadlineExceeded
+from bus.errors import BusFull, DeadlineExceeded, InvariantBroken
+from bus.messages.codec import encode
+from bus.messages.policy import Checkpointed
 from bus.server import EmbeddedRedis
-from bus.streams.hop import id_key
-from bus.topology import PROMPTS, ROLLOUTS
+from bus.streams.hop import Placed, hop_args, id_key
+from bus.streams.redis import COMMIT
+from bus.topology import POLICY, PROMPTS, ROLLOUTS
 from tests.bus.suite.messages import a_rollout, a_task
 
 
@@ -112,3 +115,76 @@ async def test_appends_of_any_number_keep_their_order(redis_url, run_name, n):
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         await publish(bus, n)
         assert [e.fields["id"] for e in await bus.scan_all(PROMPTS)] == [f"g0000001/{i}" for i in range(n)]
+
+
+async def test_a_pending_entry_in_between_is_not_taken_for_one_that_is_finished(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 3)
+        reader, (first, _, last) = await read_all(bus, 3)
+        assert (await bus.commit(Commit(ack=(first,)))).done
+        result = await bus.commit(Commit(ack=(first, last), append=(Out(ROLLOUTS, a_rollout(a_task())),)))
+        assert (result.done, result.moved) == (False, (first.id,))
+        assert (await bus.length(PROMPTS), await bus.length(ROLLOUTS)) == (2, 0)
+        await reader.close()
+
+
+async def test_a_message_whose_body_is_gone_is_not_appended(redis_url, run_name, monkeypatch):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 1)
+        reader, entries = await read_all(bus, 1)
+        put = bus.blobs.put
+
+        async def swept(body: bytes) -> str:
+            ref = await put(body)
+            await bus.blobs.delete([ref])
+            return ref
+
+        monkeypatch.setattr(bus.blobs, "put", swept)
+        with pytest.raises(InvariantBroken, match="the body of the message is missing"):
+            await bus.commit(Commit(ack=entries, append=(Out(ROLLOUTS, a_rollout(a_task(), 100_000)),)))
+        assert (await bus.length(PROMPTS), await bus.length(ROLLOUTS)) == (1, 0)
+        await reader.close()
+
+
+async def script_call(bus: Bus, mark: int, *commits: Commit) -> list[bytes]:
+    """What the script answers to these commits, sent as call `mark` of one sender: the first word for each."""
+    named, sections = [], []
+    for commit in commits:
+        placed = [Placed(out, encode(out.message)) for out in commit.append]
+        keys, args = hop_args(commit, placed, keys=bus.keys, stream_keys=bus._stream_keys, bound=0)
+        named += keys
+        sections += args
+    keys = [*bus._fixed_keys, *named]
+    return [reply[0] for reply in await bus.link.run("EVAL", COMMIT.source, len(keys), *keys, "7", mark, len(commits), *sections)]
+
+
+async def test_in_a_repeated_call_what_had_its_effect_is_done_and_what_had_none_is_tried(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 2)
+        reader, (first, second) = await read_all(bus, 2)
+        assert (await bus.commit(Commit(ack=(first,)))).done
+        out = Out(ROLLOUTS, a_rollout(a_task()))
+        both = [Commit(ack=(entry,), append=(out,)) for entry in (first, second)]
+        assert await script_call(bus, 1, *both) == [b"moved", b"ok"]
+        assert await script_call(bus, 1, *both) == [b"moved", b"done"]
+        assert await bus.length(ROLLOUTS) == 1
+        await reader.close()
+
+
+async def test_a_call_that_arrives_after_a_later_one_has_no_effect(redis_url, run_name):
+    """It was sent on a connection that was given up, and repeated on another."""
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        append = Commit(append=(Out(ROLLOUTS, a_rollout(a_task())),))
+        assert await script_call(bus, 2, append) == [b"ok"]
+        assert await script_call(bus, 1, append) == [b"done"]
+        assert await script_call(bus, 3, append) == [b"ok"]
+        assert await bus.length(ROLLOUTS) == 2
+
+
+async def test_a_log_takes_no_room_of_the_bound(redis_url, run_name):
+    """Its entries are never acknowledged, so what they took would never be given back."""
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        saved = Checkpointed(step=1, path="")
+        assert (await bus.commit(Commit(append=(Out(POLICY, saved), Out(PROMPTS, a_task()))))).done
+        held = await bus.hash_of(bus.keys.in_flight_bytes)
+        assert int(held[bus.keys.stream("prompts")]) > 0 and not int(held.get(bus.keys.stream("policy"), 0))

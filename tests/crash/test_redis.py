@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 import redis
 
+from miles_async.launcher.run import RESUME
 from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, Tables, merged, until
 from tests.crash.judge import judge
@@ -136,6 +138,26 @@ def test_refuses_writes_for_good(refusal: str, run_of: Launch) -> None:
         server.execute_command(*begin)
         assert run.join() == 1
         assert refusal in run.output().strip().splitlines()[-1]
+    run.start()
+    run.finish()
+    judge(run)
+
+
+@pytest.mark.slow
+def test_silent_for_longer_than_the_deadline(run_of: Launch) -> None:
+    """The run ends as one that can be resumed, and says so; the same command goes on."""
+    run = run_of({"rollout": {"num_rollout": 60}, "bus": {"bus_deadline_s": 5.0}})
+    run.start()
+    run.until_step(3)
+    pid = run.redis_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert run.join() == 2
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    said = run.output().strip().splitlines()
+    assert any("ended with status 2" in line and "does not answer" in line and RESUME in line for line in said), said[-5:]
     run.start()
     run.finish()
     judge(run)

@@ -96,7 +96,7 @@ async def published(bus: Bus, folder: Path, backend: Weights) -> AsyncIterator[N
         courier.close()
 
     async with running(bus, "trainer", body, None):
-        await asyncio.wait_for(announced.wait(), 10.0)
+        await asyncio.wait_for(announced.wait(), 40.0)
         yield
 
 

@@ -72,7 +72,7 @@ async def done(bus: Bus, n: int) -> list[RolloutDone]:
     async def there() -> bool:
         return await bus.length(ROLLOUTS) == n
 
-    await until(there, deadline_s=15)
+    await until(there, deadline_s=40)
     return [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
 
 
@@ -103,7 +103,7 @@ async def test_what_waits_too_long_for_the_lane_is_taken_by_others_and_counted(r
         async def taken() -> float:
             return contexts[1].counters.get("tail/elsewhere", 0)
 
-        assert await until(taken, deadline_s=15) >= 1
+        assert await until(taken, deadline_s=40) >= 1
         ended = [r for r in await done(bus, 6) if r.worker == "w1"]
         assert {r.resumed_tokens for r in ended} == {6}, "they went on where they were, and not to the lane again"
 

@@ -100,7 +100,7 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
                 await bus.append([Out(ACTIVE, said)])
                 return await has(6)
 
-            await until(lowered, deadline_s=18)
+            await until(lowered, deadline_s=40)
             assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
 
 

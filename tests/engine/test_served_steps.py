@@ -287,7 +287,7 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
     async with open_bus(redis_url, run_name) as bus:
         await put(bus, ACTIVE, active(1, w0=1, peer=1), active(2, w0=1, peer=2))
         async with running(bus, "w0", body, 60.0):
-            assert await asyncio.wait_for(found, 10.0) == [None, "behind"]
+            assert await asyncio.wait_for(found, 40.0) == [None, "behind"]
 
 
 class Routed(ScriptedEngine, RoutedEngine):

@@ -10,7 +10,7 @@ from actors.generation.engine import Chunk, RouteBroken
 from actors.generation.sample import Running
 from actors.generation.standing import NO_TOKENS, Standing
 from bus.messages.base import EMPTY
-from bus.messages.policy import PolicyActive, Restored
+from bus.messages.policy import Activate, PolicyActive, Restored, WeightManifest
 from bus.messages.samples import Response
 from bus.messages.versions import PolicyVersion, VersionSpan
 from tests.engine.scripted import sample
@@ -82,3 +82,41 @@ def test_what_begins_is_never_older_than_its_task_and_what_is_newest_always_begi
         if isinstance(message, PolicyActive):
             standing.fold(message)
     assert not standing.behind(newest) and standing.verdict(newest, step=issued_for.step, last=NO_TOKENS) == "begin"
+
+
+def heard(number: int, **serving: int) -> PolicyActive:
+    return PolicyActive(version=version(number), serving=serving)
+
+
+def test_a_sample_is_left_to_a_peer_that_has_what_it_needs_and_never_to_nobody() -> None:
+    standing, first = Standing("me"), version(1)
+    standing.fold(heard(2, me=1, peer=2))
+    assert standing.verdict(first, step=1) == "leave" and standing.verdict(first, step=0) == "begin"
+    assert standing.verdict(first, step=0, last=2) == "leave" and standing.verdict(first, step=0, last=3) == "wait"
+    assert standing.peers_have() and standing.peer_serves(2) and not standing.peer_serves(1), "one is no peer of oneself"
+    standing.fold(heard(2, me=2))
+    assert standing.verdict(first, step=1) == "wait" and not standing.peers_have() and not standing.peer_serves(2)
+    standing.fold(heard(2, me=1, peer=1))
+    assert standing.verdict(first, step=1) == "wait"
+
+
+def test_what_is_ordered_here_is_waited_for() -> None:
+    standing = Standing("me")
+    standing.fold(heard(2, me=1, peer=2))
+    manifest = WeightManifest()
+    standing.fold(Activate(version=version(2), manifest=manifest, workers=("peer",)))
+    assert standing.verdict(version(1), step=1) == "leave", "an order for another"
+    standing.fold(Activate(version=version(2), manifest=manifest, workers=("peer", "me")))
+    assert standing.verdict(version(1), step=1) == "wait" and standing.verdict(None, step=1) == "wait"
+    standing.fold(heard(3, me=1, peer=3))
+    assert standing.verdict(version(1), step=2) == "leave", "what is ordered would not do"
+
+
+def test_a_task_of_the_step_that_is_served_is_not_behind() -> None:
+    standing = Standing("me")
+    standing.fold(heard(3, me=3))
+    standing.fold(heard(2, me=2))  # a word that comes late
+    assert not standing.behind(version(3)) and standing.behind(version(2)) and standing.behind(None)
+    standing.fold(Restored(step=1, version=version(9, 1)))
+    assert not standing.behind(version(2)), "the weights that the trainer went back to are no lost future"
+    assert standing.behind(version(3))

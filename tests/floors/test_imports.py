@@ -203,3 +203,9 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
 def test_a_floor_stands_alone(statement: str, hidden: tuple[str, ...]) -> None:
     done = imported_with_hidden(statement, *hidden)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_launcher_loads_no_torch() -> None:
+    """It would wait for it at every start, and the processes that need torch load it meanwhile."""
+    code = "import miles_async.launcher.run, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

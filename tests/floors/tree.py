@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bus.topology import ROLES
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "actors", "miles_async")
 FLOOR = {"bus": 0, "actors": 1, "miles_async": 2}
-ROOMS = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder")
+ROOMS = ROLES
 
 
 class Import(NamedTuple):

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import Bus, Commit
+from bus.errors import BusFull, BusUnreachable
 from bus.leavers import ENDED_S
 from bus.messages.control import Event
-from bus.topology import EVENTS
+from bus.topology import EVENTS, POLICY
+from miles_async.console import watchdog
+from miles_async.console.scene import read_scene, trained_unsaved
 from miles_async.console.watchdog import AUDIT_SHARE, Audits, watch
 from tests.actors.house import messages, until
 from tests.miles_async.console_data import Story, config, vitals
@@ -56,4 +59,38 @@ async def test_actors_long_gone_are_taken_off_the_bus(redis_url, run_name) -> No
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch(bus, stop, every_s=0.02))
             await until(forgotten)
+            stop.set()
+
+
+async def test_garbage_on_the_policy_log_ends_no_look_at_the_run(redis_url, run_name) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        before = await trained_unsaved(bus)
+        for fields in (["body", b"\xc1"], ["type", "policy.step", "body", b"\xc1"], ["type", "policy.step", "blob", "redis:no:1"]):
+            await bus.link.run("XADD", bus.keys.stream(POLICY.name), "*", *fields)
+        assert await trained_unsaved(bus) == before
+        assert (await read_scene(bus)).uncommitted == before
+
+
+async def test_the_watchdog_outlives_a_server_that_refuses_writes(redis_url, run_name, monkeypatch) -> None:
+    refusals = iter([BusFull("no room"), BusUnreachable("gone")])
+    real = watchdog.read_scene
+
+    async def read(bus: Bus, **options: object) -> object:
+        for error in refusals:
+            raise error
+        return await real(bus, **options)
+
+    monkeypatch.setattr(watchdog, "read_scene", read)
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        await bus.commit(Commit(close_groups=("g4",)))
+        stop = asyncio.Event()
+
+        async def named() -> bool:
+            return any(isinstance(e, Event) and e.kind == "stall" for e in await messages(bus, EVENTS))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(bus, stop, every_s=0.02, persist_s=0.1))
+            await until(named)
             stop.set()

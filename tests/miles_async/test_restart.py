@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from actors.runtime.context import ActorSpec
+from bus import BusConfig, SystemClock
+from miles_async.launcher.local import Kept, Supervisor
 from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
@@ -85,3 +90,20 @@ def test_an_actor_that_worked_well_after_a_pause_starts_afresh() -> None:
     former = [Ending(0.0, CRASHED, 0, pause_s=LONGEST_PAUSE_S)]
     ending = Ending(LONGEST_PAUSE_S + 2 * QUICK_S, CRASHED, 0)
     assert judge_exit("generation-1", ending, former, BUDGET, spared=True) == Verdict("restart")
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, SystemClock(), budget=3, threads={}, furthest=lambda: 0)
+    spec = ActorSpec(name="sampler", role="sampler", bus=BusConfig(url="redis://h", run="r"))
+    kept = Kept(spec)
+    assert supervisor.last_words(kept) == "no log line"
+    with supervisor.log_file(kept).open("wb") as file:
+        file.truncate(64 << 20)
+        file.seek(0, 2)
+        file.write(b"\n2026-01-01 00:00:00,000 sampler ERROR ValueError: the last word\nTraceback\n  File\n")
+    tracemalloc.start()
+    try:
+        assert supervisor.last_words(kept) == "the last word"
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()

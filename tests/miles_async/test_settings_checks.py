@@ -8,9 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miles_async.launcher.hooks import check_quantization
+from actors.runtime.prompts import DataSpec, load_prompts
+from actors.runtime.run import Refused
+from miles_async.launcher.hooks import _sample, check_quantization
+from miles_async.quickstart.arithmetic import ARITHMETIC
+from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.checks import check_prompt_lengths, preflight
-from miles_async.settings.data_checks import check_prompt_data, parse_data_spec
+from miles_async.settings.data_checks import check_prompt_data, parse_data_spec, value_at
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
@@ -133,10 +137,59 @@ def test_bad_slices_and_wrong_keys_are_refused(data):
     assert "rollout_batch_size = 32" in refusal(make(data, num_rollout=None, num_epoch=3))
 
 
-def test_chat_messages_are_prompts(tmp_path):
+def test_chat_messages_are_prompts_where_the_template_renders_them(tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"input": [{"role": "user", "content": "1+1"}]}) + "\n")
-    assert preflight(make(path)).prompts.rows == 1
+    assert preflight(make(path, apply_chat_template=True)).prompts.rows == 1
+    text = refusal(make(path))
+    assert "input_key = 'input'" in text and "row 1: these are chat messages" in text and "--apply-chat-template" in text
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"input": "1+1"}) + "\n")
+    held = {"eval_interval": 1, "eval_prompt_data": ["held", str(path)]}
+    assert "eval_input_key" in refusal(make(plain, **held))
+
+
+NESTED = {"in": {"text": "1+1="}, "reward_model": {"ground_truth": 2}, "a.b": "3", "a": {"b": "4"}, "m": {"n": {"x": 1}}, "l": [1]}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"input_key": "in.text", "label_key": "reward_model.ground_truth", "metadata_key": "m.n"},
+        {"input_key": "a.b", "label_key": "a.b", "metadata_key": "m"},
+        {"input_key": "in.texts"},
+        {"input_key": "in.text.more"},
+        {"input_key": "in"},
+        {"input_key": "in.text", "label_key": "reward_model"},
+        {"input_key": "in.text", "label_key": "reward_model.truth"},
+        {"input_key": "in.text", "label_key": "l"},
+        {"input_key": "in.text", "metadata_key": "a.b"},
+    ],
+)
+def test_the_check_reads_a_row_as_the_rooms_do(tmp_path, keys):
+    save_tokenizer(tmp_path, ARITHMETIC)
+    path = tmp_path / "nested.jsonl"
+    path.write_text(json.dumps(NESTED) + "\n")
+    spec = {name: value or "" for name, value in ({"label_key": "", "metadata_key": ""} | keys).items()}
+    try:
+        [read] = load_prompts(DataSpec(path=str(path), tokenizer_dir=str(tmp_path), **spec))[0]
+    except Refused:
+        read = None
+    try:
+        found = check_prompt_data(str(path), field="prompt_data", keys=keys, chat=False)
+    except SettingsError as error:
+        found = None
+        assert error.field in keys
+    assert (found is None) == (read is None)
+    if read is not None:
+        assert value_at(found.head[0], keys["input_key"]) == read.text
+
+
+def test_hooks_are_tried_with_what_lies_under_a_dotted_key(tmp_path):
+    path = tmp_path / "nested.jsonl"
+    path.write_text(json.dumps(NESTED) + "\n")
+    shown = _sample(make(path, input_key="in.text", label_key="reward_model.ground_truth", metadata_key="m.n"))
+    assert (shown["prompt"], shown["label"], shown["metadata"]) == ("1+1=", "2", {"x": 1})
 
 
 def test_an_unknown_name_lists_the_shipped_ones(data):
@@ -151,6 +204,10 @@ def test_bad_model_directories_are_refused(data, model, tmp_path):
     assert "no such directory" in refusal(make(data, hf_checkpoint=str(tmp_path / "nowhere")))
     assert "builtin:arithmetic" in refusal(make(data, hf_checkpoint="builtin:arithmetik"))
     assert "ref_load" in refusal(make(data, hf_checkpoint=str(model), ref_load="nowhere", use_kl_loss=True))
+    for file in (".metadata", "common.pt"):
+        (tmp_path / file).mkdir()
+        (tmp_path / file / file).write_text("")
+        assert "torch_dist" in refusal(make(data, hf_checkpoint=str(model), ref_load=str(tmp_path / file)))
     (model / "tokenizer.json").unlink()
     assert "hf_checkpoint" in refusal(make(data, hf_checkpoint=str(model)))
     assert "no tokenizer.json" in refusal(make(data, hf_checkpoint=str(model)))

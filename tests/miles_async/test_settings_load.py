@@ -1,5 +1,6 @@
 """File, flags, defaults and derivations meet in one resolved value; whatever is wrong is one line with a remedy."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,15 @@ def test_any_settings_survive_being_written_and_read(tmp_path, chosen):
     path = tmp_path / "resolved.toml"
     path.write_text(dump_toml(made), "utf-8")
     assert load(path).settings == made
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "dtype"), [("builtin:arithmetic", True, "float32"), ("a/dir", True, "bfloat16"), ("a/dir", False, "float32")]
+)
+def test_the_trainers_type_follows_from_the_host(
+    model: str, gpu: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[Loaded.__module__], "has_gpu", lambda: gpu)
+    loaded = from_text(tmp_path, flags=f"--hf-checkpoint {model}")
+    assert loaded.settings.model.model_dtype == dtype
+    assert any("bfloat16" in note for note in loaded.notes) == (dtype == "bfloat16")

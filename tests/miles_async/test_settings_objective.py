@@ -160,6 +160,21 @@ def test_settings_reach_the_trainer() -> None:
         assert backend_config(make(model_dtype="bfloat16", **fields), place).selfcheck_logprob_tolerance == tolerance
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05, "max_weight_staleness": 1},
+         {"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05}),
+        ({"use_decoupled_loss": True, "decoupled_cap": 3.0}, {"correction": "decoupled", "decoupled_cap": 3.0}),
+        ({"use_tis": True, "get_mismatch_metrics": True}, {"correction": "tis", "report_only": True, "use_tis": False}),
+        ({"use_tis": True}, {"report_only": False}),
+    ],
+)  # fmt: skip
+def test_what_the_objective_can_do_has_a_flag(fields: dict[str, Any], told: dict[str, Any]) -> None:
+    cfg = objective_config(make(**{"max_weight_staleness": 0, **fields}))
+    assert {name: getattr(cfg, name) for name in told} == told
+
+
 @pytest.mark.timeout(240)  # three processes that import torch
 def test_hooks_are_tried_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -72,6 +72,8 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ),
         ({"use_mis": True, "tis_level": "geometric"}, ("tis_batch_normalize", "--no-tis-batch-normalize")),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True}, ("kl_coef = 0.1", "kl_loss_coef = 0.1")),
+        ({"kl_coef": 0.1}, ("kl_coef = 0.1", "'grpo'", "--use-kl-loss --kl-loss-coef")),
+        ({"kl_coef": 0.1, "advantage_estimator": "rloo"}, ("kl_coef = 0.1", "'rloo'")),
         ({"kl_loss_coef": 0.1}, ("kl_loss_coef = 0.1", "--use-kl-loss")),
         (
             {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False},

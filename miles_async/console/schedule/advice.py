@@ -14,8 +14,8 @@ from miles_async.console.text import plural
 BOUNDS = range(1, 7)
 FEWER_SLOTS = (0.75, 0.6, 0.5, 0.4, 0.3)
 MOST_SAMPLES = 256  # of a step of the model: larger batches are scaled down with their slots
-ALLOWED = 0.01  # masked share that is no reason to change anything
-GAIN = 0.05  # of a step's time, below which a change is not worth a word
+ALLOWED = 0.01  # masked share that needs no change
+GAIN = 0.05  # of a step's time; a smaller gain is not mentioned
 STEPS, WARM = 50, 12
 
 
@@ -33,7 +33,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """`now`: the run as it is set, by the model. `choices`: each bound with all slots and all that it admits, under `split`
-    if the run may split, else under its own rule. `lines`: what to tell; the last one is the advice itself."""
+    if the run may split, else under its own rule. `lines`: the text; its last line is the advice."""
 
     observed: Observed
     now: Choice
@@ -42,7 +42,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(history: History, *, slots: int = 0) -> Advice | None:
-    """None when the run does not tell enough; see `observe`."""
+    """None when the run has recorded too little; see `observe`."""
     seen = observe(history, slots=slots)
     if seen is None:
         return None
@@ -112,7 +112,7 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
         f"{seen.running:.0f} of {plural(now.slots, 'slot')} running.",
     ]
     if not seen.slowdown:
-        lines.append("How much requests slow each other does not show in this run; the model takes it for nothing.")
+        lines.append("This run does not show how much requests slow each other; the model assumes that they do not.")
     enough = next((c for c in fewer if c.masked <= ALLOWED), None)
     if enough is not None:
         lines.append(

@@ -1,4 +1,4 @@
-"""A run in which nothing costs time but engines and trainer (pure): docs/scheduling.md has the rules it follows.
+"""A simulated run in which only engines and trainer take time (pure): docs/scheduling.md has the rules it follows.
 
 Events are ends of samples and of training steps. Between two events every running sample goes on at one speed, which falls
 with the number of them; so the model keeps a second clock, the *work* clock, that runs at this speed. A sample ends when the
@@ -122,8 +122,8 @@ class Simulation:
         return len(self._activated) - 1
 
     def outcome(self) -> Outcome:
-        """Play until the last step starts. It always comes: with nothing running, open samples are finished or in the trainer;
-        if they make no batch, the credits, which are at least a batch, admit another group."""
+        """Play until the last step starts. That step always comes: with nothing running, open samples are finished or in the
+        trainer; if they make no batch, the credits, which are at least a batch, admit another group."""
         self._issue()
         while len(self._starts) < self.setup.steps:
             self._advance()

@@ -1,4 +1,4 @@
-"""What a run's steps tell about its samples, engines and trainer (pure), in the terms of the model.
+"""What a run's recorded steps show of its samples, engines and trainer, in the terms of the model (pure).
 
 Lengths and seconds are read from the quantiles that every step records (actors/trainer/spread.py). A sample of the model is
 drawn from one step's quantiles, by one number for both: the longest is the slowest. Requests running at once follow from
@@ -23,7 +23,7 @@ from miles_async.console.schedule.model import Rule, Sample
 LOOKED_AT = 64  # newest steps
 FEWEST = 4
 RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole"}
-ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace tells nothing
+ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace cannot be estimated
 POINTS = [q / 100 for q in QUANTILES]
 
 
@@ -96,7 +96,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observe(history: History, *, slots: int = 0) -> Observed | None:
-    """None when there is nothing to tell from: too few steps, none with spreads, or turns on shared GPUs, where engines and
+    """None when the record does not suffice: too few steps, none with spreads, or turns on shared GPUs, where engines and
     trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
     running at most."""
     knobs = live_knobs(history)

@@ -1,0 +1,130 @@
+"""What the trainer waits for before it cuts a batch, for how long, and what it says when the bound is not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.runtime.run import RunEnds
+from actors.trainer.batches import PATIENCE_S, Batches
+from bus.messages.groups import OpenGroup
+from bus.messages.policy import GroupsGivenUp
+from bus.topology import EVENTS, GROUPS, POLICY
+from tests.actors.house import messages, open_bus
+from tests.actors.test_trainer_parts import SPLIT, N, Trainer, arrive, kept, trainer_of
+from tests.bus.suite.clock import ManualClock
+
+
+def elsewhere(*groups: int, step: int = 0) -> dict[str, OpenGroup]:
+    """Groups under way."""
+    return {f"g{g}": OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=N, step=step) for g in groups}
+
+
+def with_batches(trainer: Trainer, **changes: Any) -> None:
+    settings = {"interval": 1, "lookahead": 0, "ci_test": False} | changes
+    trainer.batches = Batches(trainer.context, trainer.intake, **settings)
+
+
+async def told(bus, kind: str) -> list[str]:
+    return [m.text for m in await messages(bus, EVENTS) if m.kind == kind]
+
+
+async def test_under_wait_no_straggler_is_passed_by_more_than_the_lookahead(redis_url: str, run_name: str) -> None:
+    async with (
+        open_bus(redis_url, run_name, knobs=SPLIT | {"staleness_policy": "wait"}) as bus,
+        trainer_of(bus) as trainer,
+    ):
+        with_batches(trainer, lookahead=2)
+        await arrive(bus, kept(3, 0, 1, 2), open_elsewhere=elsewhere(1, 2))
+        with pytest.raises(TimeoutError):
+            await trainer.next()
+        await arrive(bus, kept(1, 0, 1, 2))
+        assert await trainer.train() == ("g1/0", "g1/1", "g1/2")
+        assert await trainer.train() == ("g3/0", "g3/1", "g3/2"), "a trained group is no straggler, though still listed"
+
+
+async def test_what_is_under_way_is_waited_for_as_long_as_anything_comes(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        trainer.step, waits = 1, []
+        clock = trainer.context.clock = ManualClock()
+        await arrive(bus, kept(3, 0, 1, 2, step=1), turned=1, open_elsewhere=elsewhere(1, 2))
+
+        async def check() -> None:
+            return None
+
+        async def idle() -> None:
+            waits.append(clock.monotonic())
+            assert len(waits) <= 2, "the trainer waits for ever"
+            if len(waits) == 1:
+                await arrive(bus, kept(9, 0, step=1, known=(0.0, 1.0)))
+            await clock.advance(PATIENCE_S - 1 if len(waits) == 1 else PATIENCE_S)
+
+        batch = await trainer.batches.next(trainer.version, check=check, idle=idle)
+        assert batch is not None and batch.keys == ("g3",)
+        assert len(waits) == 2, "an entry came in the first wait: it is waited for anew"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["behind a restored checkpoint", "in a running one"])
+async def test_finished_samples_that_wait_past_the_bound_are_told(redis_url: str, run_name: str, first: bool) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        if not first:
+            await arrive(bus, kept(1, 0, 1, 2), turned=0)
+            await trainer.train()
+        trainer.step = 3
+        await arrive(bus, kept(2, 0, 1, 2, step=1), kept(3, 0, 1, 2, step=1), turned=3)
+        assert await trainer.train() == ("g2/0", "g2/1", "g2/2")
+        said = await told(bus, "bound not kept")
+        text = (
+            "step 4: 3 finished samples are on their last turn and not in the batch; their oldest tokens will be masked"
+        )
+        assert said == ([] if first else [text])
+        assert trainer.context.counters.get("left_behind", 0) == (0 if first else 3)
+
+
+async def test_a_test_run_ends_when_the_bound_is_not_kept(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        with_batches(trainer, ci_test=True)
+        await arrive(bus, kept(1, 0, 1, 2), turned=0)
+        await trainer.train()
+        trainer.step = 3
+        await arrive(bus, kept(2, 0, 1, 2, step=1), kept(3, 0, 1, 2, step=1), turned=3)
+        with pytest.raises(RunEnds, match="3 finished samples are on their last turn"):
+            await trainer.train()
+
+
+@pytest.mark.parametrize("policy", ["drop", "split"])
+async def test_only_the_rule_drop_starts_prompts_again(redis_url: str, run_name: str, policy: str) -> None:
+    async with (
+        open_bus(redis_url, run_name, knobs=SPLIT | {"staleness_policy": policy}) as bus,
+        trainer_of(bus) as trainer,
+    ):
+        trainer.step = 5
+        await arrive(bus, kept(1, 0, 1, 2, step=0), kept(2, 0, 1, 2, step=5), turned=5)
+        assert await trainer.train() == ("g2/0", "g2/1", "g2/2")
+        [given_up] = [m for m in await messages(bus, POLICY) if isinstance(m, GroupsGivenUp)]
+        assert given_up.samples == ("g1/0", "g1/1", "g1/2") and given_up.groups == (("g1", "outlasted"),)
+        assert (given_up.prompts, given_up.reissue) == ((("p1",), True) if policy == "drop" else ((), False))
+
+
+async def test_the_checkpoint_before_a_step_acknowledges_nothing_of_it(redis_url: str, run_name: str) -> None:
+    async with open_bus(
+        redis_url, run_name, knobs=SPLIT | {"max_weight_staleness": 0, "staleness_policy": "whole"}
+    ) as bus:
+        async with trainer_of(bus) as trainer:
+            await arrive(bus, kept(1, 0, 1, 2))
+            await trainer.train()
+            await trainer.intake.acknowledge(0, None)
+            assert await bus.length(GROUPS) == 1
+            await trainer.intake.acknowledge(1, None)
+            assert await bus.length(GROUPS) == 0
+
+
+async def test_the_filters_word_about_the_version_before_does_not_do(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        trainer.step = 1
+        await arrive(bus, kept(1, 0, 1, 2, step=1), turned=0)
+        with pytest.raises(TimeoutError):
+            await trainer.next()
+        await arrive(bus, turned=1)
+        assert await trainer.train() == ("g1/0", "g1/1", "g1/2")

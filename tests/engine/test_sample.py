@@ -1,0 +1,131 @@
+"""A sample under way (pure): what is made, saved and taken up again covers the same tokens, each once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from actors.generation.engine import Chunk, VersionUnknown
+from actors.generation.sample import Running, start
+from bus.messages.base import pack_floats, pack_ints, unpack_ints
+from bus.messages.samples import PrefixResume, Response, SampleTask, Sampling
+from bus.messages.versions import PolicyVersion, VersionSpan
+
+VERSIONS = {str(n): PolicyVersion(n, n - 1) for n in (1, 2, 3)}
+
+
+def task(tokens: int = 12, attempt: int = 0) -> SampleTask:
+    sampling = Sampling(max_new_tokens=tokens, stop_token_ids=(0,))
+    return SampleTask(
+        sample_id="g/0", group_id="g", index=0, n_samples=1, prompt_id="p", prompt_tokens=pack_ints([90, 91]), attempt=attempt,
+        sampling=sampling,
+    )  # fmt: skip
+
+
+def prefix(*tokens: int, version: int = 1) -> PrefixResume:
+    n = len(tokens)
+    response = Response(
+        pack_ints(tokens),
+        pack_floats([-t / 8 for t in tokens]),
+        memoryview(b"\x01" * n),
+        (VersionSpan(version, version - 1, n),),
+    )
+    return PrefixResume(task=task(), response=response)
+
+
+def make(running: Running, *tokens: int, version: int = 1, finish: str | None = None) -> None:
+    """Tokens as the engine sends them; the log-prob tells whose it is."""
+    running.take(Chunk(list(tokens), [-t / 8 for t in tokens], str(version), finish), VERSIONS)
+
+
+def whole(response: Response) -> list[int]:
+    """The tokens, once all else fits to them."""
+    tokens = unpack_ints(response.tokens)
+    assert bytes(response.logprobs) == bytes(pack_floats([-t / 8 for t in tokens]))
+    assert len(response.loss_mask) == len(tokens) == sum(span.n for span in response.spans)
+    return tokens
+
+
+def fresh() -> Running:
+    return start(task(), [], mask_prefix=False)
+
+
+def test_what_was_saved_in_pieces_is_taken_up_whole() -> None:
+    first = fresh()
+    make(first, 1, 2)
+    pieces = [first.next_chunk()]
+    make(first, 3)
+    make(first, 4, version=2)
+    assert (first.unsaved(), first.has_saved) == (2, True)
+    pieces.append(first.next_chunk())
+    make(first, 5, version=3)
+    assert first.unsaved() == 1
+    second = start(task(), pieces, mask_prefix=False)
+    assert whole(second.base) == [1, 2, 3, 4] and second.base.spans == (VersionSpan(1, 0, 3), VersionSpan(2, 1, 1))
+    assert (second.counted, second.unsaved(), second.has_saved, second.last_version) == (0, 0, True, 2)
+    assert second.input_ids() == [90, 91, 1, 2, 3, 4]
+    make(second, 6, version=2)
+    third = start(task(), [*pieces, second.next_chunk()], mask_prefix=False)
+    assert whole(third.response()) == [1, 2, 3, 4, 6] and bytes(third.response().loss_mask) == b"\x01" * 5
+    assert third.response().spans == (VersionSpan(1, 0, 3), VersionSpan(2, 1, 2))
+
+
+def test_of_a_prefix_only_what_is_made_here_is_counted_and_saved() -> None:
+    running = start(prefix(1, 2, 3), [], mask_prefix=False)
+    assert (running.counted, running.saved, running.n_tokens, running.remaining) == (3, 3, 3, 9)
+    make(running, 4, version=2)
+    assert (running.made_here, running.input_ids()) == (1, [90, 91, 1, 2, 3, 4])
+    again = start(prefix(1, 2, 3), [running.next_chunk()], mask_prefix=False)
+    assert whole(again.response()) == [1, 2, 3, 4] and again.counted == 3
+
+
+def test_pieces_that_do_not_join_or_are_of_another_attempt_are_left_out() -> None:
+    first = fresh()
+    make(first, 1)
+    one = first.next_chunk()
+    make(first, 2)
+    two = first.next_chunk()
+    assert whole(start(task(), [one, one, two], mask_prefix=False).base) == [1]
+    assert whole(start(task(), [two], mask_prefix=False).base) == []
+    assert whole(start(task(attempt=1), [one, two], mask_prefix=False).base) == []
+
+
+@pytest.mark.parametrize("mask_prefix", [True, False])
+def test_a_prefix_of_another_owner_is_masked_when_it_shall_not_train(mask_prefix: bool) -> None:
+    first = fresh()
+    make(first, 1, 2)
+    second = start(task(), [first.next_chunk()], mask_prefix=mask_prefix)
+    make(second, 3)
+    assert bytes(second.response().loss_mask) == (b"\x00\x00\x01" if mask_prefix else b"\x01\x01\x01")
+
+
+def test_a_version_that_no_order_named_is_an_error_and_changes_nothing() -> None:
+    running = fresh()
+    with pytest.raises(VersionUnknown, match="unknown version '9'"):
+        running.take(Chunk([1], [-1.0], "9"), VERSIONS)
+    assert running.n_tokens == 0
+
+
+def test_a_sample_ends_with_its_length_its_stop_token_or_not_yet() -> None:
+    running = start(prefix(*range(1, 11)), [], mask_prefix=False)
+    make(running, 11)
+    assert not running.ended() and running.remaining == 1
+    make(running, 12)
+    assert running.ended() and running.finish == "length"
+    stopped = start(prefix(*range(1, 12)), [], mask_prefix=False)
+    make(stopped, 12, finish="stop")
+    assert stopped.ended() and stopped.finish == "stop", "the engine's own word for the last token stays"
+
+
+def test_a_prefix_that_ends_with_its_stop_token_is_over() -> None:
+    running = start(prefix(1, 2, 0), [], mask_prefix=False)
+    assert running.ended() and running.finish == "stop"
+    assert not start(prefix(0, 2), [], mask_prefix=False).ended()
+
+
+def test_a_saved_piece_is_the_same_message_again() -> None:
+    running = fresh()
+    make(running, 1, 2, version=2)
+    piece = msgspec.msgpack.decode(running.next_chunk())
+    assert (piece["start"], piece["attempt"], len(piece["tokens"])) == (0, 0, 8)
+    assert len(piece["logprobs"]) == 8 and bytes(piece["loss_mask"]) == b"\x01\x01"
