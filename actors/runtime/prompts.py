@@ -19,11 +19,11 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to read and how to make token ids of it."""
 
     path: str
-    input_key: str = "prompt"
-    label_key: str = "label"
-    metadata_key: str = "metadata"
+    input_key: str
+    label_key: str
+    metadata_key: str
     tokenizer_dir: str = ""
-    apply_chat_template: bool = False
+    apply_chat_template: bool
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
 
 
