@@ -25,6 +25,7 @@ ArgValue = bool | int | float | str | tuple[str, ...]
 PYTHON = (sys.executable, "-P", "-m")
 STDERR = 2  # the file itself: what stands in `sys.stderr` need not be one
 STOP_S = 3.0
+LOG_TAIL_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -169,6 +170,22 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 # Above, Linux takes ports for connections that go out, unless it is set up otherwise. SGLang opens a second one 10,000 higher.
 FIRST_PORT, LAST_PORT = 10_000, 32_767
+
+
+def log_tail(log: Path) -> list[str]:
+    """The newest lines of a log that are not blank; only its end is read: a week makes it long."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = log_tail(log)
+    return lines[-1].strip()[:600] if lines else "(empty log)"
 
 
 def free_port(successors: int = 0) -> int:
