@@ -278,11 +278,17 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         run_dir=place.run_dir,
     )
     known = await read_identity(bus)
-    if known is not None and known.fingerprint != place.fingerprint:
+    if known is not None:
+        check_same(settings, place, known.fingerprint, known.run_dir)
+    await write_identity(bus, identity)
+
+
+def check_same(settings: RunSettings, place: Place, fingerprint: str, run_dir: str) -> None:
+    """SettingsError when what is known of a run is of other data or group settings than these."""
+    if fingerprint not in ("", place.fingerprint):
         raise SettingsError(
-            f"the bus holds a run of this name with other data or group settings, begun in {known.run_dir}",
+            f"there is a run of this name with other data or group settings, begun in {run_dir}",
             field="name",
             value=settings.launch.name,
             remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
         )
-    await write_identity(bus, identity)

@@ -41,11 +41,11 @@ from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
-from miles_async.launcher.prepare import check_host, place_of, prepare_bus, token_counter
+from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
-from miles_async.settings.runs import finished_steps, write_run_file
+from miles_async.settings.runs import finished_run, write_run_file
 
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESUME = "Checkpoints and streams are kept: the same command goes on."
@@ -82,10 +82,11 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
         print(f"note: {note}", file=sys.stderr)
     place = place_of(settings)
     run_dir = Path(place.run_dir)
-    if (steps := finished_steps(run_dir)) >= place.num_rollout:
+    if (ended := finished_run(run_dir)) is not None and ended.finished >= place.num_rollout:
+        check_same(settings, place, ended.fingerprint, place.run_dir)
         print(
-            f"run {settings.launch.name} has finished: {steps} of {place.num_rollout} steps are done, nothing was started and "
-            f"nothing changed. What it did is in {run_dir}. Raise --num-rollout to go on, or choose another --name."
+            f"run {settings.launch.name} has finished: {ended.finished} of {place.num_rollout} steps are done, nothing was "
+            f"started and nothing changed. What it did is in {run_dir}. Raise --num-rollout to go on, or choose another --name."
         )
         return 0
     counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
@@ -127,7 +128,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
         if ours and embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if finished and not status:
-        write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=place.num_rollout)
+        write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=place.num_rollout, fingerprint=place.fingerprint)
     if settings.launch.report:
         from miles_async.console.report import write_report
 

@@ -1,6 +1,6 @@
 """How commands find a run: `<runs_dir>/<name>/run.json`, written by the launcher when the bus is up.
 
-run.json = {"run": name on the bus, "bus_url": address, "finished": steps}. The newest file is the default run.
+run.json holds a RunFile; the newest file is the default run.
 """
 
 import os
@@ -16,12 +16,13 @@ RUN_FILE = "run.json"
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of run.json. `finished`: steps of a run that has done them all, 0 before. Unknown keys are allowed: a newer
-    launcher may write more."""
+    """Content of run.json. `finished`: steps of a run that has done them all, 0 before. `fingerprint`: tells runs of other data or
+    group settings from this one. Unknown keys are allowed: a newer launcher may write more."""
 
     run: str
     bus_url: str
     finished: int = 0
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,25 @@ class RunRef:
     run_dir: Path | None
 
 
-def write_run_file(run_dir: Path, *, run: str, bus_url: str, finished: int = 0) -> Path:
+def write_run_file(run_dir: Path, *, run: str, bus_url: str, finished: int = 0, fingerprint: str = "") -> Path:
     """Write run.json by atomic rename, readable by its owner only: the address may hold a password."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / RUN_FILE
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.touch(mode=0o600)
-    fresh.write_bytes(msgspec.json.encode(RunFile(run=run, bus_url=bus_url, finished=finished)) + b"\n")
+    content = RunFile(run=run, bus_url=bus_url, finished=finished, fingerprint=fingerprint)
+    fresh.write_bytes(msgspec.json.encode(content) + b"\n")
     fresh.replace(path)
     return path
 
 
-def finished_steps(run_dir: Path) -> int:
-    """Steps that a finished run has done; 0 for one that has not finished or never began."""
+def finished_run(run_dir: Path) -> RunFile | None:
+    """What a finished run wrote; None for one that has not finished or never began."""
     try:
-        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunFile).finished
+        found = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunFile)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return 0
+        return None
+    return found if found.finished else None
 
 
 def read_run_file(path: Path) -> RunRef:

@@ -102,7 +102,7 @@ def test_a_bus_that_holds_a_run_of_other_data_is_refused(run_of: Launch) -> None
     run.start(flags=("--prompt-data", str(other)))
     assert run.join() == 2
     said = run.output()[before:].strip().splitlines()[-1]
-    assert "the bus holds a run of this name" in said
+    assert "there is a run of this name" in said
     assert "Nothing was changed" in said
 
 
