@@ -98,6 +98,3 @@ def _password() -> str:
             return file.readline().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BusRefused(f"{PASSWORD_FILE}={name} cannot be read: {error}. Correct the path.") from error
-
-
-__all__ = ("PASSWORD", "PASSWORD_FILE", "SCHEMES", "connect", "without_secrets")

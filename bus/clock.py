@@ -28,6 +28,3 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-
-__all__ = ("Clock", "SystemClock")

@@ -180,6 +180,3 @@ async def _move(bus: Bus, item: Letter, stream: str, fields: list[Any], size: in
         raise CannotRetry(f"dead letter {item.id} is gone: somebody else has just dealt with it.")
     await bus.blobs.delete([item.aside])
     return str(reply.decode())
-
-
-__all__ = ("CannotRetry", "Letter", "Retried", "drop", "find_letter", "letter_of", "read_letters", "retry")

@@ -69,19 +69,3 @@ class KnobRejected(MilesAsyncError):
 
 class CheckpointRefused(MilesAsyncError):
     """A checkpoint that must not be loaded."""
-
-
-__all__ = (
-    "BadMessage",
-    "BusFull",
-    "BusRefused",
-    "BusUnreachable",
-    "CheckpointRefused",
-    "DeadlineExceeded",
-    "InvariantBroken",
-    "KnobRejected",
-    "MilesAsyncError",
-    "Poison",
-    "Transient",
-    "printable",
-)

@@ -58,6 +58,3 @@ async def runs_on(url: str) -> list[str]:
     finally:
         await client.aclose()
     return sorted(names)
-
-
-__all__ = ("Identity", "read_identity", "runs_on", "write_identity")

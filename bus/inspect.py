@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bus.streams.hop import id_key
+from bus.streams.hop import text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus
 from bus.topology import STREAMS, Stream
@@ -130,7 +130,7 @@ async def pending_entries(bus: Bus, stream: Stream, readers: str, *, limit: int 
         rows = await bus.link.run("XPENDING", bus.keys.stream(stream.name), readers, start, "+", PAGE)
         for entry_id, owner, idle_ms, deliveries in rows or []:
             found.append(
-                Pending(stream.name, readers, _text(entry_id), _text(owner), int(idle_ms) / 1000, int(deliveries))
+                Pending(stream.name, readers, text_of(entry_id), text_of(owner), int(idle_ms) / 1000, int(deliveries))
             )
         if len(rows or []) < PAGE:
             break
@@ -143,14 +143,14 @@ async def readers_of(bus: Bus, stream: Stream) -> list[str]:
     if not int(await bus.link.run("EXISTS", bus.keys.stream(stream.name))):
         return []
     raw = await bus.link.run("XINFO", "GROUPS", bus.keys.stream(stream.name))
-    return [_text(_pairs(row)["name"]) for row in raw]
+    return [text_of(_pairs(row)["name"]) for row in raw]
 
 
 async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[Consumer]:
     """Everybody who ever read as one of these readers and was not forgotten."""
     raw = await bus.link.run("XINFO", "CONSUMERS", bus.keys.stream(stream.name), readers)
     rows = [_pairs(row) for row in raw]
-    return [Consumer(_text(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
+    return [Consumer(text_of(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
 
 
 async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:
@@ -165,7 +165,7 @@ async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:
 
 
 def _stream(stream: Stream, row: Any, now: float, n_bytes: int) -> StreamFacts:
-    length, newest, groups = int(row[0]), _text(row[1]), row[2]
+    length, newest, groups = int(row[0]), text_of(row[1]), row[2]
     return StreamFacts(
         name=stream.name,
         writer=stream.writer,
@@ -182,14 +182,14 @@ def _readers(group: Any, length: int, now: float) -> ReadersFacts:
     name, consumers, pending, lag, oldest = group
     if int(lag) < 0:  # before Redis 7: acknowledged entries are deleted, so what is not pending waits for delivery
         lag = max(0, length - int(pending))
-    facts = ReadersFacts(_text(name), int(consumers), int(pending), int(lag))
+    facts = ReadersFacts(text_of(name), int(consumers), int(pending), int(lag))
     if not oldest:
         return facts
     return msgspec.structs.replace(
         facts,
-        oldest_id=_text(oldest[0]),
-        oldest_age_s=max(0.0, now - wall_of(_text(oldest[0]))),
-        oldest_owner=_text(oldest[1]),
+        oldest_id=text_of(oldest[0]),
+        oldest_age_s=max(0.0, now - wall_of(text_of(oldest[0]))),
+        oldest_owner=text_of(oldest[1]),
         oldest_idle_s=int(oldest[2]) / 1000,
         oldest_deliveries=int(oldest[3]),
     )
@@ -199,34 +199,12 @@ async def _read(bus: Bus, stream: Stream, command: str, start: str, stop: str, c
     rows = await bus.link.run_script(HEADS, [bus.keys.stream(stream.name)], [command, start, stop, count])
     found: list[Head] = []
     for entry_id, size, flat in rows:
-        fields = {_text(k): _text(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
+        fields = {text_of(k): text_of(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
         blob = fields.get("blob", "")
         blob_size = blob.rpartition(":")[2]
-        found.append(Head(stream.name, _text(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))
+        found.append(Head(stream.name, text_of(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))
     return found
 
 
 def _pairs(row: Any) -> dict[str, Any]:
-    return {_text(name): value for name, value in zip(row[::2], row[1::2], strict=True)}
-
-
-def _text(value: bytes | str | int) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-__all__ = (
-    "Consumer",
-    "Head",
-    "Pending",
-    "ReadersFacts",
-    "StreamFacts",
-    "all_heads",
-    "consumers_of",
-    "heads",
-    "id_key",
-    "newest_heads",
-    "pending_entries",
-    "readers_of",
-    "stream_facts",
-    "wall_of",
-)
+    return {text_of(name): value for name, value in zip(row[::2], row[1::2], strict=True)}

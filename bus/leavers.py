@@ -43,6 +43,3 @@ async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
     if names:
         await bus.link.run("HDEL", bus.keys.heard, *names)
     return [name.decode() for name in names]
-
-
-__all__ = ("ENDED_S", "SILENT_S", "forget_leavers", "gone")

@@ -21,6 +21,7 @@ import msgspec
 
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
+from bus.streams.hop import text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus
 from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, TAIL, Stream
@@ -232,13 +233,13 @@ async def check(bus: Bus) -> LedgerCheck:
     streams = [bus.keys.stream(stream.name) for stream in HOME]
     keys = [bus.keys.state, bus.keys.ledger, bus.keys.open_groups, *streams]
     reissue, ledger, opened, *rows = await bus.link.run_script(AUDIT, keys, [])
-    accounts = accounts_of({_text(name): int(n) for name, n in _pairs(ledger)})
-    groups = {_text(name): msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in _pairs(opened)}
+    accounts = accounts_of({text_of(name): int(n) for name, n in _pairs(ledger)})
+    groups = {text_of(name): msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in _pairs(opened)}
     return audit(
         accounts,
         groups,
         {stream.name: _entries(raw) for stream, raw in zip(HOME, rows, strict=True)},
-        reissuing=bool(reissue) and _text(reissue).startswith("pending"),
+        reissuing=bool(reissue) and text_of(reissue).startswith("pending"),
     )
 
 
@@ -297,7 +298,7 @@ def audit(
 def _entries(flat: Sequence[bytes]) -> list[Found]:
     found: list[Found] = []
     for at in range(0, len(flat), 5):
-        entry_id, sample, group, tokens, note = (_text(part) for part in flat[at : at + 5])
+        entry_id, sample, group, tokens, note = (text_of(part) for part in flat[at : at + 5])
         samples = note.removeprefix("samples=") if note.startswith("samples=") else "1"
         found.append(
             Found(
@@ -313,24 +314,3 @@ def _entries(flat: Sequence[bytes]) -> list[Found]:
 
 def _pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
     return zip(flat[::2], flat[1::2], strict=True)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-__all__ = (
-    "OLDER",
-    "Accounts",
-    "Found",
-    "LedgerCheck",
-    "accounts_of",
-    "audit",
-    "check",
-    "dropped",
-    "generated",
-    "issued",
-    "read_accounts",
-    "spans_after",
-    "trained",
-)

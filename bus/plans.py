@@ -34,6 +34,3 @@ async def get_plan(bus: Bus, manifest: WeightManifest) -> WeightPlan:
 def version_dir(weights_dir: Path, version: int) -> Path:
     """Everything in files that belongs to one version id."""
     return weights_dir / f"v{version:08d}"
-
-
-__all__ = ("get_plan", "put_plan", "version_dir")

@@ -45,6 +45,3 @@ def write_secret(path: Path, text: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     return path
-
-
-__all__ = ("is_private", "private_directory", "write_secret")

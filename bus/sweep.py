@@ -31,6 +31,3 @@ async def sweep_orphans(bus: Bus, *, older_s: float | None = None) -> int:
 
 def _id(ref: str) -> str:
     return ref.split(":")[1] if ref.count(":") == 2 else ref
-
-
-__all__ = ("sweep_orphans",)

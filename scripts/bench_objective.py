@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen2Config, Qwen2Model
 
 from actors.trainer.batch.batching import plan_step
-from actors.trainer.batch.packing import lower_bound, strong_lower_bound
+from actors.trainer.batch.packing import lower_bound
 from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
@@ -33,10 +33,10 @@ from actors.trainer.objective import (
     merge,
     policy_loss,
     prepare_batch,
-    token_logprobs,
 )
 from miles_async.launcher.plan import objective_config
-from miles_async.settings import settings_from
+from miles_async.settings.load import settings_from
+from tests.objective.reference import strong_lower_bound, token_logprobs
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB = 896, 24, 14, 2, 4864, 151_936
 SEQUENCE = 512

@@ -24,7 +24,7 @@ from actors.generation.actor import Worker
 from actors.generation.engine import Chunk, Engine, EngineHealth, EngineLoad, GenerateRequest
 from actors.generation.spec import GenerationSpec
 from actors.partial.actor import PartialBuffer, PartialSpec
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_ints
@@ -34,6 +34,7 @@ from bus.messages.versions import PolicyVersion
 from bus.server import EmbeddedRedis
 from bus.topology import ACTIVE, PROMPTS, ROLLOUTS
 from tests.bus.suite.knobs import plain_kinds, plain_knobs
+from tests.declared import actor_of
 
 ALPHA_S, BETA_S, SHRUNK = 0.00287, 1.479e-5, 8
 PREFILL_S = 5e-6 * SHRUNK  # of the whole engine, per prompt or prefix token
@@ -145,7 +146,7 @@ async def bench(args: argparse.Namespace, url: str, home: Path) -> dict[str, Any
         async def start(name: str, role: str) -> Context:
             live = LiveKnobs(bus)
             await live.open()
-            return Context(ActorSpec(name=name, role=role, bus=config, drain_timeout_s=5.0), bus, live)
+            return Context(actor_of(name=name, role=role, bus=config, drain_timeout_s=5.0), bus, live)
 
         background = [tasks.create_task(engine.play()) for engine in engines.values()]
         for name, engine in engines.items():

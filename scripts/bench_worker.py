@@ -42,7 +42,7 @@ from bench_worker_engine import CHUNK, PROMPT_TOKENS, serve  # noqa: E402
 
 from actors.generation.actor import Worker  # noqa: E402
 from actors.generation.spec import GenerationSpec  # noqa: E402
-from actors.runtime.context import ActorSpec, Context  # noqa: E402
+from actors.runtime.context import Context  # noqa: E402
 from actors.runtime.loop import run_loop  # noqa: E402
 from actors.runtime.run import EXIT_DONE, run_actor  # noqa: E402
 from bus import Bus, BusConfig, Out  # noqa: E402
@@ -54,6 +54,7 @@ from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server import EmbeddedRedis, find_server  # noqa: E402
 from bus.topology import ACTIVE, PROMPTS  # noqa: E402
 from tests.bus.suite.knobs import plain_kinds, plain_knobs  # noqa: E402
+from tests.declared import actor_of  # noqa: E402
 
 WARM = 0.25  # of the samples, before the clock starts
 BAR = 0.8
@@ -123,7 +124,7 @@ async def worker(url: str, bus_url: str, run: str, name: str, n: int) -> dict[st
             await room
 
     spec = GenerationSpec(engine="external", engine_url=url)
-    actor = ActorSpec(name=name, role="generation", bus=BusConfig(url=bus_url, run=run))
+    actor = actor_of(name=name, role="generation", bus=BusConfig(url=bus_url, run=run))
     if await run_actor(actor, spec, body) != EXIT_DONE:
         raise RuntimeError("the worker did not end well")
     return found

@@ -28,7 +28,6 @@ from actors.generation.sglang_args import default_command, server_args  # noqa: 
 from actors.generation.sglang_server import SGLangServer  # noqa: E402
 from actors.generation.spec import GenerationSpec  # noqa: E402
 from actors.runtime.child import ArgValue, Child, free_port  # noqa: E402
-from actors.runtime.context import ActorSpec  # noqa: E402
 from bus import Bus, BusConfig, Commit, Out, Reader  # noqa: E402
 from bus.knobs.live import publish_initial  # noqa: E402
 from bus.messages.base import pack_ints  # noqa: E402
@@ -39,8 +38,9 @@ from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.embedded import EmbeddedRedis  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, PROMPTS, ROLLOUTS  # noqa: E402
 from miles_async.launcher.prepare import live_kinds  # noqa: E402
-from miles_async.settings import settings_from  # noqa: E402
 from miles_async.settings.live import initial_values  # noqa: E402
+from miles_async.settings.load import settings_from  # noqa: E402
+from tests.declared import actor_of  # noqa: E402
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -222,7 +222,7 @@ class House:
 
     async def actor(self, name: str, role: str, room: Any) -> None:
         """Start a real actor process."""
-        spec = ActorSpec(
+        spec = actor_of(
             name=name,
             role=role,
             bus=self.bus.config,

@@ -143,7 +143,7 @@ def train(spec_file: str, train_s: float) -> None:
     from actors.runtime.run import main as run_room
     from actors.trainer import actor as room
     from actors.trainer.backend import StepBatch, StepResult, TrainBackend
-    from actors.trainer.null_backend import NullBackend
+    from actors.trainer.backends import NullBackend
     from actors.trainer.spec import TrainerSpec
 
     class Sleeper(NullBackend):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from actors.runtime.context import ActorSpec
+from actors.runtime.prompts import DataSpec
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from miles_async.launcher.plan import told
-from miles_async.settings import settings_from
 from miles_async.settings.flat import Flat
+from miles_async.settings.load import settings_from
 
 T = TypeVar("T")
 PLAIN = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math").flat.values
@@ -32,3 +34,18 @@ def backend_of(**own: Any) -> BackendConfig:
     follows = (("critic_lr", "lr"), ("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu"))
     resolved |= {name: own[of] for name, of in follows if of in own}
     return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of()} | resolved | own))
+
+
+def room_of(kind: type[T], **own: Any) -> T:
+    """A struct of any room; no scorer is set."""
+    return told(kind, Flat({**PLAIN, "rm_type": None}), **own)
+
+
+def data_of(**own: Any) -> DataSpec:
+    """How to read a file of tests: its columns are prompt, label and metadata."""
+    return room_of(DataSpec, **({"input_key": "prompt", "label_key": "label", "metadata_key": "metadata"} | own))
+
+
+def actor_of(**own: Any) -> ActorSpec:
+    """What every actor is told."""
+    return told(ActorSpec, Flat({**PLAIN, "heartbeat_s": 1.0, "drain_timeout_s": 20.0}), **own)

@@ -43,13 +43,13 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     sets: tuple[EvalSet, ...]
     num_rollout: int
-    n_samples_per_prompt: int = 1
+    n_samples_per_prompt: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
     max_response_len: int = 128
     stop_token_ids: tuple[int, ...] = ()
-    rm_type: str = ""
+    rm_type: str
     before_train: bool = True
     final: bool = True
 

@@ -90,6 +90,3 @@ def summarize(name: str, members: Sequence[Scored | RolloutLost]) -> dict[str, f
         **lost,
         f"eval/{name}/response_len/mean": sum(s.rollout.response.n_tokens for s in scored) / len(scored),
     }
-
-
-__all__ = ("Issued", "due", "losses", "result", "summarize")

@@ -150,6 +150,3 @@ class GroupTable:
 def tokens_of(member: Member) -> int:
     """Generated tokens that a member stands for."""
     return member.tokens_made if isinstance(member, RolloutLost) else member.rollout.response.n_tokens
-
-
-__all__ = ("GroupTable", "Half", "leaves_now", "tips", "tokens_of")

@@ -79,6 +79,3 @@ def judge(members: Sequence[Member], dynamic: Judge, known: Sequence[float] = ()
     if dynamic is nonzero_std and known:
         return equal_rewards(known)
     return dynamic(samples)
-
-
-__all__ = ("JUDGES", "Judge", "Member", "judge", "nonzero_std", "usable")

@@ -178,15 +178,3 @@ def check_manifest(manifest: WeightManifest) -> None:
         raise WeightsUnusable(f"weights {file} not readable: {error.strerror}") from error
     if found != manifest.checksum:
         raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
-
-
-__all__ = (
-    "TRANSPORTS",
-    "Compared",
-    "Loader",
-    "NotCounted",
-    "TransportFailed",
-    "WeightsDiffer",
-    "WeightsUnusable",
-    "check_manifest",
-)

@@ -91,6 +91,3 @@ def _config(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-__all__ = ("SHAPE_KEYS", "Attached", "check_served", "describe")

@@ -246,6 +246,3 @@ def _cut(line: str) -> str:
 
 def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit status {code}"
-
-
-__all__ = ("Answer", "Failure", "Kind", "Launch", "classify", "next_step")

@@ -106,6 +106,3 @@ def versions() -> dict[str, str]:
 
 def _shown(name: str, value: str) -> str:
     return _HIDDEN if _SECRET.search(name) else value
-
-
-__all__ = ("BootRecord", "open_record", "versions")

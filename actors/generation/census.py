@@ -43,6 +43,3 @@ def _count(scheduler: Any) -> dict[str, int]:
             if request.rid in counts and not makes_none:
                 counts[request.rid] += 1
     return counts
-
-
-__all__ = ("CannotCount", "count")

@@ -329,6 +329,3 @@ class Lines:
         """Hang up what is idle."""
         while self._idle:
             self._idle.pop().close()
-
-
-__all__ = ("Line", "Lines", "StreamBroken", "StreamLate")

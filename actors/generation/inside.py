@@ -160,6 +160,3 @@ def _write(path: Path, letter: Order | Answer) -> None:
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(letter))
     part.replace(path)
-
-
-__all__ = ("TESTED", "VARIABLE", "Answer", "Order", "read", "run", "send")

@@ -89,6 +89,3 @@ class Inside:
             log.warning("the engine could not %s its own way: %s", order.what, answer.unknown)
             return None
         return answer
-
-
-__all__ = ("Inside",)

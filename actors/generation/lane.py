@@ -23,6 +23,3 @@ def lane_of(serving: Iterable[str], *, tail_slots: int, each: int) -> dict[str, 
         lane[name] = min(tail_slots, each or tail_slots)
         tail_slots -= lane[name]
     return lane
-
-
-__all__ = ("lane_of",)

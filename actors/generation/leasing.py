@@ -209,6 +209,3 @@ class Leases:
 
 def _is_eval(entry: Entry) -> bool:
     return entry.stream is EVAL_PROMPTS or entry.fields.get("group", "").startswith(EVAL_GROUPS)
-
-
-__all__ = ("LEASED", "Leases")

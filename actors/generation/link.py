@@ -351,6 +351,3 @@ class EngineLink:
             await self.engine.close()
         if self.process is not None:
             await self.process.stop()
-
-
-__all__ = ("EngineLink", "State")

@@ -132,6 +132,3 @@ class Pace:
             max_masked=float(knobs.max_masked_fraction or 0.0),
             bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
         )
-
-
-__all__ = ("Pace",)

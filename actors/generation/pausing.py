@@ -50,6 +50,3 @@ async def end_requests(engine: Engine) -> str:
     await engine.pause("retract")
     await engine.abort_all()
     return "sent again"
-
-
-__all__ = ("LAST_STEP_S", "end_requests", "pause", "pause_to_count")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actors.generation.engine import BootRefused, EngineUnavailable
-from actors.runtime.child import PYTHON, Child
+from actors.runtime.child import PYTHON, Child, last_line
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
 from bus.private import write_secret
@@ -102,9 +102,7 @@ class EngineProcess:
 
     def _ended(self, log: Path) -> EngineUnavailable:
         """What the child's end at boot means: status 2 is its refusal, which another try would not change."""
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-        code = self._child.exit_code
-        last = lines[-1] if lines else "(empty)"
+        code, last = self._child.exit_code, last_line(log)
         if code == 2:
             return BootRefused(f"{last} (log: {log})")
         return EngineUnavailable(
@@ -114,6 +112,3 @@ class EngineProcess:
     async def stop(self) -> None:
         """End the child this object started, politely first."""
         await self._child.stop()
-
-
-__all__ = ("EngineProcess", "EngineServer")

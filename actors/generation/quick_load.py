@@ -176,6 +176,3 @@ def _is_view(func: Any) -> bool:
     """Whether an operation writes nothing and may hand out its first argument's memory."""
     written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     return not written and bool(func._schema.arguments) and func._schema.arguments[0].alias_info is not None
-
-
-__all__ = ("Layout", "QuickLoad", "load", "n_bytes_of", "receive", "views")

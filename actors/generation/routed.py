@@ -124,6 +124,3 @@ class RoutedEngine(SGLangClient):
             await client.close()
         await self._router.close()
         await super().close()
-
-
-__all__ = ("RoutedEngine",)

@@ -88,6 +88,3 @@ class RouterClient:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RouterGone(f"router {self.url} cannot be reached: {type(error).__name__} {error}".strip()) from None
-
-
-__all__ = ("RouterClient", "RouterGone")

@@ -167,6 +167,3 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
             break
         base = longer
     return Running(task, base, counted=counted, has_saved=bool(pieces))
-
-
-__all__ = ("PrefixChunk", "Running", "start")

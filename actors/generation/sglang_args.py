@@ -65,6 +65,3 @@ def server_args(
             *(loaders if isinstance(loaders, tuple | list) else (str(loaders),)), LOADER, INSIDE,
         )  # fmt: skip
     return args | {"tp-size": tp_size, "random-seed": seed, "skip-tokenizer-init": True}
-
-
-__all__ = ("GATHER", "INSIDE", "LOADER", "MODULE", "STREAM_INTERVAL", "default_command", "server_args")

@@ -109,6 +109,3 @@ def _timed_out(error: BaseException) -> bool:
 def said(error: BaseException) -> str:
     """A foreign failure in a few words."""
     return f"{type(error).__name__} {error}".strip()
-
-
-__all__ = ("Calls", "bearer", "said")

@@ -236,6 +236,3 @@ async def _json(
             return msgspec.json.decode(text, type=dict[str, Any])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
         raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None
-
-
-__all__ = ("SGLangServer",)

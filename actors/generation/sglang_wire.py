@@ -115,6 +115,3 @@ def message_in(text: str) -> str:
         if isinstance(inner, dict) and "message" in inner:
             return str(inner["message"])
     return text
-
-
-__all__ = ("Event", "body_of", "decode_event", "load_of", "message_in", "split")

@@ -119,6 +119,3 @@ class Sharing:
             return
         link.released = ()
         link.enter(State.READY if link.serving is None else State.SERVING)
-
-
-__all__ = ("TURN", "Sharing")

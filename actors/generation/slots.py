@@ -139,6 +139,3 @@ class Slots:
         if any(self._queued) or most_kv >= KV_ROOM:
             return False
         return not self._fastest or look.busy <= SLOWEST * self._fastest * look.tokens_per_s
-
-
-__all__ = ("Limits", "Look", "Slots", "Why")

@@ -123,6 +123,3 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         report=report,
         token=spec.token,
     )
-
-
-__all__ = ("GenerationSpec", "open_link")

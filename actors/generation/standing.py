@@ -86,6 +86,3 @@ class Standing:
         if last != NO_TOKENS:
             return version.id >= last
         return not self._lost(version) and version.step >= self.least_step(step)
-
-
-__all__ = ("NO_TOKENS", "Standing", "Verdict")

@@ -68,6 +68,3 @@ POLICIES: dict[str, BufferPolicy] = {
 def mask_prefix(response: Response) -> Response:
     """The same tokens, none of them trainable (mask_offpolicy_in_partial_rollout)."""
     return msgspec.structs.replace(response, loss_mask=memoryview(bytes(len(response.loss_mask))))
-
-
-__all__ = ("ACTIONS", "POLICIES", "BufferPolicy", "Plan", "Waiting", "fifo", "freshness_first", "mask_prefix")

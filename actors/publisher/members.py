@@ -146,6 +146,3 @@ class Members:
     def hopeless(self, now: float) -> set[str]:
         """Workers that refused REFUSALS files and one more in a row and get nothing for now."""
         return {name for name, (times, at) in self._refused.items() if times > REFUSALS and now - at < ASIDE_S}
-
-
-__all__ = ("ASIDE_S", "REFUSALS", "STRIKES", "Member", "Members")

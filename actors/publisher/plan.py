@@ -93,6 +93,3 @@ def worth_saying(new: PolicyActive, said: PolicyActive | None) -> bool:
     if said is None or msgspec.structs.replace(new, slots=said.slots) != said or new.slots.keys() != said.slots.keys():
         return True
     return any(abs(slots - said.slots[name]) > SLOTS_TOLD * said.slots[name] for name, slots in new.slots.items())
-
-
-__all__ = ("TRIES", "Target", "Ways", "choose_ways", "next_wave", "worth_saying")

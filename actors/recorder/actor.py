@@ -142,6 +142,3 @@ async def _living(context: Context) -> bool:
         if is_alive(other.pid) if other.host == here else silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s:
             return True
     return False
-
-
-__all__ = ("Recorder", "RecorderSpec", "run")

@@ -63,6 +63,3 @@ class Feed:
                 self.history.fold(record)
                 fresh.append(record)
         return fresh, bool(entries)
-
-
-__all__ = ("Feed",)

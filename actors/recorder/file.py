@@ -71,6 +71,3 @@ class MetricsFile:
         """Make it durable and release the lock."""
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-__all__ = ("FILE", "MetricsBusy", "MetricsFile", "read_records")

@@ -164,6 +164,3 @@ def history_of(records: Iterable[Record]) -> History:
     for record in records:
         history.fold(record)
     return history
-
-
-__all__ = ("AVG_STALENESS", "MAX_STALENESS", "REWARD", "Eval", "History", "Step", "history_of")

@@ -190,5 +190,3 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
         ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})
     ],
 }
-
-__all__ = ("RECORDED", "TEXT_LIMIT", "Record", "records_of", "sample_event")

@@ -37,11 +37,11 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Start-up settings. The deadline of one attempt is the knob reward_timeout_s."""
 
     tokenizer_dir: str  # holds tokenizer.json
-    rm_type: str = ""  # scorer of samples that name none
-    custom_rm_path: str = ""  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
-    rm_url: str = ""  # for rm_type remote_rm
-    reward_key: str = ""  # which part of a table is the reward
-    eval_reward_key: str = ""  # the same for evaluation; empty = reward_key
+    rm_type: str  # scorer of samples that name none
+    custom_rm_path: str  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
+    rm_url: str  # for rm_type remote_rm
+    reward_key: str  # which part of a table is the reward
+    eval_reward_key: str  # the same for evaluation; empty = reward_key
     skip_special_tokens: bool = True
     n_workers: int = 2  # verifier processes of a custom function
     concurrency: int = 32  # samples at once when the scorer sets no bound
@@ -194,6 +194,3 @@ async def run(context: Context, spec: RewardSpec) -> None:
         await open_.enter_async_context(scorers)
         teacher = await open_.enter_async_context(Teacher(spec.teacher_urls)) if spec.teacher_urls else None
         await RewardRoom(context, spec, scorers, teacher).run()
-
-
-__all__ = ("RewardRoom", "RewardSpec", "dead", "run")

@@ -64,6 +64,3 @@ def _is(process: psutil.Process, which: Callable[[str], bool]) -> bool:
         return bool(mark) and which(mark) and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError):
         return False
-
-
-__all__ = ("MARK", "end_marked", "end_orphans", "new_mark")

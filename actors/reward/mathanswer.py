@@ -298,6 +298,3 @@ def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], que
             return False
         del open_parts[found]
     return True
-
-
-__all__ = ("final_answer", "last_boxed", "normalize", "reference_answer", "same_answer", "undecided")

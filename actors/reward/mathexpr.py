@@ -334,6 +334,3 @@ def same_value(left: Node, right: Node) -> bool:
             return False
         compared += 1
     return compared > 0
-
-
-__all__ = ("NoExpression", "Node", "evaluate", "is_literal", "is_reduced", "parse", "same_value")

@@ -84,11 +84,6 @@ class VerifierPool:
             await seat.clear()
         await self._tasks.__aexit__(None, None, None)
 
-    @property
-    def pids(self) -> list[int]:
-        """Living verifier processes, those of single samples left out."""
-        return [seat.process.pid for seat in self._seats if seat.process is not None and seat.alive]
-
     async def score(self, sample: Sample, deadline_s: float) -> Value:
         """The hook's answer. Raises ScorerFailed (it raised or crashed) or DeadlineExceeded (it hung and was ended)."""
         async with self._slots:  # waits at most for what is running, each under its own deadline
@@ -137,6 +132,3 @@ class VerifierPool:
             raise ScorerFailed(text) from error
         self._failed_boots = 0
         return process
-
-
-__all__ = ("VerifierPool",)

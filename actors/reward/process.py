@@ -182,6 +182,3 @@ def _cause(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exit code {returncode}"
-
-
-__all__ = ("Bystander", "NoBoot", "VerifierProcess")

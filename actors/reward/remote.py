@@ -45,6 +45,3 @@ class RemoteScorer:
             raise ScorerFailed(
                 f"{shown(self._url)} answered no JSON for {sample.sample_id} ({error}): {text!r}"
             ) from error
-
-
-__all__ = ("RemoteRefused", "RemoteScorer")

@@ -200,5 +200,3 @@ BOXED_RULES: dict[str, Rule] = {**RULES, "math": MATH_RULES["math_whole"]}
 
 DEFAULT_KEYS: dict[str, str] = {"dapo": "score"}
 """Which part of a rule's table is the reward when no reward_key is set."""
-
-__all__ = ("BOXED_RULES", "DEFAULT_KEYS", "MATH_RULES", "RULES", "MathRule", "Rule", "chosen_letter")

@@ -84,6 +84,3 @@ def _number(value: object) -> float | None:
 
 def _shown(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"
-
-
-__all__ = ("BadLabel", "Reward", "Sample", "ScorerFailed", "Value", "settle")

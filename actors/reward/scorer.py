@@ -24,8 +24,6 @@ from bus.errors import DeadlineExceeded, Poison
 BOXED = "boxed_"
 REMOTE = "remote_rm"
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
-RM_TYPES: tuple[str, ...] = tuple(sorted((*RULES, REMOTE, *(f"{BOXED}{name}" for name in (*RULES, REMOTE)))))
-"""Every name that `rm_type` may have."""
 
 
 class Scorer(Protocol):
@@ -182,6 +180,3 @@ class Scorers:
         raise UnknownScorer(
             f"no rm_type {name[:60]!r}; known are {', '.join(sorted(RULES))}, {REMOTE}, and {BOXED}NAME."
         )
-
-
-__all__ = ("RM_TYPES", "BoxedScorer", "MathScorer", "RuleScorer", "Scorer", "Scorers", "UnknownScorer")

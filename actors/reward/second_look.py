@@ -65,6 +65,3 @@ def verify(sample: dict[str, Any]) -> float:
     if _compare is None:
         _compare = load()
     return float(_compare(sample["response"], sample["label"]))
-
-
-__all__ = ("HOOK", "installed", "load", "number_only", "verify")

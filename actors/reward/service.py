@@ -76,6 +76,3 @@ class Service:
                 return reply.status, bytes(found)
         except (aiohttp.ClientError, OSError) as error:
             raise ScorerFailed(f"{who} not reached for {sample_id}: {type(error).__name__}: {error}") from error
-
-
-__all__ = ("Service", "shown")

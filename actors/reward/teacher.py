@@ -84,6 +84,3 @@ def _checked(
     if len(numbers) != len(response):
         raise TeacherRefused(f"{who} gave {len(response) - len(numbers)} of {len(response)} log-probs of {of} no number.")
     return numbers
-
-
-__all__ = ("Teacher", "TeacherRefused")

@@ -87,17 +87,3 @@ def _scalar(value: object) -> Scalar:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return f"<{type(value).__name__}>"
-
-
-__all__ = (
-    "Answer",
-    "Ask",
-    "Cancel",
-    "Plain",
-    "Ready",
-    "decode_from_verifier",
-    "decode_to_verifier",
-    "frame",
-    "plain",
-    "read_frame",
-)

@@ -15,7 +15,7 @@ import msgspec
 
 from actors.router.args import DEFAULTS, KEY
 from actors.router.probe import answers
-from actors.runtime.child import PYTHON, ArgValue, Child, command_line
+from actors.runtime.child import PYTHON, ArgValue, Child, command_line, last_line
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.run import Refused
@@ -66,7 +66,7 @@ class Router:
                     if context.draining.is_set():
                         return
                     why = f"router ended with exit code {self._child.exit_code}"
-                    await context.event("router ended", f"{why}: {self._last_line()}; starting it again", level="error")
+                    await context.event("router ended", f"{why}: {last_line(self._log)}; starting it again", level="error")
                 pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
                 failures += 1
                 await asyncio.wait((drained,), timeout=pause_s)
@@ -97,18 +97,11 @@ class Router:
         if self._child.alive:
             await context.event("router ready", f"sglang-router at http://{spec.host}:{spec.port}")
             return True
-        code, line = self._child.exit_code, self._last_line()
+        code, line = self._child.exit_code, last_line(self._log)
         if code == 2:
             raise Refused(f"sglang-router refuses its flags: {line}. Correct the --router-* flags. Log: {self._log}")
         await context.event("router boot failed", f"exit code {code}: {line} (log: {self._log})", level="error")
         return False
-
-    def _last_line(self) -> str:
-        try:
-            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        return lines[-1][:300] if lines else "(empty log)"
 
 
 async def run(context: Context, spec: RouterSpec) -> None:

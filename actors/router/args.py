@@ -12,5 +12,3 @@ DEFAULTS: dict[str, ArgValue] = {
     "health-check-interval-secs": 5,
     "log-level": "warn",
 }
-
-__all__ = ("DEFAULTS", "KEY", "MODULE")

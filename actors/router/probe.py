@@ -15,6 +15,3 @@ async def answers(host: str, port: int) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
-
-
-__all__ = ("answers",)

@@ -58,6 +58,3 @@ def leave_group(group: Any) -> None:
         dist.destroy_process_group(group)
     except (RuntimeError, ValueError):
         return
-
-
-__all__ = ("join_group", "leave_group", "open_store")

@@ -21,6 +21,3 @@ def checksum_of(path: Path) -> str:
         while piece := file.read(PIECE):
             total.update(piece)
     return total.hexdigest()
-
-
-__all__ = ("PIECE", "checksum", "checksum_of")

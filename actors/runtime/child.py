@@ -25,6 +25,7 @@ ArgValue = bool | int | float | str | tuple[str, ...]
 PYTHON = (sys.executable, "-P", "-m")
 STDERR = 2  # the file itself: what stands in `sys.stderr` need not be one
 STOP_S = 3.0
+LOG_TAIL_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,6 +172,22 @@ def _signal(pid: int, number: signal.Signals) -> None:
 FIRST_PORT, LAST_PORT = 10_000, 32_767
 
 
+def log_tail(log: Path) -> list[str]:
+    """The newest lines of a log that are not blank; only its end is read: a week makes it long."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return []
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = log_tail(log)
+    return lines[-1].strip()[:600] if lines else "(empty log)"
+
+
 def free_port(successors: int = 0) -> int:
     """A port that nobody listens on now, by binding it, and as many free ones after it. Someone may take them before the
     child does, but hardly an outgoing connection."""
@@ -209,6 +226,3 @@ def command_line(command: Sequence[str], args: Mapping[str, ArgValue]) -> list[s
 def flag_name(name: str) -> str:
     """A flag's name as programs spell it: dashes, no prefix."""
     return name.strip().lstrip("-").replace("_", "-")
-
-
-__all__ = ("PYTHON", "ArgValue", "Child", "command_line", "ended", "flag_name", "free_port", "is_alive")

@@ -341,6 +341,3 @@ async def keep_leases(
         if claimed:
             context.count("claimed", len(claimed))
             reader.offer(claimed)
-
-
-__all__ = ("STOPS", "Consumer", "Handler", "OnDead", "as_lost", "keep_leases", "letter")

@@ -185,17 +185,3 @@ def _count(n: int) -> str:
 def _indexes(indexes: Iterable[int]) -> str:
     bad = next((i for i in indexes if i >= MOST_SAMPLES), None)
     return "" if bad is None else f"it names sample number {bad} of a group"
-
-
-__all__ = (
-    "LARGEST_REWARD",
-    "LOGPROB_HIGH",
-    "LOGPROB_LOW",
-    "fault_of",
-    "header_number",
-    "logprobs_fault",
-    "lost_of",
-    "response_fault",
-    "reward_fault",
-    "tokens_fault",
-)

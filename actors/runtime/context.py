@@ -32,8 +32,8 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     role: str
     bus: BusConfig
     run_seed: int = 0
-    heartbeat_s: float = 1.0
-    drain_timeout_s: float = 20.0
+    heartbeat_s: float
+    drain_timeout_s: float
     run_dir: str = ""
     room: dict[str, Any] = {}
 
@@ -123,6 +123,3 @@ class Context:
         vitals = self.vitals()
         await self.bus.set_vitals(self.name, vitals)
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
-
-
-__all__ = ("STOP_WISH", "ActorSpec", "Context")

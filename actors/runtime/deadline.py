@@ -19,6 +19,3 @@ async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
         if scope.expired():
             raise DeadlineExceeded(f"{what} took longer than {seconds:g} s") from error
         raise
-
-
-__all__ = ("deadline",)

@@ -43,6 +43,3 @@ def fault_point(actor: str, point: str) -> None:
             return
         Path(_armed.once).touch()
     os.kill(os.getpid(), _armed.signal)
-
-
-__all__ = ("fault_point",)

@@ -223,5 +223,3 @@ if __name__ == "__main__":
         os._exit(0)
     sys.stderr = sys.__stderr__
     become(wanted)
-
-__all__ = ("ForkServer",)

@@ -65,6 +65,3 @@ def read_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
         raise ValueError(f"quantization_config has weight_block_size {block!r}, only [rows, cols] is understood")
     skip = found.get("ignored_layers") or found.get("modules_to_not_convert") or ()
     return Fp8Scheme((block[0], block[1]), tuple(skip))
-
-
-__all__ = ("SCALE", "Fp8Scheme", "read_scheme")

@@ -35,6 +35,3 @@ def load_hook(path: str, kind: Any = None) -> Any:
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook
-
-
-__all__ = ("load_hook",)

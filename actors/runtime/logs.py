@@ -53,6 +53,3 @@ async def _skip(context: Context, entry: Entry, error: Exception) -> None:
     if not written or id_key(written) < id_key(entry.id):
         dead = letter(context, entry, error)
         await context.bus.commit(Commit(append=(Out(DEAD, dead),), state={field: entry.id}))
-
-
-__all__ = ("fold_log",)

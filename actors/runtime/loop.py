@@ -22,6 +22,3 @@ def run_loop(body: Coroutine[Any, Any, T]) -> T:
     """Run to the end, as asyncio.run does."""
     with runner() as loop:
         return loop.run(body)
-
-
-__all__ = ("run_loop", "runner")

@@ -22,6 +22,3 @@ def lower_to(nice: int) -> None:
             group.write_text(str(nice))
     except OSError:
         return  # no autogroups in this kernel, or not ours to set: the nice value alone remains
-
-
-__all__ = ("ACTOR_NICE", "COMPUTE_NICE", "lower_to")

@@ -19,11 +19,11 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to read and how to make token ids of it."""
 
     path: str
-    input_key: str = "prompt"
-    label_key: str = "label"
-    metadata_key: str = "metadata"
+    input_key: str
+    label_key: str
+    metadata_key: str
     tokenizer_dir: str = ""
-    apply_chat_template: bool = False
+    apply_chat_template: bool
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
 
 
@@ -185,6 +185,3 @@ def load_prompts(spec: DataSpec) -> tuple[list[Prompt], int]:
             f"{spec.max_prompt_len}). Check --prompt-data and the limit."
         )
     return prompts, too_long
-
-
-__all__ = ("DataSpec", "Prompt", "Tokenizer", "load_prompts", "read_rows", "split_slice", "value_at", "vocabulary_of")

@@ -87,6 +87,3 @@ class Row:
 def _shape(text: str) -> str:
     """The text without what differs between two of one kind."""
     return re.sub(r"'[^']*'|\"[^\"]*\"|[0-9a-f]{6,}|[-+]?\d[\d.e+-]*", "#", text)[:160]
-
-
-__all__ = ("Refusals", "Row", "RunEnds")

@@ -29,6 +29,3 @@ def decide(error: BaseException, *, deliveries: int, max_deliveries: int) -> Dec
     if isinstance(error, Transient) and deliveries < max_deliveries:
         return Decision("again", after_s)
     return Decision("dead")
-
-
-__all__ = ("Decision", "NotItsFault", "decide")

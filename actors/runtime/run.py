@@ -192,18 +192,3 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-__all__ = (
-    "EXIT_BUS_GONE",
-    "EXIT_CRASHED",
-    "EXIT_DONE",
-    "EXIT_REFUSED",
-    "EXIT_RUN_ENDS",
-    "Refused",
-    "RunEnds",
-    "disk_text",
-    "log_to_stderr",
-    "main",
-    "run_actor",
-)

@@ -15,6 +15,3 @@ def seed_for(run_seed: int, *stable_id: object) -> int:
 def rng_for(run_seed: int, *stable_id: object) -> random.Random:
     """A generator of its own for one decision."""
     return random.Random(seed_for(run_seed, *stable_id))
-
-
-__all__ = ("rng_for", "seed_for")

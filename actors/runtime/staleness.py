@@ -24,6 +24,3 @@ def rule_of(policy: str, bound: int) -> Rule:
 def bound_in_steps(bound: int, interval: int) -> int:
     """Most steps between the weights that made a token and those being trained, for a bound in policy versions."""
     return (bound + 1) * interval - 1
-
-
-__all__ = ("Rule", "bound_in_steps", "rule_of")

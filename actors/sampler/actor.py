@@ -40,7 +40,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     shuffle: bool = True
     stop_token_ids: tuple[int, ...] = ()
-    rm_type: str = ""
+    rm_type: str
     top_k: int = -1
     lookahead: int = 0
     keeps_checkpoints: bool = True

@@ -42,6 +42,3 @@ def engine_room(*, slots: int, under_way: int, group: int) -> int:
     that are with them or wait for them; `group`: samples of a group. Beyond the slots, two groups or a quarter of the slots are
     kept waiting, because the sampler learns of a free slot later than the engine."""
     return slots + max(2 * group, slots // 4) - under_way
-
-
-__all__ = ("engine_room", "free_samples", "open_limit")

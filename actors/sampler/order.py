@@ -54,6 +54,3 @@ class Order:
             self._rows = permutation(n_prompts=self._n, run_seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._epoch = epoch
         return self._rows[position], Cursor(epoch, position + 1, cursor.group + 1)
-
-
-__all__ = ("Cursor", "Order", "permutation")

@@ -167,6 +167,3 @@ def masks_of(sample_ids: Iterable[str]) -> dict[str, int]:
         group_id = sample_id.rpartition("/")[0]
         masks[group_id] = masks.get(group_id, 0) | mask_of((index_of(sample_id),))
     return masks
-
-
-__all__ = ("Progress", "mask_of", "masks_of")

@@ -104,6 +104,3 @@ def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[s
         if rest:
             left[key] = msgspec.msgpack.encode(msgspec.structs.replace(opened, members=rest, rewards=known))
     return left
-
-
-__all__ = ("Trained", "booked", "consumed_by", "remaining")

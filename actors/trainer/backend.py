@@ -176,15 +176,3 @@ class TrainBackend(Protocol):
     def close(self) -> None:
         """Let go of other ranks, if any."""
         ...
-
-
-__all__ = (
-    "BackendConfig",
-    "BatchRefused",
-    "BatchSample",
-    "Snapshot",
-    "StepBatch",
-    "StepResult",
-    "TrainBackend",
-    "WeightCopy",
-)

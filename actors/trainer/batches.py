@@ -147,6 +147,3 @@ class Batches:
 def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:
     """Ids of a batch's samples in training order."""
     return tuple(s.rollout.task.sample_id for g in groups for s in g.samples)
-
-
-__all__ = ("Batch", "Batches", "sample_ids")

@@ -265,24 +265,3 @@ def booked_as_trained(accounts: Accounts) -> int:
 def fingerprint_of(identity: dict[str, Any]) -> str:
     """Digest of the settings that must not differ between a checkpoint and the run that loads it."""
     return hashlib.blake2b(msgspec.json.encode(identity, order="sorted"), digest_size=8).hexdigest()
-
-
-__all__ = (
-    "TRACKER",
-    "BusState",
-    "Consumed",
-    "booked_as_trained",
-    "bus_state_file",
-    "consumed_before",
-    "fingerprint_of",
-    "finish",
-    "go_back",
-    "holds_nothing",
-    "iter_dir",
-    "latest",
-    "newest_written",
-    "others",
-    "read_bus_state",
-    "restore_bus",
-    "write_durably",
-)

@@ -68,6 +68,3 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict
         "rollout/resumed_tokens": float(sum(s.rollout.resumed_tokens for s in samples)),
         "rollout/mixed_version_ratio": sum(len(s.rollout.response.spans) > 1 for s in samples) / n,
     }
-
-
-__all__ = ("batch_metrics", "to_sample", "to_samples")

@@ -388,6 +388,3 @@ def beside(call: Callable[[], None]) -> asyncio.Future[None]:
 
     threading.Thread(target=body, name="broadcast", daemon=True).start()
     return future
-
-
-__all__ = ("Courier",)

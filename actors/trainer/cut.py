@@ -183,6 +183,3 @@ def drop_reason(part: Part, step: int, bound: int) -> str:
     if part.came == step:
         return "outlasted"
     return "surplus" if bound == 0 else "stale"
-
-
-__all__ = ("UNDER_WAY", "Cut", "Part", "cut", "drop_reason")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable
 from pathlib import Path
 
-from actors.runtime.child import PYTHON, Child, free_port
+from actors.runtime.child import PYTHON, Child, free_port, last_line
 from actors.runtime.run import EXIT_CRASHED
 from bus.errors import MilesAsyncError
 
@@ -72,8 +72,8 @@ class Followers:
         code = self._children[rank].exit_code
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
         return RankDied(
-            f"rank {rank} of {self.size} of the trainer {how} ({_last_line(self._log(rank))}). All ranks start again from "
-            f"the last checkpoint. Log: {self._log(rank)}"
+            f"rank {rank} of {self.size} of the trainer {how} (last line: {last_line(self._log(rank))}). All ranks start again "
+            f"from the last checkpoint. Log: {self._log(rank)}"
         )
 
     async def explain(self) -> RankDied | None:
@@ -107,14 +107,3 @@ class Followers:
         timer.daemon = True
         timer.start()
         await asyncio.gather(*(child.stop(0.0) for child in self._children.values()))
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        lines = []
-    return f"last line: {lines[-1][:200]}" if lines else "no log line"
-
-
-__all__ = ("Followers", "RankDied")

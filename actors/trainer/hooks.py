@@ -97,6 +97,3 @@ def synthetic_samples() -> list[TrainSample]:
             )
         )
     return made
-
-
-__all__ = ("install", "probe", "synthetic_samples")

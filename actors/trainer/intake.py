@@ -279,6 +279,3 @@ def _is(group: GroupKept, opened: OpenGroup) -> bool:
     tasks = [s.rollout.task for s in group.samples]
     named = {task.group_id for task in tasks} | {group.group_id}
     return named == {opened.group_id} and {task.index for task in tasks} == set(opened.indexes)
-
-
-__all__ = ("Intake",)

@@ -40,5 +40,3 @@ ESTIMATORS: dict[str, Estimator] = {
     "ppo": Estimator(advantage="gae", critic=True),
     "on_policy_distillation": Estimator(advantage="distilled", teacher=True),
 }
-
-__all__ = ("ESTIMATORS", "Estimator")

@@ -33,6 +33,3 @@ class HookError(ValueError):
 def hooks_of(cfg: ObjectiveConfig) -> dict[str, str]:
     """Setting -> dotted path, of those that are set."""
     return {field: getattr(cfg, field) for field in SIGNATURES if getattr(cfg, field)}
-
-
-__all__ = ("SIGNATURES", "HookError", "hooks_of")

@@ -109,6 +109,3 @@ def replay(
             grad_norm=norms,
             weights_hash=hashes,
         )
-
-
-__all__ = ("RecordedBatch", "ReplayedStep", "batch_of", "path_of", "read_record", "replay", "write_record")

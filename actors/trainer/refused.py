@@ -60,6 +60,3 @@ class RefusedBatches:
                 "starts again from its last checkpoint."
             )
         self._row.failed(min(found), str(error))
-
-
-__all__ = ("RefusedBatches",)

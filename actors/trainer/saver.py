@@ -144,6 +144,3 @@ class Saver:
 
 class SaveFailed(MilesAsyncError):
     """The last checkpoint of a run could not be written."""
-
-
-__all__ = ("SaveFailed", "Saver")

@@ -81,6 +81,3 @@ def failures(metrics: Mapping[str, float | None]) -> list[str]:
 def checks_made(metrics: Mapping[str, float | None]) -> int:
     """How many checks a step's metrics hold."""
     return sum(name.startswith(LIMIT) for name in metrics)
-
-
-__all__ = ("checks_made", "failures", "measure")

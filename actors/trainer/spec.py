@@ -50,6 +50,3 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     courier: CourierSpec = CourierSpec()
     turns: TurnSpec = TurnSpec()
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups
-
-
-__all__ = ("CourierSpec", "TrainerSpec", "TurnSpec")

@@ -84,18 +84,3 @@ def _shares(name: str, values: Iterable[int]) -> dict[str, float]:
     counts = Counter(min(value, MOST) for value in values)
     total = counts.total()
     return {f"{name}/{n if n < MOST else f'{n}_up'}": k / total for n, k in sorted(counts.items())}
-
-
-__all__ = (
-    "BORN",
-    "LENGTH",
-    "MOST",
-    "PACE",
-    "QUANTILES",
-    "RUNNING",
-    "SECONDS",
-    "SPANNED",
-    "STRAGGLER",
-    "spread_metrics",
-    "whole_seconds",
-)

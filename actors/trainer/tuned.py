@@ -76,6 +76,3 @@ class TunedSteps:
         except KnobRejected:
             text += "; others have changed them since."
         await context.event("knobs refused", text, level="error")
-
-
-__all__ = ("TunedSteps",)

@@ -115,6 +115,3 @@ class Turns:
 
     async def _say(self, turn: Turn) -> None:
         await self._context.bus.commit(Commit(append=(Out(POLICY, turn),), state={"turn": turn.mark}))
-
-
-__all__ = ("Turns",)

@@ -52,6 +52,3 @@ def ids_of(refs: list[str], store: str) -> list[str]:
         except BadMessage:
             continue
     return ids
-
-
-__all__ = ("BlobStore", "ids_of", "parse_ref")

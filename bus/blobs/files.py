@@ -199,6 +199,3 @@ def _unlink(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         return
-
-
-__all__ = ("FileBlobs",)

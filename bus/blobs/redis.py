@@ -59,6 +59,3 @@ class RedisBlobs:
                 found.append((f"redis:{key.decode().rpartition(':')[2]}:0", float(idle_s or 0)))
             if cursor == b"0":
                 return found
-
-
-__all__ = ("RedisBlobs",)

@@ -49,6 +49,3 @@ def _permitted(kind: Kind, value: Any) -> bool:
         and (kind.le is None or value <= kind.le)
         and (kind.lt is None or value < kind.lt)
     )
-
-
-__all__ = ("checked", "range_text")

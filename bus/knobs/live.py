@@ -297,17 +297,3 @@ class LiveKnobs:
                 current = after
                 history.append(patch)
         return current
-
-
-__all__ = (
-    "STATE_FIELD",
-    "KnobDifference",
-    "KnobValues",
-    "LiveKnobs",
-    "fold",
-    "propose",
-    "publish_initial",
-    "read_history",
-    "revert",
-    "values_at",
-)

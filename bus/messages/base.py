@@ -89,17 +89,3 @@ def unpack_floats(data: bytes | memoryview) -> list[float]:
     out = array("f")
     out.frombytes(data)
     return out.tolist()
-
-
-__all__ = (
-    "EMPTY",
-    "SCHEMA",
-    "Header",
-    "Message",
-    "Packed",
-    "join",
-    "pack_floats",
-    "pack_ints",
-    "unpack_floats",
-    "unpack_ints",
-)

@@ -44,6 +44,3 @@ class Decoder(Generic[M]):
                 f"message on stream {self._stream} is of schema {schema}, this release reads up to {SCHEMA}: update it here"
             )
         return message
-
-
-__all__ = ("MAX_BODY_BYTES", "Decoder", "encode")

@@ -118,6 +118,3 @@ class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
 
     def header(self) -> Header:
         return Header(id=f"{self.name}@{self.step}", version=self.version)
-
-
-__all__ = ("BOOTING", "ActorState", "DeadLetter", "EvalDone", "Event", "Kind", "KnobPatch", "Vitals")

@@ -112,6 +112,3 @@ def index_of(sample_id: str) -> int:
     """Index of a sample within its group, from `<group_id>/<index>`; -1 when there is none."""
     text = sample_id.rpartition("/")[2]
     return int(text) if text.isdecimal() else -1
-
-
-__all__ = ("GroupKept", "GroupVerdict", "OpenGroup", "Turned", "index_of", "part_key")

@@ -223,22 +223,3 @@ class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):
 
     def header(self) -> Header:
         return Header(id=f"active{self.version.id}", version=self.version.id, note=f"engines={len(self.serving)}")
-
-
-__all__ = (
-    "Activate",
-    "Checkpointed",
-    "Finished",
-    "GroupsGivenUp",
-    "PolicyActive",
-    "PolicyAnnounced",
-    "Restored",
-    "Seat",
-    "Send",
-    "SendFailed",
-    "Sending",
-    "StepDone",
-    "Turn",
-    "WeightManifest",
-    "WeightsReady",
-)

@@ -152,18 +152,3 @@ class PrefixDropped(Message, frozen=True, kw_only=True, tag="prefix.dropped"):
 
     def header(self) -> Header:
         return Header(id=self.task.sample_id, group=self.task.group_id, tokens=self.tokens_made, note=self.reason)
-
-
-__all__ = (
-    "LostReason",
-    "ParkReason",
-    "Parked",
-    "PrefixDropped",
-    "PrefixResume",
-    "Response",
-    "RolloutDone",
-    "RolloutLost",
-    "SampleTask",
-    "Sampling",
-    "Scored",
-)

@@ -50,6 +50,3 @@ def staleness(trained_step: int, made_step: int) -> int:
     (made_step > trained_step, after a trainer went back to a checkpoint) is as many steps away on the other side.
     """
     return abs(trained_step - made_step)
-
-
-__all__ = ("PolicyVersion", "VersionSpan", "extend_spans", "spans_cover", "staleness")

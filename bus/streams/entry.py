@@ -69,6 +69,3 @@ class RunSnapshot(msgspec.Struct, frozen=True):
     state: dict[str, str]
     ledger: dict[str, int]
     open_groups: dict[str, bytes]
-
-
-__all__ = ("Commit", "CommitResult", "Entry", "Guard", "Out", "RunSnapshot")

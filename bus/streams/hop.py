@@ -27,6 +27,11 @@ class Placed(msgspec.Struct, frozen=True):
         return ["type", kind, *self.out.message.header().fields(), *last]
 
 
+def text_of(value: bytes | str | int) -> str:
+    """A reply's text or number as text; what is no text shows its gaps."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
 def id_key(entry_id: str) -> tuple[int, int]:
     """Entry ids in the order of the stream."""
     ms, _, seq = entry_id.partition("-")
@@ -81,6 +86,3 @@ def hop_args(
     for name, text in commit.state.items():
         args += (name, text)
     return named, args
-
-
-__all__ = ("Placed", "hop_args", "id_key")

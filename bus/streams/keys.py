@@ -87,6 +87,3 @@ class StreamKeys(dict[str, str]):
     def __missing__(self, name: str) -> str:
         key = self[name] = self._keys.stream(name)
         return key
-
-
-__all__ = ("Keys", "StreamKeys")

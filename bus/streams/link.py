@@ -302,6 +302,3 @@ class Link:
             await asyncio.gather(self._writer, return_exceptions=True)
         await self._wire.close()
         await self._bulk.close()
-
-
-__all__ = ("BATCH", "JOB_BYTES", "Command", "Job", "Link", "Script", "translate")

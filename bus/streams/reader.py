@@ -303,6 +303,3 @@ def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:
 
 def _str(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-__all__ = ("Reader", "Tail")

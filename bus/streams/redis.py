@@ -23,7 +23,7 @@ from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter, Vitals
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
-from bus.streams.hop import Placed, hop_args
+from bus.streams.hop import Placed, hop_args, text_of
 from bus.streams.keys import Keys, StreamKeys
 from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import STREAMS, Stream
@@ -121,10 +121,10 @@ class Bus:
             placed.append(Placed(out, body) if small else await self._place(out, body, self.config.hop_limit_bytes))
         outcome, rest = await self._hop(commit, placed)
         if outcome == b"moved":
-            return CommitResult(done=False, moved=tuple(map(_text, rest)))
+            return CommitResult(done=False, moved=tuple(map(text_of, rest)))
         if released:
             await self.blobs.delete(released)
-        return CommitResult(done=True, entry_ids=tuple(map(_text, rest)))
+        return CommitResult(done=True, entry_ids=tuple(map(text_of, rest)))
 
     def _mark(self) -> tuple[int, int]:
         """(slot, mark) of the next conditional write. Taken right before sending: of at most BATCH commands of this
@@ -147,7 +147,7 @@ class Bus:
                     self.waiting_for_room = ""
                     return outcome, rest
                 case b"full":
-                    self.waiting_for_room = _text(rest[0])
+                    self.waiting_for_room = text_of(rest[0])
                     until = until or self.clock.monotonic() + self.config.room_deadline_s
                     if self.clock.monotonic() > until:
                         raise DeadlineExceeded(self._full_text(self.waiting_for_room))
@@ -155,12 +155,12 @@ class Bus:
                     pause_s = min(0.2, pause_s * 2)
                 case b"stale":
                     raise InvariantBroken(
-                        f"state moved under us in run {self.config.run}: found {_text(rest[0])!r}. Another process holds "
+                        f"state moved under us in run {self.config.run}: found {text_of(rest[0])!r}. Another process holds "
                         "this role; stop one of them."
                     )
                 case _:
                     raise InvariantBroken(
-                        f"commit refused: {_text(outcome)} {_text(rest[0])}; the body of the message is missing"
+                        f"commit refused: {text_of(outcome)} {text_of(rest[0])}; the body of the message is missing"
                     )
 
     async def _wait_for_room(self, key: str, size: int) -> None:
@@ -257,7 +257,7 @@ class Bus:
 
     async def state(self, field: str) -> str:
         """One field of the run's small state; empty when unset."""
-        return _text(await self.link.run("HGET", self.keys.state, field) or b"")
+        return text_of(await self.link.run("HGET", self.keys.state, field) or b"")
 
     async def next_number(self, field: str, at_least: int = 1) -> int:
         """A number never given before in this run."""
@@ -273,7 +273,7 @@ class Bus:
 
     async def server_info(self) -> str:
         """The server's own account of itself, one `name:value` a line."""
-        return _text(await self.link.run("INFO"))
+        return text_of(await self.link.run("INFO"))
 
     async def open_group(self, key: str) -> bytes | None:
         """What stands in the list of open groups under this group (or part of one); None when it is closed."""
@@ -283,7 +283,7 @@ class Bus:
     async def hash_of(self, key: str) -> dict[str, bytes]:
         """A whole hash with text keys."""
         flat = await self.link.run("HGETALL", key)
-        return {_text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return {text_of(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def snapshot(self) -> RunSnapshot:
         """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""
@@ -292,9 +292,9 @@ class Bus:
             dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await self.link.run_script(SNAPSHOT, keys, [])
         )
         return RunSnapshot(
-            state={_text(k): _text(v) for k, v in state.items()},
-            ledger={_text(k): int(v) for k, v in ledger.items()},
-            open_groups={_text(k): v for k, v in groups.items()},
+            state={text_of(k): text_of(v) for k, v in state.items()},
+            ledger={text_of(k): int(v) for k, v in ledger.items()},
+            open_groups={text_of(k): v for k, v in groups.items()},
         )
 
     async def vitals(self) -> dict[str, Vitals]:
@@ -329,12 +329,12 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         if name == b"body":
             body = value
         elif name == b"blob":
-            blob = _text(value)
+            blob = text_of(value)
         else:
-            fields[_NAMES.get(name) or _text(name)] = value.decode("utf-8", "replace")
+            fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
     size = _blob_bytes(blob) if blob else len(body)
     return Entry(
-        id=_text(entry_id),
+        id=text_of(entry_id),
         stream=stream,
         readers=readers,
         fields=fields,
@@ -349,10 +349,3 @@ def _blob_bytes(ref: str) -> int:
     """Accounted bytes of a reference, 0 for one that is none: whoever reads the message finds out."""
     size = ref.rpartition(":")[2]
     return int(size) if size.isascii() and size.isdecimal() and len(size) <= 12 else 0
-
-
-def _text(value: bytes | str | int) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-__all__ = ("Bus", "BusConfig", "make_entry")

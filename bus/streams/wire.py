@@ -103,6 +103,3 @@ class Wire:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.disconnect()
-
-
-__all__ = ("Command", "Wire", "pack")

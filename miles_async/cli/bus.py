@@ -17,7 +17,6 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus, Stream
-    from bus.inspect import Head
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
         stream_named(args.stream)  # a typo is told before anything is dialled
 
     async def body(bus: "Bus", ref: RunRef) -> int:
-        from miles_async.cli import bus_dead, bus_read
+        from miles_async.cli import bus_verbs as verbs
 
         match args.verb:
             case "ls":
-                return await bus_read.ls(bus, as_json=args.as_json)
+                return await verbs.ls(bus, as_json=args.as_json)
             case "tail":
                 stream = stream_named(args.stream)
-                return await bus_read.tail(bus, stream, n=args.n, follow=not args.no_follow, as_json=args.as_json)
+                return await verbs.tail(bus, stream, n=args.n, follow=not args.no_follow, as_json=args.as_json)
             case "show":
-                return await bus_read.show(bus, stream_named(args.stream), args.id, as_json=args.as_json)
+                return await verbs.show(bus, stream_named(args.stream), args.id, as_json=args.as_json)
             case "lag":
-                return await bus_read.lag(bus, as_json=args.as_json)
-        return await bus_dead.act(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
+                return await verbs.lag(bus, as_json=args.as_json)
+        return await verbs.dead(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
 
     try:
         return on_bus(args, body, look=args.verb != "dead" or args.act == "list")
@@ -84,14 +83,3 @@ def stream_named(name: str) -> "Stream":
         remedy = nearest(name, BY_NAME) or f"Streams: {', '.join(BY_NAME)}."
         raise SettingsError(f"no stream {name!r}", remedy=remedy)
     return BY_NAME[name]
-
-
-def fields_line(head: "Head") -> str:
-    """One entry on one line: time, id, size, then its plain fields."""
-    from datetime import datetime
-
-    from miles_async.console.text import human_bytes, shorten
-
-    when = datetime.fromtimestamp(head.wall).strftime("%H:%M:%S.%f")[:-3]
-    fields = " ".join(f"{name}={shorten(value, 120)}" for name, value in head.fields.items() if name != "blob")
-    return f"{when}  {head.id}  {human_bytes(head.size):>7}  {fields}"

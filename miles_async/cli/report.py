@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             "a report is written from the run's folder", remedy="Run this on its host, with --runs-dir."
         )
-    from miles_async.console.report import write_report  # matplotlib
+    from miles_async.console.report import write_report
 
     print(f"report: {write_report(ref.run_dir)}")
     return 0

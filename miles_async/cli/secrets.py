@@ -45,6 +45,3 @@ def _forget(word: bytes) -> None:
     at = ctypes.string_at(start, end - start).find(word)
     if at >= 0:
         ctypes.memset(start + at, ord("*"), len(word))
-
-
-__all__ = ("take_passwords",)

@@ -153,6 +153,3 @@ def _why(error: BaseException) -> str:
             return (os.strerror(number) if number > 0 else cause.strerror).lower()  # asyncio's own text is no cause
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
-
-
-__all__ = ("ANSWER_DEADLINE_S", "PID_FILE", "attached", "launcher_pid", "run_named")

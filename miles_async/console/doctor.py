@@ -277,5 +277,3 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     dead_letters,
     first_step,
 )
-
-__all__ = ("Finding", "Level", "diagnose")

@@ -93,6 +93,3 @@ def incomplete_text(group: Incomplete, now: float) -> str:
     more = f" and {len(group.missing) - 3} more" if len(group.missing) > 3 else ""
     have = f"group {group.group_id} has had {group.here} of {group.wanted} samples at the filter for"
     return f"{have} {duration(now - group.since)}; missing: {'; '.join(parts)}{more}"
-
-
-__all__ = ("IDLE_WAITS", "TURN_WAIT", "because", "explain", "incomplete_text", "open_text", "waiting_since")

@@ -92,16 +92,3 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
             total -= values[i - window]
         out.append(total / min(i + 1, window))
     return out
-
-
-__all__ = (
-    "RECENT",
-    "TRAINER",
-    "TimeSplit",
-    "eta_s",
-    "moving_average",
-    "seconds_per_step",
-    "shares",
-    "throughput",
-    "time_split",
-)

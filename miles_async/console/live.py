@@ -150,6 +150,3 @@ async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-__all__ = ("Mode", "plain_line", "run_console")

@@ -159,6 +159,3 @@ def owners(pending: Iterable[Pending]) -> dict[str, int]:
     for p in pending:
         count[p.owner] = count.get(p.owner, 0) + 1
     return count
-
-
-__all__ = ("DOING", "EVAL_HOME", "HOME", "Incomplete", "Place", "Places", "owners", "read_places")

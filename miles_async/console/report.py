@@ -336,6 +336,3 @@ def package_versions() -> list[tuple[str, str]]:
 def _footer() -> str:
     made = datetime.now().strftime("%Y-%m-%d %H:%M")
     return f"<footer>Written {made} from metrics.jsonl and settings.toml of this run.</footer>"
-
-
-__all__ = ("FILE", "package_versions", "render", "staleness_bounds", "write_report")

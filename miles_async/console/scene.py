@@ -92,6 +92,3 @@ async def trained_unsaved(bus: Bus, most: int = 1000) -> frozenset[str]:
             message = await readable(bus, entry)
             samples.update(message.samples if isinstance(message, StepDone) else ())
     return frozenset(samples)
-
-
-__all__ = ("Scene", "read_scene", "trained_unsaved")

@@ -52,6 +52,3 @@ def parse_info(text: str) -> ServerState:
 
 def _whole(text: str | None) -> int:
     return int(text) if text is not None and text.strip().isdigit() else 0
-
-
-__all__ = ("ServerState", "parse_info", "read_server")

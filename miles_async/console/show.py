@@ -74,6 +74,3 @@ def _scalar(value: Any) -> str:
     if isinstance(value, list):
         return "[" + " ".join(_scalar(item) for item in value[:SHOWN_ITEMS]) + "]"
     return "" if value is None else str(value)
-
-
-__all__ = ("outline", "plain")

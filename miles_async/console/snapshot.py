@@ -12,10 +12,11 @@ from actors.runtime.child import is_alive
 from bus import Bus
 from bus.errors import BadMessage
 from bus.identity import Identity, read_identity
-from bus.inspect import Head, StreamFacts, id_key, newest_heads, stream_facts
+from bus.inspect import Head, StreamFacts, newest_heads, stream_facts
 from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import PolicyActive
+from bus.streams.hop import id_key
 from bus.topology import ACTIVE, EVAL_RESULTS, POLICY, ROLES
 
 LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as silent
@@ -167,14 +168,3 @@ def _number(text: str) -> int:
     """The digits at the end of a header id such as `step12`; -1 without any."""
     digits = text[len(text.rstrip("0123456789")) :]
     return int(digits) if digits else -1
-
-
-__all__ = (
-    "ENDED",
-    "ActorFacts",
-    "PolicyFacts",
-    "Snapshot",
-    "policy_facts",
-    "read_snapshot",
-    "readable",
-)

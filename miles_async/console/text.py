@@ -106,18 +106,3 @@ def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters."""
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(1, width - 1)] + "…"
-
-
-__all__ = (
-    "BARS",
-    "compress",
-    "duration",
-    "human_bytes",
-    "human_count",
-    "percent",
-    "plural",
-    "progress_bar",
-    "shorten",
-    "sparkline",
-    "table",
-)

@@ -18,10 +18,11 @@ from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
 from bus.identity import read_identity
-from bus.inspect import all_heads, id_key
+from bus.inspect import all_heads
 from bus.messages.control import DeadLetter, Event
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.policy import Restored, StepDone
+from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
@@ -237,6 +238,3 @@ def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment],
     if "kept" in kinds:
         return "its group was kept by the filter; what came after is not on record any more"
     return "not on record"
-
-
-__all__ = ("Moment", "Trace", "group_of", "trace", "trace_file")

@@ -322,6 +322,3 @@ def step_line(step: Step, history: History, *, total_steps: int) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-__all__ = ("NARROW", "WIDE", "ledger_line", "screen", "state_text", "step_line", "waits_text")

@@ -75,6 +75,3 @@ def _event(finding: Finding, wall: float) -> Event:
         level="error" if finding.level == "error" else "warning",
         data={"rule": finding.rule, "about": finding.about, "since_s": finding.since_s},
     )
-
-
-__all__ = ("Audits", "watch")

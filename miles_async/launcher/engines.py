@@ -93,6 +93,3 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
 
 def _url(address: str) -> str:
     return address if not address or "://" in address else f"http://{address}"
-
-
-__all__ = ("courier_spec", "engine_specs", "generation_spec", "turn_spec")

@@ -111,5 +111,3 @@ def check_quantization(settings: RunSettings) -> None:
 
 
 PROBES = (check_quantization, check_hooks)
-
-__all__ = ("PROBES", "check_hooks")

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from actors.runtime.child import PYTHON, Child
+from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.run import EXIT_REFUSED
@@ -24,7 +24,6 @@ from bus import Clock
 from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
-LOG_TAIL_BYTES = 1 << 16
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 
 
@@ -186,15 +185,9 @@ class Supervisor:
         return int(code) if int(pid) == kept.process.pid else None
 
     def last_words(self, kept: Kept) -> str:
-        """Last meaningful line of an actor's log, of which only the end is read: a week makes it long."""
-        try:
-            with self.log_file(kept).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            lines = []
-        for line in reversed(lines[-40:]):
-            if line and not line.startswith((" ", "  |", "Traceback", "During handling")):
+        """Last meaningful line of an actor's log."""
+        for line in reversed(log_tail(self.log_file(kept))[-40:]):
+            if not line.startswith((" ", "  |", "Traceback", "During handling")):
                 return printable(_LOG_HEAD.sub("", line.strip())[:600])
         return "no log line"
 
@@ -220,6 +213,3 @@ def living(pid_file: Path) -> int:
     except (OSError, ValueError, psutil.Error):
         return 0
     return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
-
-
-__all__ = ("Kept", "RunFailed", "Supervisor", "living")

@@ -31,6 +31,3 @@ def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-__all__ = ("only_launcher",)

@@ -64,9 +64,11 @@ def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
 
 
 def told(kind: type[T], settings: Flat, **own: Any) -> T:
-    """A room's struct: fields that have the name of a setting are that setting, the others are told in `own`."""
-    fields = kind.__struct_fields__  # type: ignore[attr-defined]
-    return kind(**{name: settings.values[name] for name in fields if name in settings.values} | own)
+    """A room's struct: fields that have the name of a setting are that setting, the others are told in `own`. A text that is not
+    set is empty in a field that is always text."""
+    values = settings.values
+    named = {f.name: f.type for f in msgspec.structs.fields(kind) if f.name in values and f.name not in own}  # type: ignore[arg-type]
+    return kind(**{name: "" if values[name] is None and of is str else values[name] for name, of in named.items()} | own)
 
 
 def objective_config(settings: RunSettings) -> ObjectiveConfig:
@@ -107,18 +109,10 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     )
 
 
-def data_spec(settings: RunSettings, place: Place, *, path: str, input_key: str, label_key: str | None) -> DataSpec:
-    """How to read one prompt file."""
-    r = settings.rollout
-    return DataSpec(
-        path=path,
-        input_key=input_key,
-        label_key=label_key or "",
-        metadata_key=r.metadata_key or "",
-        tokenizer_dir=place.model_dir,
-        apply_chat_template=r.apply_chat_template,
-        max_prompt_len=r.rollout_max_prompt_len or 0,
-    )
+def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> DataSpec:
+    """How to read one prompt file; `keys` where they are not those of training."""
+    longest = settings.rollout.rollout_max_prompt_len or 0
+    return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -159,13 +153,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (
             "sampler",
             "sampler",
-            SamplerSpec(
-                data=data_spec(settings, place, path=r.prompt_data, input_key=r.input_key, label_key=r.label_key),
-                n_samples_per_prompt=r.n_samples_per_prompt,
+            told(
+                SamplerSpec,
+                settings.flat,
+                data=data_spec(settings, place.model_dir, r.prompt_data),
                 num_rollout=place.num_rollout,
                 shuffle=r.rollout_shuffle,
                 stop_token_ids=place.stop_token_ids,
-                rm_type=r.rm_type or "",
                 top_k=r.rollout_top_k,
                 lookahead=lookahead,
                 keeps_checkpoints=not (c.no_save or settings.launch.debug_rollout_only),
@@ -184,12 +178,9 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             ),
         ),
     ]
-    reward = RewardSpec(
-        rm_type=r.rm_type or "",
-        custom_rm_path=r.custom_rm_path or "",
-        rm_url=r.rm_url or "",
-        reward_key=r.reward_key or "",
-        eval_reward_key=settings.eval.eval_reward_key or "",
+    reward = told(
+        RewardSpec,
+        settings.flat,
         skip_special_tokens=r.rollout_skip_special_tokens,
         max_retries=r.reward_max_retries,
         tokenizer_dir=place.model_dir,
@@ -206,12 +197,12 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
 
 def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
     e = settings.eval
-    return EvaluatorSpec(
+    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or ""}
+    return told(
+        EvaluatorSpec,
+        settings.flat,
         sets=tuple(
-            EvalSet(
-                name=name,
-                data=data_spec(settings, place, path=path, input_key=e.eval_input_key, label_key=e.eval_label_key),
-            )
+            EvalSet(name=name, data=data_spec(settings, place.model_dir, path, **keys))
             for name, path in dict(settings.flat.datasets).items()
         ),
         num_rollout=place.num_rollout,
@@ -220,28 +211,16 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
         top_p=e.eval_top_p,
         max_response_len=e.eval_max_response_len,
         stop_token_ids=place.stop_token_ids,
-        rm_type=settings.rollout.rm_type or "",
         before_train=not e.skip_eval_before_train,
     )
 
 
 def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, role: str, room: Any) -> ActorSpec:
     """One process's whole spec."""
-    return ActorSpec(
-        name=name,
-        role=role,
-        bus=bus,
-        run_seed=settings.rollout.rollout_seed,
-        heartbeat_s=settings.launch.heartbeat_s,
-        drain_timeout_s=settings.launch.drain_timeout_s,
-        run_dir=place.run_dir,
-        room=msgspec.to_builtins(room),
-    )
+    own = {"name": name, "role": role, "bus": bus, "run_dir": place.run_dir, "room": msgspec.to_builtins(room)}
+    return told(ActorSpec, settings.flat, run_seed=settings.rollout.rollout_seed, **own)
 
 
 def _custom(path: str) -> str:
     """The user's own filter, or empty for a shipped one."""
     return "" if path in catalog()["dynamic_sampling_filter_path"].shipped else path
-
-
-__all__ = ("Place", "actor_spec", "bus_config", "room_specs")

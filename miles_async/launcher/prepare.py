@@ -18,7 +18,7 @@ import msgspec
 
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.prompts import DataSpec, Tokenizer, load_prompts
+from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.trainer.checkpoint import (
     BusState,
     fingerprint_of,
@@ -34,7 +34,7 @@ from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place
+from miles_async.launcher.plan import Place, data_spec
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values, whole
@@ -196,15 +196,7 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     r = settings.rollout
     if r.num_rollout is not None:
         return int(r.num_rollout)
-    spec = DataSpec(
-        path=r.prompt_data,
-        input_key=r.input_key,
-        label_key=r.label_key or "",
-        tokenizer_dir=str(directory),
-        apply_chat_template=r.apply_chat_template,
-        max_prompt_len=r.rollout_max_prompt_len or 0,
-    )
-    prompts, _ = load_prompts(spec)
+    prompts, _ = load_prompts(data_spec(settings, str(directory), r.prompt_data))
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
         raise SettingsError(

@@ -68,6 +68,3 @@ def describe_exit(code: int | None) -> str:
     if code is None:
         return "ended (status unknown: started by an earlier launcher)"
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-
-
-__all__ = ("Ending", "Verdict", "describe_exit", "judge_exit")

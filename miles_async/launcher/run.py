@@ -135,7 +135,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
     if finished and not status:
         write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=place.num_rollout, fingerprint=place.fingerprint)
     if settings.launch.report:
-        from miles_async.console.report import write_report  # matplotlib: only when there is something to draw
+        from miles_async.console.report import write_report
 
         report = await asyncio.to_thread(write_report, run_dir)
         print(f"report: {report}")

@@ -2,8 +2,3 @@
 
 Importing this package stays cheap: only `model`, `tokenizer` and `warm_start` import more than the standard library.
 """
-
-from miles_async.quickstart.task import Problem, Task
-from miles_async.quickstart.tasks import TASKS
-
-__all__ = ("TASKS", "Problem", "Task")

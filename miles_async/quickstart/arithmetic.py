@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from miles_async.quickstart.task import SPECIAL, Problem, Task
 
-__all__ = ["ARITHMETIC", "KINDS", "LESSON_MIX", "MIX", "SLIPS", "draw"]
-
 KINDS: tuple[str, ...] = ("sum", "difference", "chain", "bracket", "mixed", "product")
 
 MIX: Mapping[str, float] = {

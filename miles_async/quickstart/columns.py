@@ -14,8 +14,6 @@ import string
 
 from miles_async.quickstart.task import SPECIAL, Problem, Shape, Task, WarmStart
 
-__all__ = ["COLUMNS", "LINES", "MARK", "MOST_LINES", "draw", "write"]
-
 LINES = string.ascii_lowercase + string.ascii_uppercase
 """Name of each line, in order."""
 

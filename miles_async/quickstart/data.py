@@ -8,8 +8,6 @@ from pathlib import Path
 from miles_async.quickstart.task import Problem
 from miles_async.quickstart.tasks import TASKS
 
-__all__ = ["write_jsonl"]
-
 
 def write_jsonl(path: Path, problems: list[Problem]) -> None:
     """One object per line with the string columns `prompt` and `label`."""

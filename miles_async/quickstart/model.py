@@ -27,8 +27,6 @@ from miles_async.quickstart.tasks import TASKS
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.quickstart.warm_start import accuracy, warm_start
 
-__all__ = ["ModelDirectoryTaken", "make_model"]
-
 RECIPE = 1
 """Number of the recipe in code; raised when a change of code changes the weights."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["Muon", "orthogonalise"]
-
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
 

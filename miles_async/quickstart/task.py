@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["EOS_ID", "PAD_ID", "SPECIAL", "UNK_ID", "Problem", "Shape", "Task", "WarmStart"]
-
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 """Every vocabulary begins with these."""

@@ -8,6 +8,4 @@ from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.columns import COLUMNS
 from miles_async.quickstart.task import Task
 
-__all__ = ["TASKS"]
-
 TASKS: Mapping[str, Task] = {task.name: task for task in (ARITHMETIC, COLUMNS)}

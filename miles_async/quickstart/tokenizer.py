@@ -13,8 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from miles_async.quickstart.task import SPECIAL, Task
 
-__all__ = ["make_tokenizer", "save_tokenizer"]
-
 
 def make_tokenizer(task: Task) -> Tokenizer:
     """A BPE tokenizer without merges: every character is a token, and marks of several characters stay whole."""

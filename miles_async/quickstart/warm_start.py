@@ -25,8 +25,6 @@ from bus.errors import MilesAsyncError
 from miles_async.quickstart.muon import Muon
 from miles_async.quickstart.task import EOS_ID, PAD_ID, Problem, Task, WarmStart
 
-__all__ = ["WarmStartFailed", "accuracy", "development_problems", "warm_start"]
-
 _IGNORED = -100
 
 PROBLEMS_AT_ONCE = 400

@@ -95,6 +95,3 @@ def fraction_is_a_part(s: Flat) -> None:
 
 
 RULES = (offloading_needs_sharing, engines_are_where_the_trainer_is, fraction_is_a_part)
-
-
-__all__ = ("RULES", "engine_args", "gives_back", "memory_fraction")

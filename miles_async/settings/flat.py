@@ -104,6 +104,3 @@ class Flat:
     def max_open_groups(self) -> int:
         """Groups that may be issued and not yet trained, dropped or dead: (eta + 1 - lookahead) * B, at least B."""
         return (int(self.max_weight_staleness) + 1 - self.lookahead_versions) * self.groups_per_version
-
-
-__all__ = ("HOOK_FIELDS", "Flat")

@@ -84,6 +84,3 @@ def _raise(refused: Refusals) -> None:
     if refused.found:
         refused.found[-1] = SettingsError(f"{refused.found[-1]} {UNCHANGED}", field="")
         refused.raise_all()
-
-
-__all__ = ("check_patch", "initial_values", "whole")

@@ -137,6 +137,3 @@ def gpu_bytes() -> int | None:
 
 def _gib(n: int) -> str:
     return f"{n / GIB:.1f} GiB"
-
-
-__all__ = ("GIB", "activation_bytes", "check_memory", "fits", "gpu_bytes", "parameters", "trainer_bytes", "trainer_fits")

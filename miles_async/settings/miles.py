@@ -100,6 +100,3 @@ def table() -> Iterator[tuple[str, str]]:
         for flag in flags.split():
             yield flag, f"not here. {why}"
     yield "any other", f"not here. {NOT_HERE}"
-
-
-__all__ = ("table", "why_not")

@@ -295,6 +295,3 @@ def _verdict(script: str, words: tuple[str, ...]) -> tuple[frozenset[str], str]:
         return frozenset(known), str(refused)
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return frozenset(), ""
-
-
-__all__ = ("RULES", "check_programs", "notes")

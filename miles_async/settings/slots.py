@@ -56,5 +56,3 @@ def slices_go_on_from_a_prefix(s: Flat) -> None:
 
 
 RULES = (slots_are_possible, slices_go_on_from_a_prefix)
-
-__all__ = ("RULES",)

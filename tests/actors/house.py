@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from bus import Bus, BusConfig, Commit, Out, Stream
 from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.base import pack_floats, pack_ints
@@ -17,6 +17,7 @@ from bus.messages.groups import OpenGroup
 from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
 from tests.bus.suite.knobs import plain_kinds
+from tests.declared import actor_of
 
 KNOBS: dict[str, Any] = {
     "rollout_batch_size": 2,
@@ -77,7 +78,7 @@ async def running(
     """A room at work in this process until the block ends; its failure fails the test."""
     knobs = LiveKnobs(bus)
     await knobs.open()
-    context = Context(ActorSpec(name=name, role=name, bus=bus.config, run_seed=7, **spec_fields), bus, knobs)
+    context = Context(actor_of(name=name, role=name, bus=bus.config, run_seed=7, **spec_fields), bus, knobs)
     context.state = "running"
     over = asyncio.Event()
     task = asyncio.create_task(body(context, spec))

@@ -13,7 +13,7 @@ from actors.partial.actor import run as partial
 from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as reward
 from actors.runtime.consume import Consumer, as_lost
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.runtime.refusals import Row, RunEnds
 from bus import Bus, Commit, Out
 from bus.knobs.live import LiveKnobs
@@ -21,6 +21,7 @@ from bus.messages.samples import Parked, RolloutLost
 from bus.topology import DEAD, EVENTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
 from tests.actors.garbage import list_open
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
+from tests.declared import actor_of, room_of
 
 N = 24
 SLOTS = 16
@@ -30,7 +31,7 @@ def consumer_of(bus: Bus, name: str) -> Consumer:
     def lost(entry: Any, lost: RolloutLost) -> Commit:
         return Commit(append=(Out(ROLLOUTS, lost),))
 
-    context = Context(ActorSpec(name=name, role="generation", bus=bus.config), bus, LiveKnobs(bus))
+    context = Context(actor_of(name=name, role="generation", bus=bus.config), bus, LiveKnobs(bus))
     return Consumer(context, [PROMPTS], "generation", on_dead=as_lost(context, lost))
 
 
@@ -115,7 +116,7 @@ async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the
     redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hook.py").write_text("def hook(sample):\n    return sample['no such key'] + 1\n")
-    spec = RewardSpec(
+    spec = room_of(RewardSpec,
         tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=1.0
     )
     ended: list[str] = []

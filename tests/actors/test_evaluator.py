@@ -14,7 +14,6 @@ from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
 from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
-from actors.runtime.prompts import DataSpec
 from bus import Bus
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.control import EvalDone
@@ -26,6 +25,7 @@ from miles_async.console.live import plain_line
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.actors.house import messages, open_bus, put, running, until
+from tests.declared import data_of, room_of
 
 N = 4
 LAST = 3
@@ -36,8 +36,9 @@ async def evaluating(redis_url: str, run_name: str, folder: Path, interval: int)
     """An evaluator of four prompts in a run of three steps; the test is everyone else."""
     save_tokenizer(folder, ARITHMETIC)
     (folder / "held.jsonl").write_text("".join(json.dumps({"input": str(i), "label": "1"}) + "\n" for i in range(N)))
-    data = DataSpec(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
-    spec = EvaluatorSpec(sets=(EvalSet(name="held", data=data),), num_rollout=LAST, max_response_len=8)
+    data = data_of(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
+    spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data),), num_rollout=LAST,
+                   n_samples_per_prompt=1, max_response_len=8)  # fmt: skip
     async with open_bus(redis_url, run_name, knobs={"eval_interval": interval, "has_eval_data": True}) as bus:
         async with running(bus, "evaluator", run, spec) as context:
             yield bus, context

@@ -23,7 +23,6 @@ from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as reward
 from actors.runtime.context import Context
 from actors.runtime.logs import LETTERS
-from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.sampler.actor import run as sampler
 from actors.trainer.actor import run as trainer
@@ -60,7 +59,7 @@ from miles_async.settings.flat import Flat
 from tests.actors.garbage import fields_of, garbage, list_open
 from tests.actors.house import messages, open_bus, put, rollout, running, scored, task, until
 from tests.actors.test_publisher import says
-from tests.declared import PLAIN, backend_of
+from tests.declared import PLAIN, backend_of, data_of, room_of
 from tests.engine.scripted import ScriptedEngine, workers
 
 SEEDS = range(2)
@@ -140,7 +139,7 @@ async def test_reward(redis_url: str, run_name: str, tokenizer_dir: str, seed: i
     async with open_bus(redis_url, run_name) as bus:
         await list_open(bus, *GROUPS_, generated=3 * len(MEMBERS))
         mixed = Mixed(bus, seed)
-        async with running(bus, "reward", reward, RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math")) as context:
+        async with running(bus, "reward", reward, room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math")) as context:
             await mixed.put(ROLLOUTS, [rollout(g, i) for g, i in MEMBERS], EVAL_ROLLOUTS, damaged=DAMAGED)
             await until(lambda: length_is(bus, SCORED, len(MEMBERS)))
             await mixed.accounted(context)
@@ -203,8 +202,8 @@ async def test_generation(redis_url: str, run_name: str, tokenizer_dir: str, see
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_evaluator(redis_url: str, run_name: str, tokenizer_dir: str, seed: int) -> None:
-    data = DataSpec(path=f"{tokenizer_dir}/data.jsonl", tokenizer_dir=tokenizer_dir)
-    spec = EvaluatorSpec(sets=(EvalSet(name="held", data=data),), num_rollout=3, n_samples_per_prompt=2)
+    data = data_of(path=f"{tokenizer_dir}/data.jsonl", tokenizer_dir=tokenizer_dir)
+    spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data),), num_rollout=3, n_samples_per_prompt=2)
     async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
         mixed = Mixed(bus, seed)
         await mixed.put(EVAL_RESULTS, [])  # read once, at the start
@@ -271,8 +270,8 @@ async def _counted(context: Context, name: str) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_sampler(redis_url: str, run_name: str, tokenizer_dir: str, seed: int) -> None:
-    data = DataSpec(path=f"{tokenizer_dir}/data.jsonl", tokenizer_dir=tokenizer_dir)
-    spec = SamplerSpec(data=data, n_samples_per_prompt=2, num_rollout=100)
+    data = data_of(path=f"{tokenizer_dir}/data.jsonl", tokenizer_dir=tokenizer_dir)
+    spec = room_of(SamplerSpec, data=data, n_samples_per_prompt=2, num_rollout=100)
     async with open_bus(redis_url, run_name) as bus:
         mixed = Mixed(bus, seed)
         async with running(bus, "sampler", sampler, spec) as context:

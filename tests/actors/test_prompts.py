@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.prompts import DataSpec, load_prompts
+from actors.runtime.prompts import load_prompts
 from actors.runtime.run import Refused
+from tests.declared import data_of
 
 CHAT = [{"role": "user", "content": "1+1="}]
 
@@ -17,7 +18,7 @@ CHAT = [{"role": "user", "content": "1+1="}]
 def load(folder: str, *rows: Any, **spec: Any) -> list[Any]:
     file = Path(folder) / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_prompts(DataSpec(path=str(file), tokenizer_dir=folder, **spec))[0]
+    return load_prompts(data_of(path=str(file), tokenizer_dir=folder, **spec))[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
 from actors.trainer import actor
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
-from actors.trainer.null_backend import NullBackend
+from actors.trainer.backends import NullBackend
 from actors.trainer.spec import TrainerSpec
 from bus import Bus
 from bus.errors import InvariantBroken

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from actors.reward.actor import RewardSpec, dead, run
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
@@ -22,6 +22,7 @@ from bus.messages.samples import Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
+from tests.declared import actor_of, room_of
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle, make_model
 
@@ -117,7 +118,7 @@ async def test_rollouts_are_scored_and_lost_ones_pass_through(
     right, wrong = done(1, 0, "7"), done(1, 1, "8")
     own = done(2, 1, r"so \boxed{Seven}", rm_type="boxed_exact_match", label="Seven")
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
-        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math")) as context:
+        async with running(bus, "reward", run, room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math")) as context:
             await put(bus, ROLLOUTS, right, wrong, lost, own)
             out = await scored_and_lost(bus, 4)
         assert [out[i].reward for i in ("g1/0", "g1/1", "g2/1")] == [1.0, 0.0, 1.0]
@@ -128,7 +129,7 @@ async def test_rollouts_are_scored_and_lost_ones_pass_through(
 
 
 async def test_evaluation_has_its_own_streams_and_key(redis_url: str, run_name: str, tokenizer_dir: str) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="dapo", eval_reward_key="acc")
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="dapo", eval_reward_key="acc")
     lost = RolloutLost(sample_id="e0/1", group_id="e0", n_samples=2, reason="evicted", eval_name="held_out")
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec):
@@ -148,7 +149,7 @@ async def test_a_teacher_is_asked_about_training_samples(
     """Its log-probs travel with the score; evaluation has none; a teacher that is away costs attempts, then the sample."""
     make_model("qwen3", tmp_path / "teacher", seed=1)
     with engine_process(tmp_path / "teacher") as (url, _):
-        spec = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,))
+        spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,))
         async with open_bus(redis_url, run_name, groups=OPEN) as bus:
             async with running(bus, "reward", run, spec):
                 taught = done(1, 0, "78")
@@ -163,7 +164,7 @@ async def test_a_teacher_is_asked_about_training_samples(
     want = Oracle(tmp_path / "teacher").logprobs(unpack_ints(taught.task.prompt_tokens), tokens)
     assert unpack_floats(found) == pytest.approx(want, abs=1e-4)
     async with open_bus(redis_url, f"{run_name}-away", groups=OPEN) as bus:
-        away = RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,), max_retries=0)
+        away = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,), max_retries=0)
         async with running(bus, "reward", run, away):
             await put(bus, ROLLOUTS, done(1, 0, "7"))
             lost = (await scored_and_lost(bus, 1))["g1/0"]
@@ -177,7 +178,7 @@ async def _has(bus: Bus, count: int) -> bool:
 async def test_a_table_gives_reward_and_parts_and_nan_stays_nan(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str
 ) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec):
             await put(bus, ROLLOUTS, done(1, 0, "fine", rm_type="math"), done(1, 1, "nan"))
@@ -190,7 +191,7 @@ async def test_a_table_gives_reward_and_parts_and_nan_stays_nan(
 async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_group_closes(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=2)
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=2)
     log, once = tmp_path / "log", tmp_path / "once"
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec) as context:
@@ -217,7 +218,7 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
 async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=2, max_retries=1)
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=2, max_retries=1)
     async with open_bus(redis_url, run_name, groups=OPEN, knobs={"reward_timeout_s": 1.5}) as bus:
         async with running(bus, "reward", run, spec):
             hanging = done(1, 0, "hang", metadata={"log": str(tmp_path / "pid")})
@@ -234,13 +235,13 @@ async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
 async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str
 ) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0)
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0)
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec) as first:
             await put(bus, ROLLOUTS, done(1, 0, "none"))
             none = (await scored_and_lost(bus, 1))["g1/0"]
         assert "scorer custom gave None" in none.error
-        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir)) as second:
+        async with running(bus, "reward", run, room_of(RewardSpec, tokenizer_dir=tokenizer_dir)) as second:
             await put(
                 bus,
                 ROLLOUTS,
@@ -259,7 +260,7 @@ async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
 ) -> None:
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         key = bus.keys.stream("rollouts")
-        async with running(bus, "reward", run, RewardSpec(tokenizer_dir=tokenizer_dir, rm_type="math")):
+        async with running(bus, "reward", run, room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math")):
             await bus.link.run("XADD", key, "*", "id", "g1/0", "group", "g1", "tokens", "12", "body", b"\xc1broken")
             await bus.link.run("XADD", key, "*", "id", "g1/1", "group", "g1", "tokens", "many", "body", b"")
             await bus.link.run("XADD", key, "*", "body", b"\x93\x01\x02\x03")
@@ -286,7 +287,7 @@ def test_a_lost_rollout_that_dies_here_is_still_passed_on() -> None:
 async def test_what_is_not_scored_within_the_drain_stays_for_a_successor(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
-    spec = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
     log, go = tmp_path / "pid", tmp_path / "go"
     slow = done(1, 0, "slow", metadata={"log": str(log), "go": str(go)})
     async with open_bus(redis_url, run_name, groups=OPEN, lease_s=1.0, knobs={"reward_timeout_s": 600.0}) as bus:
@@ -318,7 +319,7 @@ async def test_what_can_never_work_is_refused_at_start(
 ) -> None:
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         with pytest.raises(Refused, match=why):
-            async with running(bus, "reward", run, RewardSpec(**{"tokenizer_dir": tokenizer_dir, **fields})):
+            async with running(bus, "reward", run, room_of(RewardSpec, **{"tokenizer_dir": tokenizer_dir, **fields})):
                 await asyncio.sleep(0)
 
 
@@ -327,9 +328,9 @@ async def test_a_killed_reward_process_leaves_no_verifier_and_loses_no_sample(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
     log, go = tmp_path / "pid", tmp_path / "go"
-    room = RewardSpec(tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
+    room = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1)
     async with open_bus(redis_url, run_name, groups=OPEN, lease_s=1.0, knobs={"reward_timeout_s": 30.0}) as bus:
-        spec = ActorSpec(name="reward-0", role="reward", bus=bus.config, room=msgspec.to_builtins(room))
+        spec = actor_of(name="reward-0", role="reward", bus=bus.config, room=msgspec.to_builtins(room))
         (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
         await put(bus, ROLLOUTS, done(1, 0, "slow", metadata={"log": str(log), "go": str(go)}), done(1, 1, "fine"))
 

@@ -20,6 +20,7 @@ from bus.messages.policy import Checkpointed, GroupsGivenUp, PolicyActive, StepD
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until
+from tests.declared import data_of, room_of
 
 
 @pytest.fixture
@@ -30,11 +31,11 @@ def data(tmp_path: Path) -> DataSpec:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     rows = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) for i in range(10)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    return DataSpec(path=str(tmp_path / "data.jsonl"), tokenizer_dir=str(tmp_path))
+    return data_of(path=str(tmp_path / "data.jsonl"), tokenizer_dir=str(tmp_path))
 
 
 def spec(data: DataSpec, **more: object) -> SamplerSpec:
-    return SamplerSpec(data=data, n_samples_per_prompt=2, num_rollout=100, **more)
+    return room_of(SamplerSpec, data=data, n_samples_per_prompt=2, num_rollout=100, **more)
 
 
 async def activate(bus, step: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.trainer.actor import Trainer
 from actors.trainer.checkpoint import TRACKER, iter_dir, latest, read_bus_state
 from actors.trainer.intake import Intake
@@ -26,7 +26,7 @@ from miles_async.settings.flat import Flat
 from tests.actors.house import messages, open_bus, put
 from tests.actors.test_trainer_parts import SPLIT, arrive, kept, trainer_of
 from tests.actors.test_trainer_parts import Trainer as Fed
-from tests.declared import PLAIN, backend_of
+from tests.declared import PLAIN, actor_of, backend_of
 
 
 async def trained(bus: Bus, saver: Saver, steps: range) -> None:
@@ -40,7 +40,7 @@ async def test_without_checkpoints_the_policy_log_keeps_its_newest_part(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
+        context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
         saver = Saver(context, Intake(context), save=tmp_path, keep_last=1, fingerprint="")
         await trained(bus, saver, range(1, KEPT_STEPS))
         assert await bus.length(POLICY) == KEPT_STEPS - 1
@@ -69,7 +69,7 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
     async with open_bus(redis_url, run_name) as bus:
         knobs = LiveKnobs(bus)
         await knobs.open()
-        context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
+        context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, knobs)
         backend = told(
             TrainerSpec,
             Flat(PLAIN),

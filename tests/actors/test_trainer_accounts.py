@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
 from actors.trainer.accounts import Trained, booked, consumed_by
 from actors.trainer.actor import Trainer
@@ -21,7 +21,7 @@ from bus.topology import EVENTS, GROUPS
 from miles_async.launcher.plan import told
 from miles_async.settings.flat import Flat
 from tests.actors.house import messages, open_bus, scored
-from tests.declared import PLAIN, backend_of
+from tests.declared import PLAIN, actor_of, backend_of
 
 
 def test_a_mask_over_the_newest_tokens_leaves_the_oldest_as_trained() -> None:
@@ -70,7 +70,7 @@ def test_what_waited_is_stale_and_what_came_late_has_outlasted_the_bound() -> No
 
 async def test_a_first_step_that_could_not_be_checked_says_so_and_ends_nothing(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        context = Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
+        context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
         spec = told(
             TrainerSpec, Flat(PLAIN), load="", backend=backend_of(hf_checkpoint=""), weights_dir="", num_rollout=1, save=""
         )

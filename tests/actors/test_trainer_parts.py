@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.trainer.accounts import remaining
 from actors.trainer.backend import StepResult
 from actors.trainer.batches import Batch, Batches, sample_ids
@@ -23,6 +23,7 @@ from bus.messages.samples import Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import EVENTS, GROUPS
 from tests.actors.house import messages, open_bus, put, scored, until
+from tests.declared import actor_of
 
 N, TOKENS = 3, 2
 SPLIT = {"staleness_policy": "split", "max_weight_staleness": 2, "rollout_batch_size": 1, "n_samples_per_prompt": N}
@@ -83,7 +84,7 @@ async def trainer_of(bus) -> AsyncIterator[Trainer]:
     """A trainer that starts now."""
     knobs = LiveKnobs(bus)
     await knobs.open()
-    trainer = Trainer(Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs))
+    trainer = Trainer(Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, knobs))
     await trainer.intake.reader.open()
     over = asyncio.Event()
     follow = asyncio.create_task(knobs.follow(over))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from bus import Bus, BusConfig
 from bus.knobs.live import LiveKnobs
 from tests.bus.suite.clock import ManualClock
+from tests.declared import actor_of
 
 
 def a_context() -> tuple[Context, ManualClock]:
     config, clock = BusConfig(url="redis://127.0.0.1:1", run="r"), ManualClock()
     bus = Bus(config, clock)
-    return Context(ActorSpec(name="reward-0", role="reward", bus=config), bus, LiveKnobs(bus)), clock
+    return Context(actor_of(name="reward-0", role="reward", bus=config), bus, LiveKnobs(bus)), clock
 
 
 async def reads(context: Context, clock: ManualClock, answers: list[bool]) -> list[float]:

@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from bus import Bus, BusConfig, Out, Reader, Tail
 from bus.client import PASSWORD, PASSWORD_FILE, connect, without_secrets
 from bus.errors import BusRefused, BusUnreachable
-from bus.server import check_server
-from bus.server.checks import judge
+from bus.server.checks import check_server, judge
 from bus.topology import EVENTS, PROMPTS
 from tests.bus.suite.messages import a_task
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.runtime.loop import runner
 from actors.runtime.run import EXIT_BUS_GONE, run_actor
 from bus import Bus, BusConfig, Out, Tail
@@ -17,6 +17,7 @@ from bus.server import EmbeddedRedis
 from bus.topology import EVENTS
 from tests.actors.house import KNOBS
 from tests.bus.suite.knobs import plain_kinds
+from tests.declared import actor_of
 
 
 def config(server: EmbeddedRedis, deadline_s: float) -> BusConfig:
@@ -89,7 +90,7 @@ def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
     async def body() -> int:
         async with Bus(config(private_redis, 5.0)) as bus:
             await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
-        return await run_actor(ActorSpec(name="a", role="generation", bus=config(private_redis, 1.0)), None, work)
+        return await run_actor(actor_of(name="a", role="generation", bus=config(private_redis, 1.0)), None, work)
 
     with runner() as loop:
         assert loop.run(body()) == EXIT_BUS_GONE

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from bus import Bus, BusConfig, Out
 from bus.errors import BusRefused, InvariantBroken, KnobRejected
-from bus.knobs import LiveKnobs, checked, propose, publish_initial, read_history, revert, values_at
-from bus.knobs.live import KnobValues, fold
+from bus.knobs import propose, values_at
+from bus.knobs.kinds import checked
+from bus.knobs.live import KnobValues, LiveKnobs, fold, publish_initial, read_history, revert
 from bus.messages.control import Kind, KnobPatch
 from bus.server import EmbeddedRedis
 from bus.topology import KNOBS as STREAM

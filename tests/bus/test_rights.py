@@ -18,7 +18,8 @@ from bus.identity import Identity, read_identity, runs_on, write_identity
 from bus.inspect import consumers_of, newest_heads, stream_facts
 from bus.leavers import forget_leavers
 from bus.ledger import check
-from bus.server import EmbeddedRedis, check_server
+from bus.server import EmbeddedRedis
+from bus.server.checks import check_server
 from bus.topology import PROMPTS
 from tests.bus.suite import blobs, conformance, flow
 from tests.bus.suite.conformance import Check

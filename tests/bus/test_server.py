@@ -15,8 +15,9 @@ import pytest
 
 from bus.client import connect
 from bus.errors import BusRefused
-from bus.server import EmbeddedRedis, ServerBinary, check_server, find_server, parse_version
-from bus.server.binary import packaged_binary, probe
+from bus.server import EmbeddedRedis, find_server
+from bus.server.binary import ServerBinary, packaged_binary, parse_version, probe
+from bus.server.checks import check_server
 from tests.bus.suite.conformance import eventually
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from actors.publisher.actor import Publisher, PublisherSpec
 from actors.publisher.plan import TRIES
 from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
+from actors.trainer.backends import NullBackend
 from actors.trainer.courier import Courier
-from actors.trainer.null_backend import NullBackend
 from actors.trainer.spec import CourierSpec
 from actors.trainer.training.state import WeightFiles
 from bus import Bus

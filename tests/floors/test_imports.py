@@ -28,6 +28,25 @@ COMMANDS = {
 }
 
 
+def module_of(path: Path) -> str:
+    """Its name as imports say it."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count: they only hide a circle. Those for the type checker do not."""
+    files = {module_of(path): path for path in FILES}
+    open_ends = {
+        name: {i.target for i in imports(path) if not i.checking and i.target in files and not (
+            i.target == name or any(j.target.startswith(f"{i.target}.") and j.line == i.line for j in imports(path))
+        )}
+        for name, path in files.items()
+    }  # fmt: skip
+    while ends := {name for name, targets in open_ends.items() if not targets}:
+        open_ends = {name: targets - ends for name, targets in open_ends.items() if name not in ends}
+    assert not open_ends, "in a circle, or importing one: " + "; ".join(f"{n} -> {sorted(t)}" for n, t in open_ends.items())
+
+
 def where(path: Path, found: Import) -> str:
     return f"{path}:{found.line} imports {found.target}"
 

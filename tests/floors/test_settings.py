@@ -31,12 +31,7 @@ THROUGH_OTHERS = {
 }
 # Structs that tests build by hand; a second default of a setting goes when its room reads the setting by name.
 SECOND_DEFAULTS = {
-    "actors/evaluator/actor.py": {"n_samples_per_prompt", "rm_type"},
     "actors/generation/spec.py": {"engine", "server_args", "seed"},
-    "actors/reward/actor.py": {"rm_type", "custom_rm_path", "rm_url", "reward_key", "eval_reward_key"},
-    "actors/runtime/context.py": {"heartbeat_s", "drain_timeout_s"},
-    "actors/runtime/prompts.py": {"input_key", "label_key", "metadata_key", "apply_chat_template"},
-    "actors/sampler/actor.py": {"rm_type"},
     "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
     "actors/trainer/spec.py": {"offload", "save", "load"},
 }

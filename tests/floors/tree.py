@@ -17,12 +17,13 @@ ROOMS = ROLES
 
 
 class Import(NamedTuple):
-    """One imported module. `top`: at module level, not inside a function or under TYPE_CHECKING."""
+    """One imported module. `top`: at module level, not inside a function or under TYPE_CHECKING. `checking`: under it."""
 
     target: str
     line: int
     top: bool
     relative: bool
+    checking: bool = False
 
 
 def sources(*folders: str) -> list[Path]:
@@ -47,23 +48,23 @@ def imports(path: Path) -> tuple[Import, ...]:
     return tuple(_walk(parse(path), top=True))
 
 
-def _walk(node: ast.AST, top: bool) -> Iterator[Import]:
+def _walk(node: ast.AST, top: bool, checking: bool = False) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(alias.name, child.lineno, top, False)
+                yield Import(alias.name, child.lineno, top, False, checking)
         elif isinstance(child, ast.ImportFrom):
             relative = child.level > 0
-            yield Import(child.module or "", child.lineno, top, relative)
+            yield Import(child.module or "", child.lineno, top, relative, checking)
             # `from actors import filter` names a module, `from actors.filter import Filter` does not.
             for alias in child.names:
                 target = f"{child.module}.{alias.name}"
                 if (ROOT / target.replace(".", "/")).is_dir() or (ROOT / f"{target.replace('.', '/')}.py").is_file():
-                    yield Import(target, child.lineno, top, relative)
+                    yield Import(target, child.lineno, top, relative, checking)
         else:
             function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            checking = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-            yield from _walk(child, top and not function and not checking)
+            typing = checking or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
+            yield from _walk(child, top and not function and not typing, typing)
 
 
 def package(target: str) -> str:

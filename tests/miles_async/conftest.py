@@ -9,7 +9,7 @@ import pytest
 
 from bus import Bus
 from miles_async.cli import app
-from miles_async.settings import write_run_file
+from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config
 
 

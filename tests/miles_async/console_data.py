@@ -41,8 +41,8 @@ from bus.topology import (
     Stream,
 )
 from miles_async.launcher.prepare import live_kinds
-from miles_async.settings import settings_from
 from miles_async.settings.live import initial_values
+from miles_async.settings.load import settings_from
 
 SETTINGS = settings_from(
     hf_checkpoint="builtin:arithmetic",

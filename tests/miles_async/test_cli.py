@@ -9,8 +9,9 @@ import pytest
 
 from miles_async.cli import app
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run
-from miles_async.settings import SettingsError, find_run, write_run_file
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.miles import WHY_NOT, why_not
+from miles_async.settings.runs import find_run, write_run_file
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "rich")

@@ -15,7 +15,7 @@ from actors.recorder.file import FILE
 from bus import Bus
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.settings import write_run_file
+from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
 
 ROOT = Path(__file__).parents[2]

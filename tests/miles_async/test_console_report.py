@@ -13,7 +13,8 @@ from actors.recorder.history import history_of
 from bus import Bus
 from bus.topology import POLICY
 from miles_async.console.report import package_versions, staleness_bounds, write_report
-from miles_async.settings import dump_toml, settings_from
+from miles_async.settings.dump import dump_toml
+from miles_async.settings.load import settings_from
 from tests.miles_async.console_data import Story, config, step_done
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.runtime.context import ActorSpec
 from bus import BusConfig, SystemClock
 from miles_async.launcher.local import Kept, Supervisor
 from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
+from tests.declared import actor_of
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
 BUDGET = 3
@@ -94,7 +94,7 @@ def test_an_actor_that_worked_well_after_a_pause_starts_afresh() -> None:
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, SystemClock(), budget=3, threads={}, furthest=lambda: 0)
-    spec = ActorSpec(name="sampler", role="sampler", bus=BusConfig(url="redis://h", run="r"))
+    spec = actor_of(name="sampler", role="sampler", bus=BusConfig(url="redis://h", run="r"))
     kept = Kept(spec)
     assert supervisor.last_words(kept) == "no log line"
     with supervisor.log_file(kept).open("wb") as file:

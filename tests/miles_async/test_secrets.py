@@ -11,8 +11,8 @@ import pytest
 
 from bus import client
 from miles_async.cli.app import main
-from miles_async.settings import settings_from
 from miles_async.settings.dump import dump_toml
+from miles_async.settings.load import settings_from
 from miles_async.settings.secrets import PASSWORD, take_password
 
 ROOT = Path(__file__).resolve().parents[2]

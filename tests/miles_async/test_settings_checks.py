@@ -8,14 +8,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.runtime.prompts import DataSpec, load_prompts
+from actors.runtime.prompts import load_prompts
 from actors.runtime.run import Refused
 from miles_async.launcher.hooks import _sample, check_quantization
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
-from miles_async.settings import RunSettings, SettingsError, preflight, settings_from
-from miles_async.settings.checks import check_prompt_lengths
+from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.data_checks import check_prompt_data, parse_data_spec, value_at
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
+from tests.declared import data_of
 
 ROWS = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 
@@ -170,7 +173,7 @@ def test_the_check_reads_a_row_as_the_rooms_do(tmp_path, keys):
     path.write_text(json.dumps(NESTED) + "\n")
     spec = {name: value or "" for name, value in ({"label_key": "", "metadata_key": ""} | keys).items()}
     try:
-        [read] = load_prompts(DataSpec(path=str(path), tokenizer_dir=str(tmp_path), **spec))[0]
+        [read] = load_prompts(data_of(path=str(path), tokenizer_dir=str(tmp_path), **spec))[0]
     except Refused:
         read = None
     try:

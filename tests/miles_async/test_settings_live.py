@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 
 from actors.filter.judges import JUDGES
 from actors.partial.decide import POLICIES
-from actors.reward.scorer import RM_TYPES
+from actors.reward.rules import RULES
+from actors.reward.scorer import BOXED, REMOTE
 from actors.trainer.objective_estimators import ESTIMATORS
-from bus.knobs import checked
+from bus.knobs.kinds import checked
 from miles_async.launcher.plan import objective_config
 from miles_async.launcher.prepare import live_kinds
-from miles_async.settings import RunSettings, SettingsError, settings_from
 from miles_async.settings.catalog import catalog, live_fields
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch, initial_values, whole
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
@@ -207,7 +210,7 @@ def test_a_password_stays_off_the_bus() -> None:
 def test_shipped_names_are_those_of_the_rooms() -> None:
     found = {name: catalog()[name].shipped for name, spec in catalog().items() if spec.shipped}
     assert {name: sorted(names) for name, names in found.items()} == {
-        "rm_type": sorted(RM_TYPES),
+        "rm_type": sorted(boxed + name for boxed in ("", BOXED) for name in (*RULES, REMOTE)),
         "dynamic_sampling_filter_path": sorted(JUDGES),
         "buffer_filter_path": sorted(POLICIES),
     }

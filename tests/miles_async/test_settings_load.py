@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_async.cli.flags import parse_flags
-from miles_async.settings import SettingsError, dry_run_text, dump_toml, load, settings_from
 from miles_async.settings.catalog import catalog
-from miles_async.settings.load import Loaded
+from miles_async.settings.dump import dry_run_text, dump_toml
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import Loaded, load, settings_from
 
 MINIMAL = """
 [model]

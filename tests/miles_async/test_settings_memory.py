@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles_async.settings import SettingsError
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.memory import GIB, activation_bytes, check_memory, fits, parameters, trainer_fits
 from tests.miles_async.test_settings_serving import made
 

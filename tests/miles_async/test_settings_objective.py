@@ -13,10 +13,11 @@ import pytest
 from actors.trainer.backend import BackendConfig
 from miles_async.cli import app
 from miles_async.launcher.plan import Place, backend_config, objective_config, room_specs
-from miles_async.settings import RunSettings, SettingsError, settings_from
 from miles_async.settings.dump import dump_toml
-from miles_async.settings.load import load
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import load, settings_from
 from miles_async.settings.rules import notes
+from miles_async.settings.run import RunSettings
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",

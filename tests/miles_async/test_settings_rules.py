@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.settings import RunSettings, SettingsError, settings_from
 from miles_async.settings.derive import solve_four_knobs
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
 from miles_async.settings.rules import notes
+from miles_async.settings.run import RunSettings
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",

@@ -10,8 +10,10 @@ import pytest
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.engines import engine_specs
 from miles_async.launcher.plan import Place, backend_config
-from miles_async.settings import RunSettings, SettingsError, dump_toml, load, settings_from
-from miles_async.settings.load import Loaded
+from miles_async.settings.dump import dump_toml
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import Loaded, load, settings_from
+from miles_async.settings.run import RunSettings
 from miles_async.settings.serving import check_programs, notes
 
 BASE = """

@@ -13,7 +13,8 @@ from actors.trainer.batch.batching import (
     dynamic_global_batch_size,
     plan_step,
 )
-from actors.trainer.batch.packing import BatchingError, lower_bound, pack, strong_lower_bound
+from actors.trainer.batch.packing import BatchingError, lower_bound, pack
+from tests.objective.reference import strong_lower_bound
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=8, max_size=60)
 COST = CostModel.of_shape(hidden=64, layers=4, ffn=256, vocab=1000, heads=4, kv_heads=2, head_dim=32)

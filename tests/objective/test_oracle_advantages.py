@@ -7,8 +7,7 @@ import torch
 
 from actors.trainer.objective.advantages import AdvantageInputs, advantage_of
 from actors.trainer.objective.opd import opd_penalty
-from actors.trainer.objective.segments import sample_index
-from actors.trainer.objective.whitening import whiten
+from actors.trainer.objective.segments import sample_index, whiten
 from tests.declared import objective_of
 
 ORACLE = ("advantages",)

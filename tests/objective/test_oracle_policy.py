@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.trainer.objective import (
-    LossInputs,
-    MissingInputError,
-    Norm,
-    ObjectiveConfigError,
-    check,
-    policy_loss,
-)
+from actors.trainer.objective import LossInputs, MissingInputError, ObjectiveConfigError, check, policy_loss
 from actors.trainer.objective.corrections import CORRECTIONS, CorrectionInputs, opsm_mask
+from actors.trainer.objective.inputs import Norm
 from actors.trainer.objective.loss import token_terms
 from actors.trainer.objective.metrics import ess_sum
 from actors.trainer.objective.mis import norm_factor, norm_sums

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from actors.trainer.objective import LossInputs, Norm, token_logprobs, value_loss
+from actors.trainer.objective import LossInputs, value_loss
+from actors.trainer.objective.inputs import Norm
 from actors.trainer.objective.reductions import divisor, reduce_sum, token_weights
 from actors.trainer.objective.segments import sample_index, segment_sum
+from tests.objective.reference import token_logprobs
 
 ORACLE = ("reductions", "value_and_sft_loss")
 

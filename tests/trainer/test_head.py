@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.trainer.objective import token_logprobs
 from actors.trainer.torch_backend.head import token_head
+from tests.objective.reference import token_logprobs
 
 
 def rows(dtype: torch.dtype, n: int = 7, d: int = 5, v: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

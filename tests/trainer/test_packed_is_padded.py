@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.trainer.backend import StepBatch
-from actors.trainer.objective import policy_loss, prepare_batch, token_logprobs
+from actors.trainer.objective import policy_loss, prepare_batch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
+from tests.objective.reference import token_logprobs
 
 
 def padded_logprobs(model: torch.nn.Module, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.tuned import TunedSteps
@@ -16,6 +16,7 @@ from bus import Bus
 from bus.knobs.live import LiveKnobs, propose, read_history
 from bus.topology import EVENTS
 from tests.actors.house import messages, open_bus
+from tests.declared import actor_of
 
 HOOK = {"custom_advantage_function_path": "tests.trainer.hook_samples.narrow_only"}
 
@@ -27,7 +28,7 @@ async def following(bus: Bus, *, epoch: int) -> AsyncIterator[Context]:
     await knobs.open()
     assert knobs.snapshot().epoch == epoch
     try:
-        yield Context(ActorSpec(name="trainer", role="trainer", bus=bus.config), bus, knobs)
+        yield Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, knobs)
     finally:
         await knobs.close()
 

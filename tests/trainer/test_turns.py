@@ -12,7 +12,7 @@ import pytest
 
 from actors.runtime.context import Context
 from actors.trainer import turns
-from actors.trainer.null_backend import NullBackend
+from actors.trainer.backends import NullBackend
 from actors.trainer.spec import TurnSpec
 from actors.trainer.turns import Turns
 from bus import Bus

@@ -98,6 +98,3 @@ def _checked(tags: Iterable[str]) -> set[str]:
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
     return torch.empty(0, dtype=torch.uint8).set_(storage).split(PIECE)
-
-
-__all__ = ("KV_CACHE", "TAGS", "WEIGHTS", "Occupation")

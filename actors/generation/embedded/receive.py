@@ -161,6 +161,3 @@ def _n_bytes(meta: TensorMeta) -> int:
 
 def _said(message: str, status: int = 200) -> web.Response:
     return json_answer({"success": status == 200, "message": message}, status)
-
-
-__all__ = ("Receiver", "split")

@@ -21,19 +21,6 @@ def lower_bound(lengths: Sequence[int], cap: int, align: int = 1) -> int:
     return max(-(-need // align) * align, align)
 
 
-def strong_lower_bound(lengths: Sequence[int], cap: int, align: int = 1) -> int:
-    """Martello and Toth's L2: as `lower_bound`, but counts what fits beside the samples above cap / 2. O(n^2)."""
-    best = lower_bound(lengths, cap)
-    fitting = [n for n in lengths if n <= cap]
-    alone = len(lengths) - len(fitting)
-    for small in {n for n in fitting if 2 * n <= cap}:
-        big = sum(1 for n in fitting if n > cap - small)
-        half = [n for n in fitting if 2 * n > cap and n <= cap - small]
-        rest = sum(n for n in fitting if small <= n and 2 * n <= cap)
-        best = max(best, alone + big + len(half) + max(0, -(-(rest - len(half) * cap + sum(half)) // cap)))
-    return max(-(-best // align) * align, align)
-
-
 def first_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
     """Positions packed into bins of at most cap tokens; a longer sample gets a bin of its own.
 

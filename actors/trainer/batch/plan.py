@@ -87,6 +87,3 @@ def cost_of(config: Any) -> CostModel:
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
-
-
-__all__ = ("RolloutPlan", "cost_of", "plan_steps")

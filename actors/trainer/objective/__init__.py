@@ -14,8 +14,7 @@ The trainer's loop is
 """
 
 from actors.trainer.objective.advantages import MissingInputError
-from actors.trainer.objective.inputs import LossInputs, Norm
-from actors.trainer.objective.logprobs import token_logprobs
+from actors.trainer.objective.inputs import LossInputs
 from actors.trainer.objective.loss import policy_loss
 from actors.trainer.objective.metrics import finish, flatten, merge, unflatten
 from actors.trainer.objective.prepare import prepare_batch
@@ -26,22 +25,5 @@ from actors.trainer.objective.schedules import learning_rate
 from actors.trainer.objective.supervised import value_loss
 from actors.trainer.objective_config import ObjectiveConfig
 
-__all__ = (
-    "LossInputs",
-    "MissingInputError",
-    "Norm",
-    "ObjectiveConfig",
-    "ObjectiveConfigError",
-    "PreparedBatch",
-    "TrainSample",
-    "check",
-    "finish",
-    "flatten",
-    "learning_rate",
-    "merge",
-    "policy_loss",
-    "prepare_batch",
-    "token_logprobs",
-    "unflatten",
-    "value_loss",
-)
+__all__ = ("LossInputs", "MissingInputError", "ObjectiveConfig", "ObjectiveConfigError", "PreparedBatch", "TrainSample", "check",
+           "finish", "flatten", "learning_rate", "merge", "policy_loss", "prepare_batch", "unflatten", "value_loss")  # fmt: skip

@@ -29,9 +29,8 @@ from actors.trainer.objective.samples import (
     pack_masks,
     pack_versions,
 )
-from actors.trainer.objective.segments import sample_index, segment_sum, starts
+from actors.trainer.objective.segments import sample_index, segment_sum, starts, whiten
 from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
-from actors.trainer.objective.whitening import whiten
 from actors.trainer.objective_config import ObjectiveConfig
 
 TOO_LARGE = 1e15  # an advantage: gradients are squared and added up in float32, which ends at 3e38

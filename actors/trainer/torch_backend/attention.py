@@ -154,6 +154,3 @@ def packed_attention(
 def register() -> None:
     """Make `PACKED` a legal attn_implementation. May be called twice."""
     AttentionInterface.register(PACKED, packed_attention)
-
-
-__all__ = ("PACKED", "find_varlen", "packed_attention", "padded_attention", "register")

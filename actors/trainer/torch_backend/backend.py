@@ -210,6 +210,3 @@ def _obey(core: Core, command: Command) -> None:
             core.copy_weights(live=live)
         case Do(verb=verb):
             getattr(core, verb)()
-
-
-__all__ = ("TorchBackend", "follow")

@@ -308,6 +308,3 @@ def narrow(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _rng(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-__all__ = ("Core", "settle_objective")

@@ -101,6 +101,3 @@ class CriticTraining:
         return learning_rate(
             step, lr=peak, style=c.lr_decay_style, total=c.num_rollout, warmup=c.lr_warmup_iters, min_lr=min(c.min_lr, peak)
         )
-
-
-__all__ = ("Critic", "CriticTraining", "load_critic")

@@ -95,6 +95,3 @@ def dequantized(directory: Path, scheme: Fp8Scheme) -> dict[str, Tensor]:
             )
         made[name] = scheme.dequantize(tensor, scale)
     return made
-
-
-__all__ = ("dequantized", "quantize", "quantized", "scheme_of")

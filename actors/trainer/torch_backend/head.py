@@ -2,7 +2,7 @@
 
 The forward goes over rows in chunks and keeps two numbers per row; the backward makes each chunk's logits again. Where all
 rows fit into KEEP_ELEMENTS (small vocabularies), the log-probabilities are kept and nothing is computed twice.
-Same values as `objective.token_logprobs`; the gradient is written out, with z = logits / temperature:
+Same values as log_softmax of whole logits; the gradient is written out, with z = logits / temperature:
     d logp / d z_j = 1[j = target] - p_j,    d H / d z_j = -p_j (log p_j + H).
 """
 
@@ -105,6 +105,3 @@ class _TokenHead(torch.autograd.Function):
             grad_hidden[part] = d @ weight
             grad_weight += d.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-__all__ = ("CHUNK_ELEMENTS", "KEEP_ELEMENTS", "token_head")

@@ -112,6 +112,3 @@ def _spread(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _to(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-__all__ = ("Layout", "MicroBatch", "PackedBatch")

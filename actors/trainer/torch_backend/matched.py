@@ -233,6 +233,3 @@ def _cos_sin(config: Any, device: torch.device) -> Tensor:
     at = torch.arange(config.max_position_embeddings, dtype=torch.float, device=device)
     angles = torch.einsum("i,j -> ij", at, inverse)
     return torch.cat((angles.cos(), angles.sin()), -1)
-
-
-__all__ = ("FORMULAS", "Kernels", "MatchedPolicy", "sglang_kernels", "token_logprobs")

@@ -163,6 +163,3 @@ def export_files(
 def _first_line(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     return text if text.endswith(".") else f"{text}."
-
-
-__all__ = ("Policy", "check_family", "export_files", "load_backbone", "load_policy", "resolve_device", "resolve_dtype")

@@ -61,6 +61,3 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalise(mixed)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.add_(update, alpha=-group["lr"] * RMS * max(p.shape) ** 0.5)
-
-
-__all__ = ("Muon", "orthogonalise")

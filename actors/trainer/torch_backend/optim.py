@@ -143,6 +143,3 @@ class Optimizer:
                     if not isinstance(part, Muon):
                         entry["step"] = torch.tensor(float(steps), dtype=torch.float32, device=p.device)
                     part.state[p] = entry
-
-
-__all__ = ("STATE_NAMES", "Optimizer", "Weights", "decays")

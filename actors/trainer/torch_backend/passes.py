@@ -49,10 +49,6 @@ class Passes:
     def average_over(self) -> float:
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
-    @property
-    def has_critic(self) -> bool:
-        return self.critic is not None
-
     def watch(self) -> Stopwatch:
         return Stopwatch(self.device)
 
@@ -152,6 +148,3 @@ class Passes:
             targets, sources = self.reference.named_weights(), self.policy.named_weights()
             for name, p in targets.items():
                 p.copy_(sources[name])
-
-
-__all__ = ("Passes",)

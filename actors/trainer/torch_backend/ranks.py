@@ -131,6 +131,3 @@ class Ranks:
             torch.empty(like.shape, dtype=like.dtype, device=device) if whole is None else whole.to(device, like.dtype)
         )
         return distribute_tensor(full, like.device_mesh, like.placements)
-
-
-__all__ = ("Ranks",)

@@ -42,6 +42,3 @@ class Stopwatch:
                 self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(stop) / 1000
             self._events.clear()
         return self._clock.monotonic() - self._began, dict(self._seconds)
-
-
-__all__ = ("Stopwatch",)

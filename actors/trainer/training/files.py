@@ -162,18 +162,3 @@ def read_tensors(directory: Path, name: str) -> dict[str, Tensor]:
 
 def _refused(directory: Path, what: str) -> CheckpointRefused:
     return CheckpointRefused(f"checkpoint {directory} refused: {what}. Nothing was changed. Load an older checkpoint.")
-
-
-__all__ = (
-    "INDEX",
-    "FileEntry",
-    "Index",
-    "fsync_dir",
-    "hash_tensors",
-    "read_index",
-    "read_tensors",
-    "shape_fingerprint",
-    "tensor_bytes",
-    "write_bytes",
-    "write_tensors",
-)

@@ -109,6 +109,3 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def _settle(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
     for device in {s.device for s, _ in sizes if s.device.type == "cuda"}:
         torch.cuda.synchronize(device)
-
-
-__all__ = ("NoRoom", "Offload", "storages")

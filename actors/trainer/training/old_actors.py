@@ -66,6 +66,3 @@ class OldActors:
 def _copy_into(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     for name, p in targets.items():
         p.copy_(sources[name])
-
-
-__all__ = ("OldActors",)

@@ -232,6 +232,3 @@ def _numel(shape: tuple[int, ...]) -> int:
     for d in shape:
         n *= d
     return n
-
-
-__all__ = ("Scalars", "TrainingState", "WeightFiles", "read_state")

@@ -275,6 +275,3 @@ def _result(
         flags=flags,
         skipped=bool(tally.skipped) and tally.updates == 0,
     )
-
-
-__all__ = ("examine", "train_batch")

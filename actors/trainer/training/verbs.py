@@ -66,7 +66,7 @@ class Watch(Protocol):
 
 class Verbs(Protocol):
     """A library with its models loaded, as the step sees it. `rank` of `ranks` data-parallel ones; gradients are averaged over
-    `average_over`, which the loss undoes. `has_critic`: a second model learns values."""
+    `average_over`, which the loss undoes."""
 
     config: BackendConfig
     device: torch.device
@@ -80,9 +80,6 @@ class Verbs(Protocol):
 
     @property
     def average_over(self) -> float: ...
-
-    @property
-    def has_critic(self) -> bool: ...
 
     def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
         """The objective with a step's live knobs; ObjectiveConfigError when they break a rule."""
@@ -140,6 +137,3 @@ class Verbs(Protocol):
     def refresh_reference(self) -> None:
         """The reference becomes the present policy."""
         ...
-
-
-__all__ = ("Packed", "PolicyLoss", "Rates", "ValueLoss", "Verbs", "Watch", "Work")

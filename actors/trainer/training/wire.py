@@ -125,6 +125,3 @@ def _unpack(w: WireSample) -> BatchSample:
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
     )
-
-
-__all__ = ("Command", "Do", "Restore", "Setup", "Step", "decode", "encode", "pack_step", "unpack_step")

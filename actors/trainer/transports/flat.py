@@ -112,6 +112,3 @@ def meta_of(name: str, tensor: Tensor) -> TensorMeta:
 def n_bytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-__all__ = ("BUCKET_BYTES", "FlatBuffers", "meta_of", "n_bytes_of", "plan_buckets")

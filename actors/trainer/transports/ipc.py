@@ -77,6 +77,3 @@ def _metadata(bucket: Bucket) -> list[object]:
         )
         start += n_bytes
     return found
-
-
-__all__ = ("IpcSender",)

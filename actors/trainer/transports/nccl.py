@@ -142,6 +142,3 @@ class NcclSender:
         group, self._group = self._group, None
         if group is not None:
             leave_group(group)
-
-
-__all__ = ("GroupBroken", "NcclSender", "first_ranks")

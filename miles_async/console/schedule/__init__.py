@@ -1,6 +1,6 @@
 """What a scheduling rule costs under a staleness bound: a model without overhead, and advice from a run's own lengths."""
 
 from miles_async.console.schedule.advice import Advice, advise
-from miles_async.console.schedule.model import Outcome, Rule, Sample, Setup, simulate
+from miles_async.console.schedule.model import Rule, Sample, Setup, simulate
 
-__all__ = ("Advice", "Outcome", "Rule", "Sample", "Setup", "advise", "simulate")
+__all__ = ("Advice", "Rule", "Sample", "Setup", "advise", "simulate")

@@ -130,6 +130,3 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
         f"{wished.running:.0f} running."
     )
     return lines
-
-
-__all__ = ("Advice", "Choice", "advise", "best", "predict", "share")

@@ -292,6 +292,3 @@ class _Seen:
 def simulate(setup: Setup, samples: Iterator[Sample]) -> Outcome:
     """Play `setup` with endless `samples`, taken in the order in which they start."""
     return Simulation(setup, samples).outcome()
-
-
-__all__ = ("Group", "Member", "Outcome", "Rule", "Sample", "Setup", "Simulation", "simulate")

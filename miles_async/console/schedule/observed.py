@@ -158,6 +158,3 @@ def slowdown_of(steps: Sequence[Step]) -> float:
     slope = shared / variance
     alone = typical - slope * middle
     return slope / alone if slope > 0 and alone > 0 else 0.0
-
-
-__all__ = ("Observed", "Spread", "live_knobs", "observe", "slowdown_of")

@@ -11,15 +11,5 @@ from miles_async.settings.groups.perf import PerfSettings
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.groups.sglang import SglangSettings
 
-__all__ = (
-    "BusSettings",
-    "CkptSettings",
-    "EvalSettings",
-    "GrpoSettings",
-    "LaunchSettings",
-    "ModelSettings",
-    "OptimizerSettings",
-    "PerfSettings",
-    "RolloutSettings",
-    "SglangSettings",
-)
+__all__ = ("BusSettings", "CkptSettings", "EvalSettings", "GrpoSettings", "LaunchSettings", "ModelSettings", "OptimizerSettings",
+           "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip

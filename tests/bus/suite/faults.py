@@ -13,7 +13,8 @@ from typing import Protocol
 
 from bus import ledger
 from bus.errors import BusUnreachable, InvariantBroken
-from bus.knobs import propose, publish_initial, read_history
+from bus.knobs import propose
+from bus.knobs.live import publish_initial, read_history
 from bus.messages.control import Event
 from bus.streams.entry import Commit, Entry, Guard, Out
 from bus.streams.reader import Reader

@@ -1,23 +1,24 @@
-"""`miles-async bus ls|tail|show|lag`: reading only."""
+"""The verbs of `miles-async bus`. All but `dead retry` and `dead drop` only read."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from bus import STREAMS, Bus, Stream
+from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
 from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, heads, newest_heads
 from bus.streams.entry import Entry
-from miles_async.cli.bus import fields_line
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
 from miles_async.console.show import outline, plain
 from miles_async.console.snapshot import read_snapshot
-from miles_async.console.text import duration, human_bytes, plural, table
+from miles_async.console.text import duration, human_bytes, plural, shorten, table
 from miles_async.settings.errors import SettingsError
 
 FOLLOW_S = 0.3
@@ -47,7 +48,7 @@ async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool)
     page = newest if n > 0 else []
     while True:
         for head in page:
-            print(_json_line(head) if as_json else fields_line(head))
+            print(_json_line(head) if as_json else _line(head))
             position = head.id
         sys.stdout.flush()
         if not follow:
@@ -59,6 +60,13 @@ async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool)
 
 def _json_line(head: Head) -> str:
     return msgspec.json.encode({"id": head.id, "bytes": head.size, **head.fields}).decode()
+
+
+def _line(head: Head) -> str:
+    """One entry on one line: time, id, size, then its plain fields."""
+    when = datetime.fromtimestamp(head.wall).strftime("%H:%M:%S.%f")[:-3]
+    fields = " ".join(f"{name}={shorten(value, 120)}" for name, value in head.fields.items() if name != "blob")
+    return f"{when}  {head.id}  {human_bytes(head.size):>7}  {fields}"
 
 
 async def show(bus: Bus, stream: Stream, name: str, *, as_json: bool) -> int:
@@ -118,4 +126,61 @@ async def lag(bus: Bus, *, as_json: bool) -> int:
     return 0
 
 
-__all__ = ("lag", "ls", "show", "tail")
+async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
+    """One of list, retry, drop. What cannot be done raises, and nothing has changed then."""
+    if verb == "list":
+        letters = await read_letters(bus)
+        if as_json:
+            print_json([_letter_json(item) for item in letters])
+        else:
+            print(_letters_text(letters))
+        return 0
+    item = await find_letter(bus, name)
+    if verb == "drop":
+        await drop(bus, item)
+        result: dict[str, Any] = {"dropped": item.id, "sample": item.letter.sample_id}
+        text = f"dropped {item.id} ({item.letter.stream} {item.letter.sample_id or item.letter.entry_id})"
+    else:
+        done = await retry(bus, item)
+        result = {"retried": item.id, "how": done.how, "stream": done.stream, "entry": done.entry_id}
+        text = done.text
+    if as_json:
+        print_json(result)
+    else:
+        print(text)
+    return 0
+
+
+def _letter_json(item: Letter) -> dict[str, Any]:
+    letter = item.letter
+    return {
+        "id": item.id,
+        "stream": letter.stream,
+        "entry_id": letter.entry_id,
+        "sample": letter.sample_id,
+        "group": letter.group_id,
+        "actor": letter.actor,
+        "deliveries": letter.deliveries,
+        "error": letter.error,
+        "traceback": letter.traceback,
+        "fields": letter.fields,
+        "body_bytes": len(letter.body),
+        "wall": letter.wall,
+    }
+
+
+def _letters_text(letters: list[Letter]) -> str:
+    if not letters:
+        return "no dead letters"
+    rows = []
+    for item in letters:
+        letter = item.letter
+        when = datetime.fromtimestamp(letter.wall).strftime("%m-%d %H:%M:%S") if letter.wall else "-"
+        who = letter.sample_id or letter.group_id or letter.entry_id
+        rows.append(
+            [item.id, when, letter.stream, who, letter.actor, str(letter.deliveries), shorten(letter.error, 100)]
+        )
+    columns = ["id", "when", "stream", "sample", "actor", "tries", "error"]
+    body = table(columns, rows, right=("tries",))
+    advice = "miles-async bus dead retry ID gives one another chance; bus dead list --json shows tracebacks."
+    return f"{body}\n\n{plural(len(letters), 'dead letter')}. {advice}"

@@ -1,0 +1,116 @@
+"""What is public is used: a name that only its own tests know is dead, and goes together with them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.floors.tree import PACKAGES, parse, sources
+
+FILES = sources(*PACKAGES)
+# Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
+STAYS = {
+    "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
+    "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
+}
+CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received"}
+Use = tuple[str, str]
+
+
+def mentions(node: ast.AST, but: ast.AST | None = None) -> Iterator[Use]:
+    """(how, name) of all that is mentioned below a node, one part of it and `__all__` left out."""
+    for child in ast.iter_child_nodes(node):
+        if child is but or (isinstance(child, ast.Assign) and ast.unparse(child.targets[0]) == "__all__"):
+            continue
+        match child:
+            case ast.Name(id=name, ctx=ast.Load()):
+                yield "name", name
+            case ast.Attribute(attr=name):
+                yield "attribute", name
+            case ast.Constant(value=str(text)):
+                yield "text", text  # tables name functions of a module
+            case ast.ImportFrom(names=names):
+                yield from (("import", alias.name) for alias in names)
+            case ast.MatchClass(kwd_attrs=names):
+                yield from (("attribute", name) for name in names)
+        yield from mentions(child, but)
+
+
+@cache
+def mentioned() -> dict[Use, set[Path]]:
+    """Where the product mentions each name. Packages that hand it on do not count."""
+    found: dict[Use, set[Path]] = {}
+    for path in FILES:
+        for use in mentions(parse(path)) if path.name != "__init__.py" else ():
+            found.setdefault(use, set()).add(path)
+    return found
+
+
+def is_used(path: Path, name: str, node: ast.AST, *, member: bool) -> bool:
+    """Whether another module of the product mentions it, or its own outside of it."""
+    uses = {("attribute", name)} if member else {("attribute", name), ("import", name), ("text", name)}
+    elsewhere = any(mentioned().get(use, set()) - {path} for use in uses)
+    return elsewhere or not {*uses, ("name", name)}.isdisjoint(mentions(parse(path), but=node))
+
+
+def targets(node: ast.AST) -> list[str]:
+    """Names that a statement of a module or class makes."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=found):
+            return [target.id for target in found if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def dead_names(path: Path) -> list[str]:
+    """Functions, classes, constants and methods of a module without an underscore that the product does not use."""
+    found = [
+        name
+        for node in parse(path).body
+        for name in targets(node)
+        if not name.startswith("_") and not is_used(path, name, node, member=False)
+    ]
+    methods = [
+        node
+        for struct in parse(path).body
+        if isinstance(struct, ast.ClassDef)
+        for node in struct.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and node.name not in CALLED_BY_LIBRARIES
+    ]
+    return found + [node.name for node in methods if not is_used(path, node.name, node, member=True)]
+
+
+@cache
+def asked_of_packages() -> dict[str, set[str]]:
+    """Module to the names that the product and the scripts import from it."""
+    asked: dict[str, set[str]] = {}
+    for path in sources(*PACKAGES, "scripts"):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom):
+                asked.setdefault(node.module or "", set()).update(alias.name for alias in node.names)
+    return asked
+
+
+def handed_on_to_nobody(path: Path) -> list[str]:
+    """Names in the `__all__` of a package that nobody asks that package for."""
+    package = ".".join(path.parts[:-1])
+    asked = asked_of_packages().get(package, set())
+    declared = next((n.value for n in parse(path).body if isinstance(n, ast.Assign) and targets(n) == ["__all__"]), None)
+    return [name for name in (ast.literal_eval(declared) if declared else ()) if name not in asked]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_no_public_name_is_dead(path: Path) -> None:
+    found = handed_on_to_nobody(path) if path.name == "__init__.py" else dead_names(path)
+    told = {place.rpartition(" ")[2] for place in STAYS if place.startswith(f"{path} ")}
+    assert {name for name in found if f"{path} {name}" not in STAYS} == set(), f"{path}: delete them, and what tests them alone"
+    assert told <= set(found), f"{path}: in STAYS, but used"
