@@ -1,4 +1,4 @@
-"""Every failure the house can name. The class decides what happens next; the message says what, where, why, what to do.
+"""Every named failure. The class decides what happens next; the message says what, where, why, what to do.
 
 MilesAsyncError
 ├── Transient            try again, here or elsewhere

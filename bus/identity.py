@@ -1,4 +1,4 @@
-"""What a run is, as it stands on its bus, for whoever joins it or starts it again. And which runs a server holds."""
+"""A run's identity on its bus, for workers and launchers that join it; and which runs a server holds."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class SGLangServer:
                 await tokens
             finally:
                 tokens.cancel()  # the boot may be over first
-            # What lives now lives for good: Python's collector need not walk it again and again while requests run.
+            # Objects that are alive now stay: Python's collector need not scan them again and again while requests run.
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with http.post(f"{url}/freeze_gc") as response:
                     await response.read()

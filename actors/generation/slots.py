@@ -67,7 +67,7 @@ class Slots:
         self._begin()
 
     def _begin(self) -> None:
-        """From now on everything is counted anew, for the present slots."""
+        """Reset all counts, for the present slots."""
         self._ended = 0
         self._most_busy = 0
         self._most_kv = 0.0

@@ -108,7 +108,7 @@ class Members:
                 self.all[name].seat = None
 
     def withdraw(self, version: int) -> None:
-        """Orders to this version are void: whoever has one is ordered anew."""
+        """Orders to this version are void; their workers get new ones."""
         for member in self.all.values():
             if member.ordered is not None and member.ordered[0] == version:
                 member.ordered = None

@@ -49,7 +49,7 @@ def join_group(
 
 
 def leave_group(group: Any) -> None:
-    """Part from a group, also from one whose peers are gone: that cannot be done politely, so its work is cut off first."""
+    """Leave a group. Where its peers may be gone, its pending work is aborted first."""
     import torch.distributed as dist
 
     try:

@@ -1,4 +1,4 @@
-"""The house's checksum of files and tensors: XXH3 with 128 bits, as fast as memory is read. It finds damage, not intent."""
+"""Checksum of files and tensors: XXH3 with 128 bits, as fast as memory is read. It finds damage, not intent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an actor is given once, at its start: bus, knobs, clock, seeds, vitals, and the wish to stop."""
+"""What an actor is given once, at its start: bus, knobs, clock, seeds, vitals, and the request to stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
 
-Shutdown, in order: 1 SIGTERM, SIGINT or the wish on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
+Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
 Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
@@ -163,7 +163,7 @@ async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], 
 
 
 async def _drain_watch(context: Context, over: asyncio.Event) -> None:
-    """Waits for the wish to drain, then for the room; a room that does not finish in time is ended."""
+    """Waits for the request to drain, then for the room; a room that does not finish in time is ended."""
     waits = [asyncio.ensure_future(context.draining.wait()), asyncio.ensure_future(over.wait())]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -179,7 +179,7 @@ def others(save: Path, damaged: int | None) -> str:
     steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
     intact = [step for step in steps if step != damaged and _looks_intact(save, step)]
     if not intact:
-        return "No other checkpoint lies there; choose another --load, or an empty --save to begin anew."
+        return "No other checkpoint lies there; choose another --load, or an empty --save to start from scratch."
     return f"Intact: {', '.join(map(str, intact))}; write one of these numbers into {save / TRACKER} to go on from it."
 
 

@@ -1,4 +1,4 @@
-"""Versions on their way from the trainer to the engines: it holds the newest one and brings it where the publisher says.
+"""Sends versions from the trainer to the engines: it holds the newest one and sends it where the publisher says.
 
 Reads  active (send), events (log)    Writes  policy (announced, ready, failed, sending)
 Owns   flat buffers, the broadcast group, the weights' files

@@ -1,6 +1,6 @@
 """Ranks 1..N-1 of a trainer with several: children of rank 0's process, started with it and gone with it.
 
-Owns nothing but processes. A follower that ends before it is sent home ends the trainer, whose supervisor starts all ranks
+Owns nothing but processes. A follower that ends before it is told to end ends the trainer, whose supervisor starts all ranks
 again from the last checkpoint.
 """
 
@@ -56,7 +56,7 @@ class Followers:
         return self._logs / f"trainer-rank-{rank}.log"
 
     async def watch(self) -> None:
-        """Waits for the first one to end; RankDied unless they were sent home."""
+        """Waits for the first one to end; RankDied unless they were told to end."""
         if not self._children:
             return
         waits = {asyncio.ensure_future(child.wait()): rank for rank, child in self._children.items()}

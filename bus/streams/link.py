@@ -116,7 +116,7 @@ class Link:
         return await self._enqueue(command)
 
     def run_job(self, job: Job) -> Waiting:
-        """One job of a script that knows its repetitions, in one call with its like that are queued."""
+        """One job of a script that knows its repetitions, sharing one call with the queued jobs of the same script."""
         return self._enqueue(job)
 
     def _enqueue(self, what: Command | Job) -> Waiting:
@@ -216,7 +216,7 @@ class Link:
         return replies
 
     async def _wait_for_writes(self, refusal: RedisError, pause_s: float) -> float:
-        """Pause before a refused command is sent again; 0 at the first time, which is told. Returns the next pause."""
+        """Pause before a refused command is sent again; 0 the first time, which is logged. Returns the next pause."""
         if pause_s == 0:
             log.warning("%s; trying again for %.0f s", translate(refusal, self.shown), self.deadline_s)
         await self.clock.sleep(max(pause_s, 0.05))

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Hand over to the verb."""
     if args.verb in ("tail", "show"):
-        stream_named(args.stream)  # a typo is told before anything is dialled
+        stream_named(args.stream)  # a typo is reported before connecting
 
     async def body(bus: "Bus", ref: RunRef) -> int:
         from miles_async.cli import bus_verbs as verbs

@@ -136,7 +136,7 @@ class NcclSender:
             stream.synchronize()
 
     def close(self) -> None:
-        """Leave the group; whoever waits for its members stops waiting. Harmless twice."""
+        """Leave the group; waits for its members end. Harmless twice."""
         self._closed = True
         self._store = None
         group, self._group = self._group, None

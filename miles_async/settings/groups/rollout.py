@@ -25,7 +25,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
     ] = None
     apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
-    rollout_shuffle: Annotated[bool, doc("Shuffle the prompts anew in every epoch, from rollout_seed.")] = False
+    rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
     num_rollout: Annotated[
         PositiveInt | None,
