@@ -15,8 +15,10 @@ from actors.trainer.backend import StepResult
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Entry
-from bus.messages.groups import GroupKept, OpenGroup
+from bus.messages.groups import GroupKept, OpenGroup, part_key
 from bus.messages.versions import staleness
+
+MOST_PARTS = 4096  # looked for; a larger number is no group's
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -66,6 +68,32 @@ def consumed_by(
             )
         )
     return found
+
+
+def inside_of(group: GroupKept, among: Mapping[str, Consumed]) -> Consumed | None:
+    """What of an entry checkpoints hold, with the accounts of exactly these samples; None = nothing. `among`: by key. It goes by
+    samples, because a bus that went back may have a group cut into other parts than those that were trained."""
+    by_index = {s.rollout.task.index: s for s in group.samples}
+    n = max((s.rollout.task.n_samples for s in group.samples), default=0)
+    keys = (group.group_id, *(part_key(group.group_id, (i,)) for i in range(min(n, MOST_PARTS))))
+    known = [among[key] for key in keys if key in among]
+    own = among.get(group.key)
+    if own is not None and not own.members:
+        return own  # all of the entry, in a checkpoint of a former release
+    held = sorted(by_index.keys() & {i for item in known for i in item.members})
+    if not held or (own is not None and held == sorted(own.members)):
+        return own if held else None
+    samples = [by_index[i] for i in held]
+    return Consumed(
+        group.key,
+        len(held),
+        0,
+        sum(s.rollout.response.n_tokens for s in samples),
+        0,
+        tuple((span.version, span.n) for s in samples for span in s.rollout.response.spans),
+        tuple(held),
+        rewards=tuple(s.reward for s in samples),
+    )
 
 
 def booked(trained: Sequence[Trained]) -> dict[str, int]:

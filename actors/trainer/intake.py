@@ -15,7 +15,7 @@ from actors.runtime.consume import Consumer
 from actors.runtime.content import header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from actors.trainer.accounts import Trained, booked, remaining
+from actors.trainer.accounts import Trained, booked, inside_of, remaining
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Commit, Entry, Out, ledger
@@ -60,16 +60,17 @@ class Intake:
                 await bus.commit(Commit(ack=(entry,)))
                 self.reader.forget([entry])
                 continue
-            settled = self._settled.get(group.key)
+            settled = inside_of(group, self._settled)
             if settled is not None and settled.members and not settled.covers(group):
                 # Some of its samples are inside a checkpoint, and it was not here when that was loaded.
-                del self._settled[group.key]
+                if settled is self._settled.get(group.key):
+                    del self._settled[group.key]
                 self.uncommitted.append(Trained(step=0, entry=entry, consumed=settled))
                 self.ready[group.key] = Part.of(group, came=step, without=frozenset(settled.members))
                 self._entries[group.key] = entry
                 continue
             if settled is not None or self._held(group.key) is not None:
-                await self._came_again(entry, group.key)
+                await self._came_again(entry, group.key, settled)
                 continue
             opened = await self._listed(group.key)
             if opened is None or not _is(group, opened):
@@ -85,7 +86,7 @@ class Intake:
         known = (t.entry for t in self.uncommitted if t.consumed.group_id == key)
         return self._entries.get(key) or next(known, None)
 
-    async def _came_again(self, entry: Entry, key: str) -> None:
+    async def _came_again(self, entry: Entry, key: str, consumed: Consumed | None) -> None:
         """A server that lost its last second may forget deliveries, acknowledgements and entries that this process knows.
 
         An acknowledgement that was forgotten is given again, with its accounts if they were forgotten too. A group whose
@@ -93,7 +94,6 @@ class Intake:
         """
         bus = self._context.bus
         self._context.count("duplicates")
-        consumed = self._settled.get(key)
         if consumed is not None:
             listed = await self._listed(key)
             again = Trained(step=0, entry=entry, consumed=consumed)
@@ -263,14 +263,14 @@ class Intake:
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
         """At a start: samples that the loaded checkpoint already holds, delivered again, only wait for their
         acknowledgement; those that are not here may still come, from a server that lost its last second."""
-        self._settle(item for item in consumed if item.group_id not in self.ready)
-        seen: set[tuple[str, tuple[int, ...]]] = set()
+        inside: dict[str, Consumed] = {}
         for item in consumed:
-            part = self.ready.get(item.group_id)
-            if part is None or (item.group_id, item.members) in seen:
-                continue
-            seen.add((item.group_id, item.members))
-            members = item.members or tuple(part.group.samples[at].rollout.task.index for at in part.left)
+            before = inside.get(item.group_id)
+            inside[item.group_id] = item if before is None else before.with_more(item)
+        here = {key: found for key, part in self.ready.items() if (found := inside_of(part.group, inside)) is not None}
+        self._settle(item for key, item in inside.items() if here.get(key) is not item)
+        for key, item in here.items():
+            members = item.members or tuple(s.rollout.task.index for s in self.ready[key].group.samples)
             self.trained([msgspec.structs.replace(item, members=members)], step)
 
 

@@ -166,3 +166,29 @@ async def test_what_two_checkpoints_hold_counts_once(redis_url: str, run_name: s
         await trainer.intake.acknowledge(2, None)
         assert (await read_accounts(bus)).trained == 3 and await bus.length(GROUPS) == 1
         await closes(bus)
+
+
+@pytest.mark.parametrize("here_first", [False, True])
+async def test_a_bus_that_went_back_may_cut_a_group_into_other_parts(
+    here_first: bool, redis_url: str, run_name: str
+) -> None:
+    """The checkpoint holds samples 0 and 2 as one part; the filter, which knows nothing of it, releases 1 and 2 together and then 0
+    alone."""
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        known = (1.0, 0.0)
+        inside = (consumed(kept(1, 0, 2, known=known)),)
+        if not here_first:
+            trainer.intake.adopt(inside, 1)
+        await arrive(bus, kept(1, 1, 2, known=known), kept(1, 0, known=known), kept(2, 0, 1, 2), turned=2)
+        await take_all(trainer)
+        if here_first:
+            trainer.intake.adopt(inside, 1)
+        ready = {key: part.left for key, part in trainer.intake.ready.items()}
+        assert ready == {"g1+1": (0,), "g2": (0, 1, 2)}, "of g1 only sample 1 is to be trained"
+        await trainer.intake.acknowledge(1, None)
+        assert (await read_accounts(bus)).trained == 1, "0; 2 is booked when the rest of its entry is trained"
+        trainer.step = 1
+        assert (await trainer.train())[:1] == ("g1/1",)
+        await trainer.intake.acknowledge(2, None)
+        assert (await read_accounts(bus)).trained == 3
+        await closes(bus)
