@@ -10,7 +10,7 @@ from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
 from actors.recorder.records import TEXT_LIMIT, _bounded
-from actors.runtime.context import ActorSpec, Context
+from actors.runtime.context import Context
 from bus import Bus, Out
 from bus.knobs.live import LiveKnobs
 from bus.messages.control import Event
@@ -19,6 +19,7 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
+from tests.declared import actor_of
 from tests.miles_async.console_data import Story, config, step_done, vitals
 
 DEADLINE_S = 20.0
@@ -188,7 +189,7 @@ async def test_whom_the_recorder_waits_for_at_the_end_does_not_hang_on_another_h
     redis_url, run_name, skew_s, silent_s, lives
 ):
     async with Bus(config(redis_url, run_name)) as bus:
-        context = Context(ActorSpec(name="recorder", role="recorder", bus=bus.config), bus, LiveKnobs(bus))
+        context = Context(actor_of(name="recorder", role="recorder", bus=bus.config), bus, LiveKnobs(bus))
         await bus.set_vitals("filter", vitals("filter", host="elsewhere", wall=bus.clock.wall() + skew_s))
         await bus.link.run("HINCRBY", bus.keys.heard, "filter", -1000 * silent_s)
         assert await _living(context) == lives

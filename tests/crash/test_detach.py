@@ -151,6 +151,7 @@ def test_a_finished_run_started_again_says_so_and_touches_nothing(run_of: Launch
     assert_ended_run_can_be_asked(run)
 
 
+@pytest.mark.slow
 def test_a_view_attached_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
     run = run_of({"rollout": {"num_rollout": 12}})
     run.start()
