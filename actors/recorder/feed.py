@@ -35,6 +35,8 @@ class Feed:
             stream, at, entry_id = str(record.get("entry", "")).partition("@")
             if at and id_key(entry_id) > id_key(self._tail.positions.get(stream, "0")):
                 self._tail.positions[stream] = entry_id
+        if self.history.left_out:
+            unread(f"{self.history.left_out} lines of the record are not as this release writes them, and were left out")
 
     async def close(self) -> None:
         """Close the connection."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from actors.recorder.records import Record
@@ -71,13 +70,16 @@ class History:
     lost_steps: int = 0
     furthest: int = 0  # the last step ever made, lost ones included
     finished: bool = False
+    left_out: int = 0  # records that could not be taken in
     _resumed: bool = False
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
         another release, is left out."""
-        with suppress(KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        try:
             self._take(record)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            self.left_out += 1
 
     def _take(self, record: Record) -> None:
         wall = float(record.get("wall", 0.0))

@@ -30,6 +30,7 @@ from actors.runtime.child import PYTHON
 
 SPACE = "-" * 2000  # room for a child's command line in the server's own
 NO_SERVER = 3
+ANSWER_S = 300.0  # importing torch takes minutes on a starved host
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -80,7 +81,11 @@ class ForkServer:
             self._process.stdin.flush()
         except OSError:
             return None
-        pid = await forked
+        try:
+            pid = await asyncio.wait_for(forked, ANSWER_S)
+        except TimeoutError:
+            self._process.kill()  # or it could start later what the caller starts now
+            return None
         return (pid, self._ends.setdefault(pid, loop.create_future())) if pid else None
 
     async def _read(self) -> None:
@@ -198,13 +203,18 @@ def become(order: Order) -> None:
         os._exit(code)
 
 
-def rename(words: Sequence[str]) -> bool:
-    """Write another command line over the one this process was started with; False where that cannot be done."""
+def words_at() -> tuple[int, int]:
+    """Begin and end of this process's command line in its memory; (0, 0) where the kernel does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        begin, end = int(fields[45]), int(fields[46])
+        return int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted behind the command's name
     except (OSError, IndexError, ValueError):
-        return False
+        return 0, 0
+
+
+def rename(words: Sequence[str]) -> bool:
+    """Write another command line over the one this process was started with; False where that cannot be done."""
+    begin, end = words_at()
     text = b"".join(word.encode() + b"\0" for word in words)
     if not begin or len(text) > end - begin:
         return False

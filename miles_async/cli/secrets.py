@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from miles_async.settings.secrets import take_password
 
 _WORD = re.compile(r"(--[\w-]+=)?((?:rediss?|unix)://.*)", re.DOTALL)
-_ARG_START, _ARG_END = (
-    47,
-    48,
-)  # fields of /proc/self/stat, counted from 0 behind the command's name: 48 and 49 in proc(5)
 
 
 def take_passwords(words: Sequence[str]) -> list[str]:
@@ -38,10 +32,11 @@ def _bare(url: str) -> str:
 
 def _forget(word: bytes) -> None:
     """Overwrite a word of this process's own command line (Linux; elsewhere it stays)."""
-    if sys.platform != "linux":
+    from actors.runtime.fork_server import words_at  # only now: few commands have a password to forget
+
+    start, end = words_at()
+    if not start:
         return
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
-    start, end = int(fields[_ARG_START - 2]), int(fields[_ARG_END - 2])
     at = ctypes.string_at(start, end - start).find(word)
     if at >= 0:
         ctypes.memset(start + at, ord("*"), len(word))

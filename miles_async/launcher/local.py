@@ -22,6 +22,7 @@ from actors.runtime.fork_server import ForkServer
 from actors.runtime.run import EXIT_REFUSED
 from bus import Clock
 from bus.errors import printable
+from bus.private import write_secret
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -81,8 +82,7 @@ class Supervisor:
         kept = self.kept[spec.name] = Kept(spec)
         file, content = self._spec_file(kept), msgspec.json.format(msgspec.json.encode(spec), indent=2)
         kept.outdated = file.exists() and file.read_bytes() != content
-        file.write_bytes(content)
-        self._spec_file(kept).chmod(0o600)  # the bus address may hold a password
+        write_secret(file, content.decode())
         return kept
 
     def _spec_file(self, kept: Kept) -> Path:
