@@ -33,7 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as-shipped": {},
 }
 """FA3, graphs to 512 and gathered prompts unless it says otherwise (docs/measurements/h200_tuning.json is from before prompts were
-gathered by default; its `delayer` is today's default)."""
+gathered by default; its `delayer` is today's default). A variant that names gathering itself gets no slots beyond
+--max-running, so it is to be compared with others of its kind only."""
 
 
 async def throughput(b: Any) -> None:

@@ -93,3 +93,16 @@ async def test_the_end_of_a_strange_process_is_noticed_and_awaited_no_longer_tha
     process.kill()
     assert await ended(process.pid, 20)
     await process.wait()
+
+
+async def test_a_server_that_does_not_answer_is_given_up_and_starts_nothing_later(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program / "a_slow_one.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr("actors.runtime.fork_server.ANSWER_S", 0.2)
+    server = ForkServer(["a_slow_one"])
+    try:
+        assert await server.start(["a_program", "0"], program / "0.log", {"GIVEN": "x"}) is None
+        assert not (program / "0.log").exists()
+    finally:
+        await server.close()

@@ -149,7 +149,8 @@ async def test_an_event_that_cannot_be_written_is_left_out_and_said(redis_url, r
 
 def test_a_line_of_the_file_that_lacks_something_is_left_out():
     bent = [{"kind": "step"}, {"kind": "step", "step": "x"}, {"kind": "ledger", "accounts": 3}, {"kind": "drop", "wall": []}]
-    assert [s.step for s in history_of([*bent, {"kind": "step", "step": 4}]).steps] == [4]
+    history = history_of([*bent, {"kind": "step", "step": 4}])
+    assert [s.step for s in history.steps] == [4] and history.left_out == 4
 
 
 async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):
