@@ -115,6 +115,11 @@ def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> 
     return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
 
 
+def training_data(settings: RunSettings, model_dir: str) -> DataSpec:
+    """How to read the training prompts."""
+    return data_spec(settings, model_dir, settings.rollout.prompt_data)
+
+
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
     """(actor name, room, its spec) in the order of start."""
     r, c = settings.rollout, settings.ckpt
@@ -156,7 +161,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             told(
                 SamplerSpec,
                 settings.flat,
-                data=data_spec(settings, place.model_dir, r.prompt_data),
+                data=training_data(settings, place.model_dir),
                 num_rollout=place.num_rollout,
                 shuffle=r.rollout_shuffle,
                 stop_token_ids=place.stop_token_ids,
@@ -197,7 +202,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
 
 def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
     e = settings.eval
-    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or ""}
+    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or "", "tool_key": e.eval_tool_key or ""}
+    keys["data_source_path"] = ""  # of training
     return told(
         EvaluatorSpec,
         settings.flat,

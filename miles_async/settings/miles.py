@@ -11,6 +11,8 @@ OTHERWISE: dict[str, str] = {
     "check_weight_update_equal": "a boolean",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
+    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
     "load_debug_rollout_data": "msgpack, not torch.save",
@@ -58,8 +60,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
         "Samples are one answer to one prompt: there are no agents, tools or pictures.",
-        "--custom-generate-function-path --custom-agent-function-path --generate-* --tool-key --multimodal-keys --session-* "
-        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn --eval-tool-key "
+        "--custom-generate-function-path --custom-agent-function-path --generate-* --multimodal-keys --session-* "
+        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
     ),
     ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
