@@ -16,6 +16,7 @@ FILES = sources(*PACKAGES)
 STAYS = {
     "actors/runtime/chat.py render": "dialogues that go on behind recorded tokens: the endpoint for agents",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
+    "actors/runtime/sandbox.py Sandbox": "tools and rewards that run code come next",
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received"}
