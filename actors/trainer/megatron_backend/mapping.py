@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["whole", "vocabulary", "qkv", "halves", "fused_halves"]
-"""How tensors lie in the parameter: `whole` one tensor as it is; `vocabulary` its rows are padded; `qkv` queries, keys and values of
-each key-value group one after the other; `halves` gate then up, each rank its part of both; `fused_halves` the same out of one
-tensor. Where the parameter is cut over ranks stands in the parameter itself."""
+"""How tensors lie in the parameter: `whole` one tensor as it is; `vocabulary` its rows are padded; `qkv` queries, keys and
+values of each key-value group one after the other; `halves` gate then up, each rank its part of both; `fused_halves` the same out
+of one tensor. Where the parameter is cut over ranks stands in the parameter itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,11 @@ def latent_attention(*, q_lora: bool) -> list[Rule]:
     query = (("linear_q_down_proj", "q_a_proj"), ("q_layernorm", "q_a_layernorm"), ("linear_q_up_proj", "q_b_proj"))
     pairs = (
         *(query if q_lora else (("linear_q_proj", "q_proj"),)),
-        *(("linear_kv_down_proj", "kv_a_proj_with_mqa"), ("kv_layernorm", "kv_a_layernorm"), ("linear_kv_up_proj", "kv_b_proj")),
+        *(
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+            ("kv_layernorm", "kv_a_layernorm"),
+            ("linear_kv_up_proj", "kv_b_proj"),
+        ),
         ("linear_proj", "o_proj"),
     )
     return [Rule(f"{ours}{a}.weight", (f"{theirs}{b}.weight",)) for a, b in pairs]

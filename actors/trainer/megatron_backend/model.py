@@ -30,7 +30,7 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu}
 
 
 class Norm(nn.Module):
-    """RMSNorm in float32, as transformers computes it. In place of Megatron's wrapper of torch's, which refuses sequence parallel."""
+    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -193,7 +193,9 @@ def _chunk(arch: Architecture, layout: Layout, config: TransformerConfig, stage:
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's layers for this stage: Transformer Engine's where it can run, else plain torch."""
     engine = config.transformer_impl == "transformer_engine"
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
+    )
     if not engine:
         block.layer_norm = Norm
         for layer in block.layer_specs:
