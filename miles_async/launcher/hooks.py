@@ -46,6 +46,7 @@ def check_hooks(settings: RunSettings) -> None:
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
             "data": training_data(settings, ""),
+            "group_rm": s.group_rm,
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()

@@ -26,12 +26,12 @@ from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scor
 from bus.messages.versions import VersionSpan
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) -> number or table, may be async",
+    "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
-FIRST_ROWS = 100
+FIRST_ROWS, GROUP = 100, 2
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 """Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
 
@@ -44,6 +44,7 @@ class Ask(msgspec.Struct):
     reward_key: str = ""
     deadline_s: float = 30.0
     data: DataSpec | None = None
+    group_rm: bool = False
 
 
 def problem_of(field: str, path: str, ask: Ask) -> str:
@@ -74,7 +75,7 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
 
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
-        return (ask.sample.as_dict(),)
+        return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
     if field == "data_source_path":
         assert ask.data is not None
         return (sources_of(ask.data.path)[0].path,)
@@ -108,7 +109,10 @@ def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float)
 
 def _judged(field: str, answer: Any, ask: Ask) -> str:
     if field == "custom_rm_path":
-        settle(answer, ask.reward_key, "it")
+        if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
+            return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
+        for value in answer if ask.group_rm else [answer]:
+            settle(value, ask.reward_key, "it")
     elif field == "dynamic_sampling_filter_path":
         if answer is not None and not isinstance(answer, str):
             return f"answered with {answer!r}, which is neither a reason nor None"

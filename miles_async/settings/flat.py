@@ -98,7 +98,8 @@ class Flat:
     @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
-        return needs_whole_groups(reward_hook=self.custom_reward_post_process_path, estimator=self.advantage_estimator)
+        hook, estimator = self.custom_reward_post_process_path, self.advantage_estimator
+        return needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=self.group_rm)
 
     @property
     def max_open_groups(self) -> int:

@@ -11,6 +11,7 @@ OTHERWISE: dict[str, str] = {
     "check_weight_update_equal": "a boolean",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
+    "group_rm": "the function takes a list of tables",
     "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
@@ -24,7 +25,7 @@ OTHERWISE: dict[str, str] = {
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
-    *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
     *("dppo_divergence", "dppo_delta", "tail_after_tokens", "max_masked_fraction", "trainer_threads", "engine_threads"),
