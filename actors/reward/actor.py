@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from actors.reward.judge import JudgeScorer
 from actors.reward.sample import Reward, Sample, SampleGroup, ScorerFailed, settle
-from actors.reward.scorer import Scorers
+from actors.reward.scorer import Scorers, answer_of
 from actors.reward.siblings import Siblings
 from actors.reward.teacher import Teacher
 from actors.runtime.consume import Consumer, as_lost
@@ -122,7 +122,7 @@ class RewardRoom:
             async with asyncio.timeout_at(self._until) as scope:
                 self._running.add(scope)
                 try:
-                    rewards, scorer, taught = await self._score(entry, [rollout for _, rollout in whole])
+                    rewards, scorer, taught, answer = await self._score(entry, [rollout for _, rollout in whole])
                 finally:
                     self._running.discard(scope)
         except TimeoutError:
@@ -143,6 +143,7 @@ class RewardRoom:
                     scorer=scorer,
                     score_s=took_s,
                     teacher_logprobs=logprobs,
+                    answer=answer,
                 ),
             )
             for (one, rollout), reward, logprobs in zip(whole, rewards, taught, strict=True)
@@ -176,14 +177,15 @@ class RewardRoom:
 
     async def _score(
         self, entry: Entry, rollouts: Sequence[RolloutDone]
-    ) -> tuple[list[Reward], str, list[Packed | msgspec.UnsetType]]:
-        """One attempt: rewards, scorer, and the teacher's log-probs of training samples, each under the knob's deadline. Failures
-        that may pass are Transient while attempts are left."""
+    ) -> tuple[list[Reward], str, list[Packed | msgspec.UnsetType], str | msgspec.UnsetType]:
+        """One attempt: rewards, scorer, the teacher's log-probs of training samples, each under the knob's deadline, and the answer
+        of an evaluation sample. Failures that may pass are Transient while attempts are left."""
         timeout_s = float(self._context.knobs.reward_timeout_s)
         task = rollouts[0].task
         key = self._spec.reward_key
-        if task.eval_name and self._spec.eval_reward_key:
-            key = self._spec.eval_reward_key
+        if task.eval_name:
+            key = str(task.metadata.get("reward_key") or self._spec.eval_reward_key or key)
+        answer: str | msgspec.UnsetType = msgspec.UNSET
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
         samples = tuple(map(self._sample, rollouts))
         try:
@@ -191,6 +193,7 @@ class RewardRoom:
                 scorer = self._scorers.named(task.rm_type)
                 values = [await scorer.score(samples[0], timeout_s)]
                 name, default_key = scorer.name, scorer.default_key
+                answer = answer_of(scorer, samples[0]) if task.eval_name else answer
             else:
                 of_groups = self._scorers.of_groups
                 name, default_key = of_groups.name, of_groups.default_key
@@ -212,7 +215,7 @@ class RewardRoom:
                 raise
             raise Poison(f"attempt {attempts} was the last: {error}") from error
         self._failing.worked()
-        return rewards, name, taught
+        return rewards, name, taught, answer
 
     def _sample(self, rollout: RolloutDone) -> Sample:
         task = rollout.task

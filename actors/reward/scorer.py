@@ -24,6 +24,9 @@ from bus.errors import DeadlineExceeded, Poison
 
 BOXED = "boxed_"
 REMOTE, JUDGE, GYM = "remote_rm", "judge", "reasoning_gym"
+OTHERS = (code.NAME, GYM, JUDGE, REMOTE)
+"""Shipped names that are no rule."""
+ANSWER_CHARS = 64
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
 
 
@@ -71,6 +74,10 @@ class MathScorer(RuleScorer):
         self._pool = pool
         self._count = count
 
+    def answer(self, sample: Sample) -> str:
+        """What the rule takes for the answer; empty without one."""
+        return self._math.answer(sample) or ""
+
     async def score(self, sample: Sample, deadline_s: float) -> Value:
         if self._math.right(sample):
             return self._math.value(True)
@@ -111,6 +118,15 @@ class BoxedScorer:
     async def score(self, sample: Sample, deadline_s: float) -> Value:
         inside = msgspec.structs.replace(sample, response=last_boxed(sample.response) or "")
         return await self._inner.score(inside, deadline_s)
+
+
+def answer_of(scorer: Scorer, sample: Sample) -> str:
+    """What a sample answers, in at most ANSWER_CHARS, for counting votes: what a math rule takes for it, else the last line."""
+    if isinstance(scorer, MathScorer):
+        said = scorer.answer(sample)
+    else:
+        said = last_boxed(sample.response) or (sample.response.strip().splitlines() or [""])[-1]
+    return said.strip()[:ANSWER_CHARS]
 
 
 class Scorers:
@@ -208,5 +224,5 @@ class Scorers:
         if name.removeprefix(BOXED) == REMOTE:
             raise UnknownScorer(f"rm_type {name} asks a service and none is given; set --rm-url http://HOST:PORT/PATH.")
         raise UnknownScorer(
-            f"no rm_type {name[:60]!r}; known are {', '.join(sorted((*RULES, code.NAME, GYM, JUDGE, REMOTE)))}, and {BOXED}NAME."
+            f"no rm_type {name[:60]!r}; known are {', '.join(sorted((*RULES, *OTHERS)))}, and {BOXED}NAME."
         )

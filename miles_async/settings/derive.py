@@ -155,6 +155,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("eval_reward_key", lambda v: v["reward_key"]),
     ("eval_temperature", lambda v: v["rollout_temperature"]),
     ("eval_top_p", lambda v: v["rollout_top_p"]),
+    ("eval_top_k", lambda v: v["rollout_top_k"]),
     ("eval_max_response_len", lambda v: v["rollout_max_response_len"]),
     ("log_probs_max_tokens_per_gpu", lambda v: v["max_tokens_per_gpu"]),
     ("eps_clip_high", lambda v: v["eps_clip"]),

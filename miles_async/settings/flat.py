@@ -79,6 +79,11 @@ class Flat:
         return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out data sets."""
+        return bool(self.eval_prompt_data or self.eval_config)
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples in one rollout: rollout_batch_size * n_samples_per_prompt."""
         return int(self.rollout_batch_size * self.n_samples_per_prompt)

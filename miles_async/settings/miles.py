@@ -9,6 +9,7 @@ OTHERWISE: dict[str, str] = {
     "actor_num_nodes": "only 1",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
+    "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
@@ -25,7 +26,8 @@ OTHERWISE: dict[str, str] = {
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
-    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size"),
+    *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
     *("dppo_divergence", "dppo_delta", "tail_after_tokens", "max_masked_fraction", "trainer_threads", "engine_threads"),

@@ -217,7 +217,9 @@ def dotted_paths_are_well_formed(s: Flat) -> None:
 
 def evaluation_has_data(s: Flat) -> None:
     data = s.eval_prompt_data
-    if s.eval_interval is not None and not data:
+    if data and s.eval_config is not None:
+        raise refusal("eval_config", s.eval_config, "eval_prompt_data is given too", "Keep one of the two.")
+    if s.eval_interval is not None and not s.evaluates:
         raise refusal(
             "eval_interval", s.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
         )

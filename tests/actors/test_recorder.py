@@ -9,8 +9,8 @@ import pytest
 from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
-from actors.recorder.records import TEXT_LIMIT, _bounded
 from actors.runtime.context import Context
+from actors.runtime.readable import TEXT_LIMIT, bounded
 from bus import Bus, Out
 from bus.knobs.live import LiveKnobs
 from bus.messages.control import Event
@@ -181,7 +181,8 @@ async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_
 
 def test_a_long_text_keeps_its_ends():
     text = "a" * 5000 + "z" * 5000
-    assert len(_bounded(text)) <= TEXT_LIMIT and _bounded(text)[0] == "a" and _bounded(text)[-1] == "z"
+    shown = bounded(text, TEXT_LIMIT)
+    assert len(shown) <= TEXT_LIMIT and shown[0] == "a" and shown[-1] == "z"
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])

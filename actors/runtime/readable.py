@@ -1,0 +1,38 @@
+"""One scored sample as a person reads it: what the recorder shows of training and the evaluator keeps of held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from bus.messages.base import unpack_ints
+from bus.messages.samples import Scored
+
+TEXT_LIMIT = 2000
+
+
+def readable(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int = TEXT_LIMIT) -> dict[str, Any]:
+    """Names and numbers of a sample, and its texts of at most `limit` characters, their middle left out."""
+    rollout = scored.rollout
+    task, response = rollout.task, rollout.response
+    return {
+        "sample": task.sample_id,
+        "group": task.group_id,
+        "version": response.spans[-1].version if response.spans else -1,
+        "reward": scored.reward,
+        "rewards": dict(scored.rewards),
+        "scorer": scored.scorer,
+        "label": bounded(task.label, limit),
+        "tokens": response.n_tokens,
+        "finish": rollout.finish,
+        "prompt": bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens)), limit),
+        "response": bounded(decode(unpack_ints(response.tokens)), limit),
+    }
+
+
+def bounded(text: str, limit: int) -> str:
+    """The text, without its middle where it is too long."""
+    if len(text) <= limit:
+        return text
+    first, last = 2 * limit // 3, limit // 3 - 40
+    return f"{text[:first]} [{len(text) - first - last} characters left out] {text[-last:]}"
