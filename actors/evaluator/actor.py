@@ -42,7 +42,7 @@ class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     data: DataSpec
-    n_samples_per_prompt: int = 1
+    samples_per_prompt: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
@@ -72,7 +72,7 @@ class Evaluator:
         self._samples: list[tuple[EvalSet, Prompt]] = []  # by number; those of a prompt stand together
         for data in spec.sets:
             for prompt in load_prompts(data.data).prompts:
-                self._samples += [(data, prompt)] * data.n_samples_per_prompt
+                self._samples += [(data, prompt)] * data.samples_per_prompt
         self._total = len(self._samples)
         self._active: PolicyVersion | None = None
         self._final_step = -1

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from math import comb, sqrt
 
-import numpy as np
-
 from actors.runtime.seeds import rng_for
 
 RIGHT = 1.0
@@ -67,6 +65,8 @@ def at_k(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -
 def interval(rewards: Sequence[Sequence[float]]) -> tuple[float, float]:
     """95 % confidence interval of the mean over prompts. One sample a prompt, each 0 or 1: Wilson's. Else the percentile bootstrap
     over prompts (DRAWS, a fixed seed), since samples of one prompt are not independent."""
+    import numpy as np  # the front door reads settings of this room, and needs no numpy for it
+
     means = np.array([sum(of) / len(of) for of in rewards if of], dtype=np.float64)
     n = len(means)
     if n == 0:

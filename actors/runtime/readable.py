@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 from bus.messages.base import unpack_ints
@@ -27,7 +28,19 @@ def readable(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int 
         "finish": rollout.finish,
         "prompt": bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens)), limit),
         "response": bounded(decode(unpack_ints(response.tokens)), limit),
+        **({"turns": turns} if len(turns := turns_of(scored, decode, limit)) > 1 else {}),
     }
+
+
+def turns_of(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int) -> list[dict[str, str]]:
+    """The response in runs of tokens that may be trained (`model`) and that may not (`environment`: tools, users), each as text."""
+    tokens, mask = unpack_ints(scored.rollout.response.tokens), bytes(scored.rollout.response.loss_mask)
+    found, at = [], 0
+    for trained, run in groupby(mask[: len(tokens)]):
+        n = len(list(run))
+        found.append({"by": "model" if trained else "environment", "text": bounded(decode(tokens[at : at + n]), limit)})
+        at += n
+    return found
 
 
 def bounded(text: str, limit: int) -> str:

@@ -212,7 +212,7 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
         same = ("temperature", "top_p", "top_k", "max_response_len")
         own = {name: getattr(one, name) for name in same}
         n = one.n_samples_per_eval_prompt
-        sets.append(EvalSet(name=one.name, data=data, n_samples_per_prompt=n, metadata=one.metadata, **own))
+        sets.append(EvalSet(name=one.name, data=data, samples_per_prompt=n, metadata=one.metadata, **own))
     return told(
         EvaluatorSpec,
         settings.flat,

@@ -215,7 +215,7 @@ async def test_an_evaluation_that_is_under_way_is_not_overtaken(redis_url: str, 
 
 async def test_several_samples_a_prompt_a_few_at_a_time_and_all_kept(redis_url: str, run_name: str, tmp_path: Path) -> None:
     """Two samples of each of four prompts, three in flight: pass@k, an interval, and the worst sample first in the file."""
-    of_set = {"n_samples_per_prompt": 2, "metadata": {"rm_type": "f1"}, "max_response_len": 5}
+    of_set = {"samples_per_prompt": 2, "metadata": {"rm_type": "f1"}, "max_response_len": 5}
     async with evaluating(redis_url, run_name, tmp_path, 1, of_set=of_set, max_in_flight=3, keep=1) as (bus, _):
         for step in (0, 1):
             await put(bus, ACTIVE, active(step))
