@@ -11,9 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from actors.generation.rollouts import single
+from actors.generation.rollouts import Program, Trajectory, single
 from actors.generation.rollouts.live import Live
-from actors.generation.rollouts.session import Program, Trajectory
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
