@@ -31,7 +31,7 @@ from actors.runtime.run import Refused
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed, unpack_ints
-from bus.messages.samples import RolloutDone, RolloutLost, Scored
+from bus.messages.samples import Episode, RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
@@ -189,7 +189,10 @@ class RewardRoom:
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
         samples = tuple(map(self._sample, rollouts))
         try:
-            if self._siblings is None:
+            given = rollouts[0].episode.reward if rollouts[0].episode else msgspec.UNSET
+            if given is not msgspec.UNSET:  # by the rollout program
+                values, name, default_key = [given], "program", ""
+            elif self._siblings is None:
                 scorer = self._scorers.named(task.rm_type)
                 values = [await scorer.score(samples[0], timeout_s)]
                 name, default_key = scorer.name, scorer.default_key
@@ -218,13 +221,14 @@ class RewardRoom:
         return rewards, name, taught, answer
 
     def _sample(self, rollout: RolloutDone) -> Sample:
-        task = rollout.task
+        task, episode = rollout.task, rollout.episode or Episode()
+        answer = episode.answer
         return Sample(
             sample_id=task.sample_id,
             prompt=task.prompt_text or self._text(task.prompt_tokens),
-            response=self._text(rollout.response.tokens),
+            response=self._text(rollout.response.tokens) if answer is msgspec.UNSET else answer,
             label=task.label,
-            metadata=task.metadata,
+            metadata=episode.metadata | task.metadata,
             n_tokens=rollout.response.n_tokens,
             finish=rollout.finish,
             run_seed=self._context.spec.run_seed,

@@ -19,26 +19,26 @@ def readable(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int 
     return {
         "sample": task.sample_id,
         "group": task.group_id,
-        "version": response.spans[-1].version if response.spans else -1,
+        "version": rollout.header().version,
         "reward": scored.reward,
         "rewards": dict(scored.rewards),
         "scorer": scored.scorer,
         "label": bounded(task.label, limit),
         "tokens": response.n_tokens,
         "finish": rollout.finish,
-        "prompt": bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens)), limit),
+        "prompt": bounded(task.prompt_text or decode(unpack_ints(rollout.prompt_tokens)), limit),
         "response": bounded(decode(unpack_ints(response.tokens)), limit),
         **({"turns": turns} if len(turns := turns_of(scored, decode, limit)) > 1 else {}),
     }
 
 
 def turns_of(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int) -> list[dict[str, str]]:
-    """The response in runs of tokens that may be trained (`model`) and that may not (`environment`: tools, users), each as text."""
-    tokens, mask = unpack_ints(scored.rollout.response.tokens), bytes(scored.rollout.response.loss_mask)
+    """The response in runs of tokens that the model made (`model`) and that tools or users said (`environment`), each as text."""
+    tokens = unpack_ints(scored.rollout.response.tokens)
     found, at = [], 0
-    for trained, run in groupby(mask[: len(tokens)]):
-        n = len(list(run))
-        found.append({"by": "model" if trained else "environment", "text": bounded(decode(tokens[at : at + n]), limit)})
+    for made, spans in groupby(scored.rollout.response.spans, lambda span: span.made):
+        n = sum(span.n for span in spans)
+        found.append({"by": "model" if made else "environment", "text": bounded(decode(tokens[at : at + n]), limit)})
         at += n
     return found
 
