@@ -189,6 +189,8 @@ class RewardRoom:
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
         samples = tuple(map(self._sample, rollouts))
         try:
+            if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
+                return [Reward(0.0)] * len(rollouts), "data", taught, answer
             given = rollouts[0].episode.reward if rollouts[0].episode else msgspec.UNSET
             if given is not msgspec.UNSET:  # by the rollout program
                 values, name, default_key = [given], "program", ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,13 +18,14 @@ from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.megatron_backend.config import MegatronConfig
-from actors.trainer.objective_config import ObjectiveConfig, Reduction
+from actors.trainer.objective_config import ObjectiveConfig, Proximal, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
+from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
 
 T = TypeVar("T")
@@ -73,6 +76,10 @@ def told(kind: type[T], settings: Flat, **own: Any) -> T:
     return kind(**{name: "" if values[name] is None and of is str else values[name] for name, of in named.items()} | own)
 
 
+def _proximal(s: Flat) -> Proximal:
+    return "rollout" if s.use_rollout_logprobs else "interpolate" if s.interpolate_proximal else "recompute"
+
+
 def objective_config(settings: RunSettings) -> ObjectiveConfig:
     """The objective's settings from the GRPO group."""
     s = settings.flat
@@ -80,9 +87,10 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
     return told(
         ObjectiveConfig,
         s,
-        rewards_normalization=not s.disable_rewards_normalization,
+        diagnostics=not s.supervised,
+        rewards_normalization=not (s.disable_rewards_normalization or s.supervised),
         grpo_std_normalization=not s.disable_grpo_std_normalization,
-        proximal="rollout" if s.use_rollout_logprobs else "interpolate" if s.interpolate_proximal else "recompute",
+        proximal="current" if s.supervised else _proximal(s),
         correction="none" if chosen == "rollout_logprobs" else chosen,
         report_only=s.get_mismatch_metrics,
         tis_batch_normalize=s.tis_batch_normalize and s.use_mis,
@@ -112,7 +120,18 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     )
 
 
-def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> DataSpec:
+def stop_tokens(rollout: RolloutSettings, directory: Path) -> tuple[int, ...]:
+    """Stop ids of the settings and the end-of-sequence ids of the model."""
+    ids = list(rollout.rollout_stop_token_ids or ())
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.exists():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            ids += eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+    return tuple(dict.fromkeys(ids))
+
+
+def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: Any) -> DataSpec:
     """How to read one prompt file; `keys` where they are not those of training."""
     longest = settings.rollout.rollout_max_prompt_len or 0
     return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
@@ -120,7 +139,11 @@ def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> 
 
 def training_data(settings: RunSettings, model_dir: str) -> DataSpec:
     """How to read the training prompts."""
-    return data_spec(settings, model_dir, settings.rollout.prompt_data)
+    r, supervised = settings.rollout, settings.flat.supervised
+    longest = r.rollout_max_response_len if supervised else 0
+    stops = stop_tokens(r, Path(model_dir)) if supervised and model_dir else ()
+    end = stops[0] if stops else -1
+    return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:

@@ -157,6 +157,8 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal(
             "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
         )
+    if s.supervised and not s.evaluates:
+        return
     if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if s.rm_type is not None and "." in s.rm_type:
