@@ -42,6 +42,7 @@ def prepare() -> torch.device:
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     states.initialize_rng_tracker()
     states._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     states._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

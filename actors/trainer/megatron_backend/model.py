@@ -14,6 +14,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -184,10 +190,22 @@ def _chunk(arch: Architecture, layout: Layout, config: TransformerConfig, stage:
         rotary_base=arch.rotary["rope_theta"],
         vp_stage=stage,
     ).to(device)
+    _mark(model)
     if not config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels).to(device)
     model.vocab = arch.vocab  # columns past it are padding
     return model
+
+
+def _mark(model: nn.Module) -> None:
+    """Say of each weight where it is cut. Megatron's own layers do when they draw first values, which are not wanted here; gradient
+    norms and exports go by it."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):
+                if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
