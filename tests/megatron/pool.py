@@ -19,10 +19,7 @@ DEADLINE_S = 90.0
 def _live(pipe: Any, rank: int) -> None:
     torch.set_num_threads(1)
     while True:
-        job = pipe.recv()
-        if job is None:
-            return
-        function, n, store, args = job
+        function, n, store, args = pipe.recv()
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=60)
@@ -61,11 +58,10 @@ class Pool:
         return [said for _, said in results]
 
     def close(self) -> None:
-        for process, pipe in self._members:
-            if process.is_alive():
-                pipe.send(None)
+        for process, _ in self._members:
+            process.kill()  # they wait for a job, and hold nothing
+        for process, _ in self._members:
             process.join(5)
-            process.kill()
 
 
 @contextmanager

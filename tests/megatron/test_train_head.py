@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.torch_backend.head import token_head
-from tests.megatron.pool import Pool, opened
+from tests.megatron.pool import Pool
 
 VOCAB, PADDED, ROWS, WIDTH = 13, 16, 7, 5
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with opened(2, tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
 
 
 def inputs(dtype: torch.dtype, mixed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float | torch.Tensor]:

@@ -22,6 +22,7 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, tag="megatron"):
     sequence_parallel: bool = False
     microbatch_group_size_per_vp_stage: int | None = None
     data_pad_size_multiplier: int = 128  # tokens: a packed stream is padded to a multiple of it on each rank
+    gradient_checkpointing: bool = False
     megatron: dict[str, Any] = {}
     custom_megatron_init_path: str = ""
     custom_megatron_before_log_prob_hook_path: str = ""

@@ -27,8 +27,9 @@ from actors.trainer.megatron_backend.parallel import Groups, on_device
 from actors.trainer.megatron_backend.passes import Schedule
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.training.base import CoreBase
+from actors.trainer.torch_backend.core import settle_objective
 from actors.trainer.training.old_actors import OldActors, worn
-from actors.trainer.training.ranks import Ranks
+from actors.trainer.torch_backend.ranks import Ranks
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
 
@@ -40,7 +41,7 @@ class MegatronCore(CoreBase):
         setup.check(config, own, ranks.size)
         self.config, self.own, self.ranks = config, own, ranks
         install(config.objective)
-        self.objective = setup.settle_objective(config)
+        self.objective = settle_objective(config)
         torch.set_num_threads(config.trainer_threads)
         with on_device():
             self.groups = Groups(setup.layout_of(own, ranks.size))

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 
@@ -17,10 +17,11 @@ class Update:
     """The optimizer of the policy; its float32 masters and moments are its own, cut over data-parallel ranks if asked for."""
 
     def __init__(self, config: OptimizerConfig, chunks: list[Any]) -> None:
-        self.optimizer: Any = get_megatron_optimizer(config, chunks)
+        self.optimizer: Any = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
         self._chunks = chunks
         self._decoupled: bool = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # type: ignore[attr-defined]
         self._gathers_later = chunks[0].ddp_config.overlap_param_gather
+        self._decay = config.weight_decay
         self.steps = 0
 
     def clear(self) -> None:
@@ -45,6 +46,7 @@ class Update:
                     clip_grad_by_total_norm_fp32(params, limit, norm, self._decoupled)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)  # 0 for gains and biases
         self.optimizer.step_with_ready_grads()
         self.steps += 1
         if self._gathers_later:  # whoever reads weights next finds them whole on every rank

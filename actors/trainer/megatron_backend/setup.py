@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def own(config: BackendConfig) -> MegatronConfig:
     """The backend's own settings."""
-    found: Any = config.own
+    found: Any = getattr(config, 'own', None)
     return found if isinstance(found, MegatronConfig) else MegatronConfig()
 
 
@@ -83,7 +83,7 @@ class Model:
         self.dtype = DTYPES[config.model_dtype]
         torch.manual_seed(config.seed)
         given = own.megatron
-        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(config, given))
+        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.vocab = arch.vocab
         narrow = self.dtype != torch.float32
@@ -109,12 +109,12 @@ class Model:
             kv_heads=shape.groups, head_dim=transformer["kv_channels"],
         )  # fmt: skip
 
-    def _transformer(self, config: BackendConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         fast = {"apply_rope_fusion": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
         return {
             **(fast if model.has_transformer_engine() else {}),
-            **(full if config.gradient_checkpointing else {}),
+            **(full if own.gradient_checkpointing else {}),
             **_only(given, TRANSFORMER),
         }
 
