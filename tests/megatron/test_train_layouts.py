@@ -18,7 +18,7 @@ from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend.core import Core
-from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import train_batch
 from tests.declared import backend_of, objective_of
 from tests.megatron.pool import Pool
@@ -40,11 +40,11 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"tied": str(root / "True"), "apart": str(root / "False")}
 
 
-def config_of(path: str, **settings: Any) -> BackendConfig:
+def config_of(path: str, *, library: str = "megatron", **settings: Any) -> BackendConfig:
     # A large eps makes Adam's first update the gradient's multiple, not its sign: weights then tell gradients.
     plain = {"device": "cpu", "lr": 1.0, "adam_eps": 10.0, "max_tokens_per_gpu": 60, "weight_decay": 0.1, "clip_grad": 2.0}
-    own = MegatronConfig(data_pad_size_multiplier=4, **settings.pop("own", {}))
-    return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE), **plain | settings)
+    own = {"own": MegatronConfig(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
+    return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE), **plain | settings | own)
 
 
 def batch_of(step: int) -> StepBatch:
@@ -80,7 +80,7 @@ def test_one_rank_trains_as_the_torch_backend(model: str, model_dirs: dict[str, 
     """Loss, gradient norm and weights of three steps, from the same recorded batches. AdamW as users have it."""
     settings = {"lr": 1e-3, "adam_eps": 1e-5}
     [(got, weights)] = pool.run(1, trained, model_dirs[model], 3, settings)
-    torch_backend = Core(config_of(model_dirs[model], **settings), Ranks())
+    torch_backend = Core(config_of(model_dirs[model], library="torch", **settings), Ranks())
     for step in range(3):
         want = train_batch(torch_backend, batch_of(step)).metrics
         for name in NUMBERS:

@@ -1,4 +1,4 @@
-"""What the Megatron backend is told beside `BackendConfig`. What has the name of a setting is that setting."""
+"""Start-up settings of the Megatron backend alone; importable without torch and megatron-core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 
 
 class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, tag="megatron"):
-    """Sizes are numbers of ranks. `megatron`: fields of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their
+    """`BackendConfig.own` of it: what has the name of a setting is that setting, filled in by the launcher. Sizes are numbers of
+    ranks. `megatron`: fields of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their
     own names, as a flag gave them."""
 
     tensor_model_parallel_size: int = 1

@@ -27,9 +27,9 @@ from actors.trainer.megatron_backend.parallel import Groups, on_device
 from actors.trainer.megatron_backend.passes import Schedule
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.training.base import CoreBase
-from actors.trainer.torch_backend.core import settle_objective
 from actors.trainer.training.old_actors import OldActors, worn
-from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actors.trainer.megatron_backend.layout import Layout
-from actors.trainer.torch_backend.ranks import STEP_DEADLINE
+from actors.trainer.training.ranks import STEP_DEADLINE
 
 
 class _OnHost(TorchFunctionMode):

@@ -31,8 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def own(config: BackendConfig) -> MegatronConfig:
     """The backend's own settings."""
-    found: Any = getattr(config, 'own', None)
-    return found if isinstance(found, MegatronConfig) else MegatronConfig()
+    if not isinstance(config.own, MegatronConfig):
+        raise TypeError(f"the Megatron backend was given {type(config.own).__name__}, of another backend")
+    return config.own
 
 
 def layout_of(own: MegatronConfig, world: int) -> Layout:
@@ -67,8 +68,6 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
-    if config.true_on_policy_mode:
-        said.append("true_on_policy_mode: its kernels are the torch backend's; use --train-backend torch")
     if said:
         raise Refused("; ".join(said))
 
