@@ -1,1 +1,1 @@
-"""Training on megatron-core. `layout`, `architecture`, `families` and `flags` are pure: they load without torch or megatron-core."""
+"""Training on megatron-core. `layout`, `mapping`, `architecture`, `families` and `flags` are pure: no torch, no megatron-core."""

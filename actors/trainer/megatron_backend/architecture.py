@@ -5,10 +5,8 @@ Always true: nothing of an architecture comes from flags; what Megatron can't co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from actors.runtime.run import Refused
@@ -57,6 +55,23 @@ class Architecture:
         """Whether layer `n` has experts."""
         return bool(self.experts) and bool(self.transformer["moe_layer_freq"][n])
 
+    def elements(self) -> dict[str, int]:
+        """Elements of some parameters in all layers together, by their names in rules: they tell architectures apart."""
+        t, h = self.transformer, self.transformer["hidden_size"]
+        sparse = sum(self.is_expert_layer(n) for n in range(self.layers))
+        heads, groups, width = t["num_attention_heads"], t["num_query_groups"], t["kv_channels"]
+        block, expert = mapping.LAYER + "mlp.", sparse * self.experts * t.get("moe_ffn_hidden_size", 0)
+        return {
+            name: size
+            for name, size in {
+                block + "linear_fc1.weight": (self.layers - sparse) * 2 * t["ffn_hidden_size"] * h,
+                block + "experts.{e}.linear_fc1.weight": 2 * expert * h,
+                mapping.LAYER + "self_attention.linear_proj.weight": self.layers * heads * width * h,
+                mapping.LAYER + "self_attention.linear_qkv.weight": self.layers * (heads + 2 * groups) * width * h,
+            }.items()
+            if size and name in {rule.megatron for rule in self.rules}
+        }
+
     def hf_names(self) -> Iterator[str]:
         """Every tensor of the Hugging Face directory, once."""
         seen = set()
@@ -75,29 +90,6 @@ class Architecture:
         return of_experts == self.is_expert_layer(n)
 
 
-def read(directory: str | Path) -> Architecture:
-    """The architecture of a model directory. Raises Refused where there is no config.json or its family is not known."""
-    path = Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as err:
-        raise Refused(f"{directory} is no Hugging Face model directory: {path.name} can't be read ({err})") from None
-    return describe(config, where=str(directory))
-
-
-def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
-    """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
-    from actors.trainer.megatron_backend.families import FAMILIES, REFUSED
-
-    family = str(config.get("model_type"))
-    if family in REFUSED:
-        raise Refused(f"{where}: the Megatron backend can't train {family}: {REFUSED[family]}; use --train-backend torch")
-    if family not in FAMILIES:
-        raise Refused(f"{where}: the Megatron backend doesn't know model_type {family!r}; it knows {', '.join(FAMILIES)}")
-    reader = Reader(config, where)
-    return FAMILIES[family](reader)
-
-
 class Reader:
     """config.json with what every family shares; a key that is missing and has no default is refused."""
 
@@ -114,7 +106,9 @@ class Reader:
         return default if (value := self.config.get(key)) is None else value
 
     def refuse(self, key: str, why: str) -> Refused:
-        return Refused(f"{self._where}: {key}={self.config.get(key)!r} can't be trained on Megatron: {why}; use --train-backend torch")
+        return Refused(
+            f"{self._where}: {key}={self.config.get(key)!r} can't be trained on Megatron: {why}; use --train-backend torch"
+        )
 
     def rotary(self) -> dict[str, Any]:
         """Rope parameters in the form of transformers 5, also out of the older keys."""
@@ -134,7 +128,9 @@ class Reader:
         if act != "silu":
             raise self.refuse("hidden_act", "only silu is mapped")
         rotary = rotary or self.rotary()
-        if rotary["rope_type"] not in (known := ("default", "llama3", "linear", *(["yarn"] if "kv_lora_rank" in self.config else []))):
+        if rotary["rope_type"] not in (
+            known := ("default", "llama3", "linear", *(["yarn"] if "kv_lora_rank" in self.config else []))
+        ):
             raise self.refuse("rope_scaling", f"of the kinds of rope scaling {', '.join(known)} are mapped")
         if self.get("use_sliding_window", False):
             raise self.refuse("use_sliding_window", "windows are not mapped")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import mapping
 from actors.trainer.megatron_backend.architecture import Architecture, Reader
 
@@ -59,14 +60,23 @@ def glm4(c: Reader) -> Architecture:
              "pre_mlp_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_mlp_layernorm"}  # fmt: skip
     bias = c.get("attention_bias", False)
     rules = [*mapping.norms(**names), *mapping.attention(bias=bias, qk_norm=False), *mapping.mlp(fused=True)]
-    rotary = {**c.rotary(), "partial_rotary_factor": c.get("partial_rotary_factor", c.rotary().get("partial_rotary_factor", 0.5))}
-    return c.dense(rules, transformer={"add_qkv_bias": bias, "rotary_interleaved": True}, post_norms=True, rotary=rotary)
+    rotary = {
+        **c.rotary(),
+        "partial_rotary_factor": c.get("partial_rotary_factor", c.rotary().get("partial_rotary_factor", 0.5)),
+    }
+    return c.dense(
+        rules, transformer={"add_qkv_bias": bias, "rotary_interleaved": True}, post_norms=True, rotary=rotary
+    )
 
 
 def glm4_moe(c: Reader) -> Architecture:
     bias, qk_norm = c.get("attention_bias", False), c.get("use_qk_norm", False)
     pattern = _after_dense(c)
-    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=bias, qk_norm=qk_norm), *_feed_forward(pattern, bias=True, shared=True)]
+    rules = [
+        *mapping.norms(**PRE_NORMS),
+        *mapping.attention(bias=bias, qk_norm=qk_norm),
+        *_feed_forward(pattern, bias=True, shared=True),
+    ]
     return c.dense(rules, transformer={"add_qkv_bias": bias, "qk_layernorm": qk_norm, **_sigmoid_experts(c, pattern)})
 
 
@@ -99,7 +109,10 @@ def _after_dense(c: Reader) -> list[int]:
 
 
 def _feed_forward(pattern: list[int], *, bias: bool = False, shared: bool = False) -> list[mapping.Rule]:
-    return [*(mapping.mlp() if 0 in pattern else []), *(mapping.experts(bias=bias, shared=shared) if 1 in pattern else [])]
+    return [
+        *(mapping.mlp() if 0 in pattern else []),
+        *(mapping.experts(bias=bias, shared=shared) if 1 in pattern else []),
+    ]
 
 
 def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
@@ -107,7 +120,10 @@ def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
         raise c.refuse("norm_topk_prob", "Megatron always normalises sigmoid scores")
     groups, of = c.get("n_group", 1), c.get("topk_group", 1)
     if groups > 1 and c["num_experts_per_tok"] // of != 2:
-        raise c.refuse("topk_group", "Megatron ranks groups by their num_experts_per_tok / topk_group best scores, the model by two")
+        raise c.refuse(
+            "topk_group",
+            "Megatron ranks groups by their num_experts_per_tok / topk_group best scores, the model by two",
+        )
     return {
         **MOE, "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"], "moe_router_topk": c["num_experts_per_tok"],
         "moe_ffn_hidden_size": c["moe_intermediate_size"], "moe_router_score_function": "sigmoid",
@@ -155,5 +171,17 @@ REFUSED = {
     "gemma2": "megatron-core's attention has no soft cap on its logits",
     "gemma3_text": "megatron-core has one rotary base for all layers, Gemma 3 two",
     "gemma3": "megatron-core has one rotary base for all layers, Gemma 3 two",
-    "minimax_m2": "its norm over all heads of queries together would need a sum over tensor-parallel ranks that megatron-core lacks",
+    "minimax_m2": "megatron-core norms each head of queries apart, MiniMax-M2 all heads together",
 }
+
+
+def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
+    """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
+    family = str(config.get("model_type"))
+    if family in REFUSED:
+        raise Refused(
+            f"{where}: the Megatron backend can't train {family}: {REFUSED[family]}; use --train-backend torch"
+        )
+    if family not in FAMILIES:
+        raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")
+    return FAMILIES[family](Reader(config, where))

@@ -28,7 +28,9 @@ class _NoRandomStates:
 
     def set_states(self, states: dict[str, Any]) -> None:
         if states:
-            raise ValueError(f"random states of {sorted(states)} were saved on a GPU and can't be restored on a host without one")
+            raise ValueError(
+                f"random states of {sorted(states)} were saved on a GPU and can't be restored on a host without one"
+            )
 
 
 def prepare() -> torch.device:
@@ -40,6 +42,8 @@ def prepare() -> torch.device:
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     states.initialize_rng_tracker()
     states._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     states._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -55,86 +55,96 @@ class Layout:
 
 def refusals(layout: Layout, shape: Shape) -> list[str]:
     """One line per broken rule: setting, value, rule, nearest valid choice. Empty where the model can be built."""
-    said: list[str] = []
-
-    def divides(setting: str, value: int, whole: int, what: str) -> None:
-        if whole % value:
-            said.append(f"{setting}={value}: {whole} {what} can't be cut into {value} equal parts; {nearest(value, _divisors(whole))}")
-
-    sizes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
-             "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp,
-             "virtual_pipeline_model_parallel_size": layout.vpp}  # fmt: skip
-    said += [f"{name}={value}: sizes are at least 1; use 1" for name, value in sizes.items() if value < 1]
-    if said:
-        return said
     tp, pp, cp, ep, etp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp
-    together = gcd(shape.heads, gcd(shape.groups, shape.ffn))
-    for whole, what in ((shape.heads, "attention heads"), (shape.groups, "key-value heads"), (shape.ffn, "feed-forward columns")):
-        if whole % tp:
-            said.append(f"tensor_model_parallel_size={tp}: {whole} {what} can't be cut into {tp} equal parts; "
-                        f"{nearest(tp, _divisors(together))}")  # fmt: skip
-            break
+    sizes = {
+        "tensor": tp,
+        "pipeline": pp,
+        "context": cp,
+        "expert": ep,
+        "expert_tensor": etp,
+        "virtual_pipeline": layout.vpp,
+    }
+    if said := [f"{_NAMES[k]}={v}: sizes are at least 1; use 1" for k, v in sizes.items() if v < 1]:
+        return said
+    parts = {"attention heads": shape.heads, "key-value heads": shape.groups, "feed-forward columns": shape.ffn}
     if shape.shared_ffn:
-        divides("tensor_model_parallel_size", tp, shape.shared_ffn, "columns of the shared experts")
-    said += _stages(layout, shape)
-    if layout.world % (tp * pp * cp):
-        blocks = tp * pp * cp
-        said.append(f"tensor x pipeline x context parallel = {tp} x {pp} x {cp} = {blocks}: {layout.world} ranks can't be cut into blocks "
-                    f"of {blocks}; {nearest(blocks, _divisors(layout.world), 'a product of ')}")  # fmt: skip
+        parts["columns of the shared experts"] = shape.shared_ffn
+    fits = _divisors(gcd(*parts.values()))
+    tensor = [line for what, whole in parts.items() for line in _cut("tensor", tp, whole, what, fits)][:1]
+    said = [*tensor, *_stages(layout, shape), *_experts(layout, shape)]
+    if layout.world % (block := tp * pp * cp):
+        said.append(
+            f"tensor x pipeline x context parallel size = {tp} x {pp} x {cp}: {layout.world} ranks can't be cut into blocks of "
+            f"{block}; {nearest(block, _divisors(layout.world), 'a product of ')}"
+        )
     if layout.sequence_parallel and tp == 1:
-        said.append("sequence_parallel with tensor_model_parallel_size=1: there is nothing to share a sequence with; leave it out")
-    return said + _experts(layout, shape, ep, etp)
+        said.append(f"sequence_parallel: needs {_NAMES['tensor']} of 2 or more; leave it out")
+    return said
 
 
 def _stages(layout: Layout, shape: Shape) -> list[str]:
-    pp, vpp = layout.pp, layout.vpp
+    pp, vpp, layers = layout.pp, layout.vpp, shape.layers
     if vpp > 1 and pp == 1:
-        return [f"virtual_pipeline_model_parallel_size={vpp}: chunks need a pipeline; use 1, or pipeline_model_parallel_size of 2 or more"]
-    own = [n for n in (layout.first, layout.last) if n is not None]
+        return [
+            f"{_NAMES['virtual_pipeline']}={vpp}: chunks need a pipeline; use 1, or {_NAMES['pipeline']} of 2 or more"
+        ]
+    own = {
+        f"num_layers_in_{which}_pipeline_stage": n for which, n in (("first", layout.first), ("last", layout.last)) if n
+    }
+    if not own and layers % pp == 0:
+        return _cut("virtual_pipeline", vpp, layers // pp, "layers of a stage")
     if not own:
-        if shape.layers % (pp * vpp) == 0:
-            return []
-        whole = f"{shape.layers} layers can't be cut into {pp} stages"
-        if vpp > 1 and shape.layers % pp == 0:
-            return [f"virtual_pipeline_model_parallel_size={vpp}: {shape.layers // pp} layers of a stage can't be cut into {vpp} equal "
-                    f"chunks; {nearest(vpp, _divisors(shape.layers // pp))}"]  # fmt: skip
-        return [f"pipeline_model_parallel_size={pp}: {whole}{f' of {vpp} chunks' if vpp > 1 else ''} of equal size; "
-                f"{nearest(pp, (d for d in _divisors(shape.layers) if shape.layers // d % vpp == 0))}, or give "
-                f"num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage"]  # fmt: skip
-    middle, stages = shape.layers - sum(own), pp - len(own)
-    if min(own) < 1 or middle < 0 or stages < 0 or (stages == 0) != (middle == 0) or (stages and middle % (stages * vpp)):
-        return [f"num_layers_in_first_pipeline_stage={layout.first}, num_layers_in_last_pipeline_stage={layout.last}: the other "
-                f"{middle} of {shape.layers} layers can't be cut into {stages} equal stages of {vpp} chunks; leave both out or make "
-                "the rest divide"]  # fmt: skip
-    return [f"num_layers_in_(first|last)_pipeline_stage={n}: can't be cut into {vpp} chunks; {nearest(n, range(vpp, shape.layers, vpp))}"
-            for n in own if n % vpp]  # fmt: skip
+        return _cut("pipeline", pp, layers, "layers", [d for d in _divisors(layers) if layers // d % vpp == 0])
+    middle, stages = layers - sum(own.values()), pp - len(own)
+    given = ", ".join(f"{name}={n}" for name, n in own.items())
+    if any(n % vpp for n in own.values()):
+        return [f"{given}: each must be a multiple of {vpp}, the chunks of a stage"]
+    if stages < 0 or middle < 0 or (middle % (stages * vpp) if stages else middle):
+        return [
+            f"{given}: the other {middle} of {layers} layers can't be cut into {stages} equal stages of {vpp} chunks; leave it out"
+        ]
+    return []
 
 
-def _experts(layout: Layout, shape: Shape, ep: int, etp: int) -> list[str]:
+def _experts(layout: Layout, shape: Shape) -> list[str]:
+    ep, etp, stage = layout.ep, layout.expert_tp, layout.world // layout.pp
     if not shape.experts:
-        return [f"expert_model_parallel_size={ep}: the model has no experts; use 1"] if ep > 1 else []
-    said = []
-    if shape.experts % ep:
-        said.append(f"expert_model_parallel_size={ep}: {shape.experts} experts can't be cut into {ep} equal parts; "
-                    f"{nearest(ep, _divisors(shape.experts))}")  # fmt: skip
-    if shape.expert_ffn % etp:
-        said.append(f"expert_tensor_parallel_size={etp}: {shape.expert_ffn} columns of an expert can't be cut into {etp} equal parts; "
-                    f"{nearest(etp, _divisors(shape.expert_ffn))}")  # fmt: skip
-    stage = layout.world // layout.pp
-    if layout.world % (ep * etp * layout.pp):
-        fits = (d for d in _divisors(stage) if stage % (d * etp) == 0 and shape.experts % d == 0)
-        said.append(f"expert_model_parallel_size={ep}, expert_tensor_parallel_size={etp}: {stage} ranks of a pipeline stage can't be cut "
-                    f"into blocks of {ep * etp}; {nearest(ep, fits, 'expert_model_parallel_size of ')}")  # fmt: skip
+        return [f"{_NAMES['expert']}={ep}: the model has no experts; use 1"] if ep > 1 else []
+    said = [
+        *_cut("expert", ep, shape.experts, "experts"),
+        *_cut("expert_tensor", etp, shape.expert_ffn, "columns of an expert"),
+    ]
+    if layout.world % layout.pp == 0:
+        fits = [d for d in _divisors(gcd(stage, shape.experts)) if stage % (d * etp) == 0]
+        said += (
+            []
+            if said
+            else _cut("expert", ep, stage // etp if stage % etp == 0 else 1, "blocks of ranks of a stage", fits)
+        )
     if layout.tp > 1 and not layout.sequence_parallel:
-        said.append(f"tensor_model_parallel_size={layout.tp} with {shape.experts} experts: needs sequence_parallel; add it")
+        said.append(f"{_NAMES['tensor']}={layout.tp} with {shape.experts} experts: needs sequence_parallel; add it")
     return said
+
+
+_NAMES = {k: f"{k}_model_parallel_size" for k in ("tensor", "pipeline", "virtual_pipeline", "expert")} | {
+    "context": "context_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+
+
+def _cut(size: str, value: int, whole: int, what: str, valid: Iterable[int] | None = None) -> list[str]:
+    """What is against cutting `whole` into `value` equal parts."""
+    if whole % value == 0:
+        return []
+    rule = f"{whole} {what} can't be cut into {value} equal parts"
+    return [f"{_NAMES[size]}={value}: {rule}; {nearest(value, _divisors(whole) if valid is None else valid)}"]
 
 
 def nearest(value: int, valid: Iterable[int], what: str = "") -> str:
     """'nearest: 2 or 4': the valid choices on both sides of a value."""
     choices = sorted(valid)
-    below, above = [c for c in choices if c < value][-1:], [c for c in choices if c > value][:1]
-    return f"nearest: {what}{' or '.join(map(str, below + above))}" if below + above else "no size fits"
+    near = [c for c in choices if c < value][-1:] + [c for c in choices if c > value][:1]
+    return f"nearest: {what}{' or '.join(map(str, near))}" if near else "no size fits"
 
 
 def _divisors(n: int) -> list[int]:

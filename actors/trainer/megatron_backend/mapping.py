@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["whole", "vocabulary", "qkv", "halves", "fused_halves"]
-"""How tensors lie in the parameter: `whole` one tensor as it is; `vocabulary` its rows are padded; `qkv` queries, keys and values of
-each key-value group one after the other; `halves` gate then up, each rank its part of both; `fused_halves` the same out of one
-tensor. Where the parameter is cut over ranks stands in the parameter itself."""
+"""How tensors lie in the parameter: `whole` one tensor as it is; `vocabulary` its rows are padded; `qkv` queries, keys and
+values of each key-value group one after the other; `halves` gate then up, each rank its part of both; `fused_halves` the same out
+of one tensor. Where the parameter is cut over ranks stands in the parameter itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,9 @@ _ALIASES = (
     (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_"), "self_attention.q_layernorm."),
     (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_"), "self_attention.kv_layernorm."),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_"), "pre_mlp_layernorm."),
-    # Experts: a list of modules, or numbered weights of one module.
-    (re.compile(r"mlp\.experts\.local_experts\.(\d+)\."), r"mlp.experts.\1."),
+    # Experts: all as one tensor (in checkpoints), a list of modules, or numbered weights of one module.
+    (re.compile(r"mlp\.experts\.experts\.(?!\d)"), "mlp.experts.0."),
+    (re.compile(r"mlp\.experts\.(?:local_)?experts\.(\d+)\."), r"mlp.experts.\1."),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.\2.\1.weight"),
 )
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
@@ -84,7 +85,11 @@ def latent_attention(*, q_lora: bool) -> list[Rule]:
     query = (("linear_q_down_proj", "q_a_proj"), ("q_layernorm", "q_a_layernorm"), ("linear_q_up_proj", "q_b_proj"))
     pairs = (
         *(query if q_lora else (("linear_q_proj", "q_proj"),)),
-        *(("linear_kv_down_proj", "kv_a_proj_with_mqa"), ("kv_layernorm", "kv_a_layernorm"), ("linear_kv_up_proj", "kv_b_proj")),
+        *(
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+            ("kv_layernorm", "kv_a_layernorm"),
+            ("linear_kv_up_proj", "kv_b_proj"),
+        ),
         ("linear_proj", "o_proj"),
     )
     return [Rule(f"{ours}{a}.weight", (f"{theirs}{b}.weight",)) for a, b in pairs]

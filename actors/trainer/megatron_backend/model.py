@@ -14,6 +14,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -30,7 +36,7 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu}
 
 
 class Norm(nn.Module):
-    """RMSNorm in float32, as transformers computes it. In place of Megatron's wrapper of torch's, which refuses sequence parallel."""
+    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -177,16 +183,30 @@ def _chunk(arch: Architecture, layout: Layout, config: TransformerConfig, stage:
         rotary_base=arch.rotary["rope_theta"],
         vp_stage=stage,
     ).to(device)
+    _mark(model)
     if not config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels).to(device)
     model.vocab = arch.vocab  # columns past it are padding
     return model
 
 
+def _mark(model: nn.Module) -> None:
+    """Say of each weight where it is cut. Megatron's own layers do when they draw first values, which are not wanted here; gradient
+    norms and exports go by it."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):
+                if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's layers for this stage: Transformer Engine's where it can run, else plain torch."""
     engine = config.transformer_impl == "transformer_engine"
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
+    )
     if not engine:
         block.layer_norm = Norm
         for layer in block.layer_specs:

@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
-from actors.trainer.megatron_backend import architecture, model, weights
+from actors.trainer.megatron_backend import directory, model, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.layout import Layout, refusals
 from actors.trainer.megatron_backend.parallel import Groups
@@ -62,7 +62,7 @@ TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, Optimiz
 
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     """Raises Refused, all reasons in one line, before a process group or a model exists."""
-    said = refusals(layout_of(own, world), architecture.read(config.hf_checkpoint).shape)
+    said = refusals(layout_of(own, world), directory.read(config.hf_checkpoint).shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in own.megatron.keys() - TRANSFORMER - OPTIMIZER - DDP]
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
@@ -76,7 +76,7 @@ class Model:
     """This rank's chunks of the policy, each in Float16Module (bf16) and DistributedDataParallel."""
 
     def __init__(self, config: BackendConfig, own: MegatronConfig, groups: Groups) -> None:
-        self.architecture = arch = architecture.read(config.hf_checkpoint)
+        self.architecture = arch = directory.read(config.hf_checkpoint)
         layout = layout_of(own, torch.distributed.get_world_size())
         cuda = torch.cuda.is_available()
         self.dtype = DTYPES[config.model_dtype]
@@ -117,9 +117,9 @@ class Model:
             **_only(given, TRANSFORMER),
         }
 
-    def load(self, directory: str) -> None:
+    def load(self, path: str) -> None:
         """Weights out of a Hugging Face directory of this architecture."""
-        weights.load_hf(self.bare, self.architecture, directory)
+        weights.load_hf(self.bare, self.architecture, path)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank, by chunk and name."""

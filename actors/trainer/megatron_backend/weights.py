@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
+from actors.trainer.megatron_backend.directory import index
 from actors.trainer.megatron_backend.mapping import Rule, canonical
-from actors.trainer.megatron_backend.tensors import index
 
 Weight = tuple[Rule, int, int, Tensor]
 """(rule, layer, expert, parameter or buffer)"""
@@ -36,7 +36,9 @@ def weights(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[Weight]
         for name, tensor in _state(chunk):
             plain, layer, expert = canonical(name)
             if plain not in rules:
-                raise Refused(f"{arch.family}: parameter {name} has no Hugging Face name; the layer spec isn't the family's")
+                raise Refused(
+                    f"{arch.family}: parameter {name} has no Hugging Face name; the layer spec isn't the family's"
+                )
             yield rules[plain], layer + offset, expert + first, tensor
 
 
@@ -65,8 +67,8 @@ def head_rows(arch: Architecture) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[nn.Module], arch: Architecture, directory: str | Path) -> None:
-    """Fill the chunks from a Hugging Face directory of safetensors; types are converted. Raises Refused, before a tensor is read, where
-    the directory holds other tensors than the architecture has."""
+    """Fill the chunks from a Hugging Face directory of safetensors; types are converted. Raises Refused, before a tensor is read,
+    where the directory holds other tensors than the architecture has."""
     files = index(directory, arch)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
@@ -118,18 +120,19 @@ def _piece(rule: Rule, cut: Cut, sources: list[Any], arch: Architecture, weight:
 
 @torch.no_grad()
 def export_hf(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each weight of this pipeline stage, in its own type, on its device. Collective over the ranks
-    of the stage that share a copy of the model (tensor and expert parallel): all of them go through it to the end, and get the same.
-    A tensor is the caller's: the next step of the iterator doesn't touch it."""
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    """(Hugging Face name, whole tensor) of each weight of this pipeline stage, in its own type, on its device.
+
+    Collective over the ranks of the stage that share a copy of the model (tensor and expert parallel): all of them go through it to
+    the end, and get the same. A tensor is the caller's: the next step of the iterator doesn't touch it."""
     for rule, layer, expert, weight in weights(chunks, arch):
         if rule.megatron == "output_layer.weight" and arch.tied:
-            if not first or parallel_state.get_pipeline_model_parallel_world_size() > 1:
-                continue  # a copy of the first stage's
+            continue  # a copy of the first stage's embedding
         cut = Cut(rule, weight)
         local = weight.detach()
         if ".mlp.experts." not in rule.megatron:
-            yield from zip(rule.names(layer, expert), _whole(rule, cut, _gather(local, cut.group, cut.n), arch), strict=True)
+            yield from zip(
+                rule.names(layer, expert), _whole(rule, cut, _gather(local, cut.group, cut.n), arch), strict=True
+            )
             continue
         experts = parallel_state.get_expert_model_parallel_group()
         n = dist.get_world_size(experts)

@@ -1,4 +1,4 @@
-"""Which file of a model directory holds which tensor, and whether they are the architecture's (pure but for reading headers)."""
+"""A Hugging Face directory: what model it says it holds, and which file has which tensor. Only headers are read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from safetensors import safe_open
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
+from actors.trainer.megatron_backend.families import describe
 
 LEFT_OUT = re.compile(r"(rotary_emb\.inv_freq|\.mtp\.|^mtp\.)")
 """tensors that are not trained: constants of positions, layers that predict several tokens"""
+
+
+def read(directory: str | Path) -> Architecture:
+    """The architecture of a model directory. Raises Refused where there is no config.json or its family is not known."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as err:
+        raise Refused(f"{directory} is no Hugging Face model directory: {path.name} can't be read ({err})") from None
+    return describe(config, where=str(directory))
 
 
 def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
@@ -26,10 +37,16 @@ def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
         names = {name: path for path in sorted(folder.glob("*.safetensors")) for name in _names(path)}
     if not names:
         pickled = next(folder.glob("*.bin"), None)
-        why = f"{pickled.name} is a pickle, which could run code; convert it to safetensors first" if pickled else "no *.safetensors"
+        why = (
+            f"{pickled.name} is a pickle, which could run code; convert it to safetensors first"
+            if pickled
+            else "no *.safetensors"
+        )
         raise Refused(f"{directory} holds no weights that can be read: {why}")
     if absent := sorted({path.name for path in names.values() if not path.is_file()}):
-        raise Refused(f"{directory} is not whole: its index names {', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}, not there")
+        raise Refused(
+            f"{directory} is not whole: its index names {', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}, not there"
+        )
     wanted = set(arch.hf_names())
     missing = sorted(wanted - names.keys())
     extra = sorted(n for n in names.keys() - wanted if not LEFT_OUT.search(n) and not _past(n, arch)
