@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -47,8 +48,28 @@ class Stream:
     """R"""
     response_slots: np.ndarray
     """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
-    tokens: int
-    """T: of all context-parallel ranks, with padding"""
+    lengths: np.ndarray
+    """int64: padded tokens of each sample, on all context-parallel ranks together; T is their sum"""
+
+    @property
+    def tokens(self) -> int:
+        """T: of all context-parallel ranks, with padding."""
+        return int(self.lengths.sum())
+
+    def stretched(self, tokens: int) -> Stream:
+        """The same with one more sample of padding, `tokens` long in all: pipeline stages pass on tensors of one shape."""
+        if tokens == self.tokens:
+            return self
+        more, device = tokens - self.tokens, self.input_ids.device
+        local = more * self.input_ids.shape[1] // self.tokens
+        lengths = np.append(self.lengths, more)
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, local)),
+            position_ids=F.pad(self.position_ids, (0, local)),
+            packed=_packed(lengths, device),
+            lengths=lengths,
+        )
 
 
 class StreamBatch(PackedBatch):
@@ -102,7 +123,7 @@ class StreamBatch(PackedBatch):
             temperature=warm if isinstance(warm, float) else _to(warm, device),
             n_rows=plain.targets.numel(),
             response_slots=plain.response_slots,
-            tokens=total,
+            lengths=lengths,
         )
 
 

@@ -74,7 +74,6 @@ class Schedule:
         self.config: Any = get_model_config(chunks[0])
         self.config.calculate_per_token_loss = True  # sums, not means: the loss brings its own divisor
         self.config.finalize_model_grads_func = _finalize
-        self.config.variable_seq_lengths = True
         self._head: HeadOf | None = None
         for chunk in chunks:
             if get_attr_wrapped_model(chunk, "post_process"):
@@ -120,12 +119,14 @@ class Schedule:
             return out, partial(last, ids, micro)
 
         run = get_forward_backward_func()
+        tokens = max(micro.tokens for _, micro in work)
+        alike = work if self.groups.stages == 1 else [(ids, micro.stretched(tokens)) for ids, micro in work]
         made: list[Any] = run(
             forward_step_func=step,
-            data_iterator=[iter(work) for _ in self.chunks],
+            data_iterator=[iter(alike) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(work),
-            seq_length=work[0][1].tokens,
+            seq_length=tokens,
             micro_batch_size=1,
             **options,
         )

@@ -111,7 +111,10 @@ class Model:
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         fast = {"apply_rope_fusion": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
+            "variable_seq_lengths": False,
+            **(interleaved if own.virtual_pipeline_model_parallel_size else {}),
             **(fast if model.has_transformer_engine() else {}),
             **(full if own.gradient_checkpointing else {}),
             **_only(given, TRANSFORMER),
