@@ -36,7 +36,12 @@ EXTRA = "_extra_state"
 
 
 def save_sharded(
-    chunks: Sequence[nn.Module], directory: Path, *, optimizer: Any = None, extra: dict[str, Any] | None = None, group: Any = None
+    chunks: Sequence[nn.Module],
+    directory: Path,
+    *,
+    optimizer: Any = None,
+    extra: dict[str, Any] | None = None,
+    group: Any = None,
 ) -> Callable[[], None]:
     """Copy this rank's shards to the host; returns what writes them into `directory`, which must exist.
 
@@ -79,7 +84,9 @@ def load_sharded(
     small = TorchCommonLoadStrategy() if optimizer is not None or with_extra else _Unopened()
     try:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
-            loaded = dist_checkpointing.load(state, str(directory), common_strategy=small, validate_access_integrity=False)
+            loaded = dist_checkpointing.load(
+                state, str(directory), common_strategy=small, validate_access_integrity=False
+            )
     except (CheckpointingException, pickle.UnpicklingError, KeyError, RuntimeError) as err:
         raise Refused(f"{directory} can't be loaded: {str(err).splitlines()[0]}") from err
     for key, chunk in _named(chunks):

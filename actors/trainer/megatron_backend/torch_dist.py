@@ -22,13 +22,31 @@ RELEASE = "release"
 CONTENTS = ".metadata"
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
+        *(
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+        ),
         *("StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "torch": {"Size", *(f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)), "bfloat16", "bool"}
+    "torch": {
+        "Size",
+        *(f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)),
+        "bfloat16",
+        "bool",
+    }
     | {"float8_e4m3fn", "float8_e5m2"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict", "defaultdict"},
@@ -63,7 +81,9 @@ def iteration(parent: str | Path, step: int | None = None) -> Path:
         chosen = said if said == RELEASE else f"iter_{int(said):07d}"
     if not (parent / chosen / CONTENTS).is_file():
         there = sorted(path.parent.name for path in parent.glob(f"*/{CONTENTS}"))
-        raise Refused(f"{parent / chosen} is no torch_dist checkpoint: no {CONTENTS}; in {parent} there are {', '.join(there) or 'none'}")
+        raise Refused(
+            f"{parent / chosen} is no torch_dist checkpoint: no {CONTENTS}; in {parent} there are {', '.join(there) or 'none'}"
+        )
     return parent / chosen
 
 
@@ -76,8 +96,19 @@ def contents(directory: Path) -> dict[str, Any]:
         keys, places = table.state_dict_metadata, table.storage_data
     except Refused as err:
         raise Refused(f"{path} {err}; it isn't opened") from None
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError, IndexError) as err:
-        raise Refused(f"{path} is no table of contents of a torch_dist checkpoint ({type(err).__name__}: {err})") from None
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as err:
+        raise Refused(
+            f"{path} is no table of contents of a torch_dist checkpoint ({type(err).__name__}: {err})"
+        ) from None
     needed: dict[str, int] = defaultdict(int)
     for place in places.values():
         needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)
