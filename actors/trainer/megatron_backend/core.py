@@ -6,31 +6,40 @@ chunks wear while they score; always true: outside `wearing` the chunks hold the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from typing import Any
+from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.runtime.checksum import checksum
 from actors.runtime.hooks import load_hook
-from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchSample
-from actors.trainer.batch.batching import CostModel
 from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
+from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
 from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups, on_device
 from actors.trainer.megatron_backend.passes import Schedule
+from actors.trainer.megatron_backend.saving import Counters, Shards, check, identity_of
+from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
+from actors.trainer.torch_backend.fp8 import quantized, scheme_of
+from actors.trainer.torch_backend.model import export_files
 from actors.trainer.training.base import CoreBase
+from actors.trainer.training.export import gathered
+from actors.trainer.training.files import Identity, hash_tensors
+from actors.trainer.training.offload import Offload, storages
 from actors.trainer.training.old_actors import OldActors, worn
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
+
+HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 
 
 class MegatronCore(CoreBase):
@@ -54,6 +63,8 @@ class MegatronCore(CoreBase):
                 self.others[which] = _to_host(self.model.weights())
             self.model.load(config.hf_checkpoint)
             self.update = Update(self.model.optimizer_config, self.model.chunks)
+            self.fp8 = scheme_of(self.model.source)
+            self._offload = Offload(config.offload_train_target, config.offload_dir)
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
         self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
         if "init" in self._hooks:
@@ -159,6 +170,78 @@ class MegatronCore(CoreBase):
     def _call_hook(self, name: str) -> None:
         if name in self._hooks:
             self._hooks[name](self)
+
+    # -- out: versions and checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def exporters(self) -> tuple[int, ...]:
+        """The first rank of each pipeline stage."""
+        stages = self.groups.stages
+        return tuple(stage * self.ranks.size // stages for stage in range(stages))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in export_hf(self.model.bare, self.model.architecture):
+            if self.fp8 is None:
+                yield name, tensor
+            else:
+                yield from quantized({name: tensor}, self.fp8).items()
+
+    def beside(self) -> dict[str, bytes]:
+        return export_files(self.model.source, None, self.model.dtype, is_fp8=self.fp8 is not None)
+
+    def weights_hash(self) -> str:
+        each = {n: hash_tensors({n: t.cpu()}) for bucket in gathered(self, self.ranks, HASHED_BYTES) for n, t in bucket}
+        total = checksum()
+        for name in sorted(each):
+            total.update(each[name].encode())
+        return total.hexdigest() if self.ranks.rank == 0 else ""
+
+    def identity(self) -> Identity:
+        return identity_of(self.model.architecture)
+
+    def save(self, directory: Path) -> Shards:
+        counters = msgspec.to_builtins(Counters(self.update.steps))
+        with on_device():
+            write = save_sharded(
+                self.model.bare, directory, optimizer=self.update.optimizer, extra=counters, group=self.groups.files
+            )
+        return Shards(write, directory)
+
+    def read(self, directory: Path) -> None:
+        check(directory, self.model.architecture)
+
+    def load(self, directory: Path, read: None) -> None:
+        said = load_sharded(
+            self.model.bare, self.model.architecture, directory, optimizer=self.update.optimizer, with_extra=True
+        )
+        self.update.steps = msgspec.convert(said, Counters).optimizer_steps
+        self.former.clear()
+
+    # -- the device, and others who want it ----------------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        return self._offload.away
+
+    def sleep(self) -> None:
+        self._offload.store(self._resident())
+
+    def wake(self) -> None:
+        self._offload.fetch()
+
+    @property
+    def less_memory(self) -> tuple[str, ...]:
+        full = self.schedule.config.recompute_granularity == "full"
+        return () if full else ("set --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",)
+
+    def resident_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in storages(self._resident()))
+
+    def _resident(self) -> Iterator[Tensor]:
+        yield from self.model.weights().values()
+        for chunk in self.model.chunks:
+            yield from (b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        yield from self.update.tensors()
 
     def close(self) -> None:
         self.groups.close()

@@ -6,11 +6,13 @@ Always true: weights change only where the norm over all ranks is finite, and th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 
 class Update:
@@ -23,6 +25,13 @@ class Update:
         self._gathers_later = chunks[0].ddp_config.overlap_param_gather
         self._decay = config.weight_decay
         self.steps = 0
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Masters and moments of this rank."""
+        for part in self.optimizer.chained_optimizers:
+            yield from part.get_parameters()
+            for state in part.optimizer.state.values() if part.optimizer else ():
+                yield from (t for t in state.values() if isinstance(t, Tensor))
 
     def clear(self) -> None:
         """Forget all gradients."""

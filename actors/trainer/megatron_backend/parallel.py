@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actors.trainer.megatron_backend.layout import Layout
-from actors.trainer.training.ranks import STEP_DEADLINE
+from actors.trainer.training.ranks import FILES_DEADLINE, STEP_DEADLINE
 
 
 class _OnHost(TorchFunctionMode):
@@ -62,6 +62,8 @@ class Groups:
         self.pp: dist.ProcessGroup = mpu.get_pipeline_model_parallel_group()
         self.dp: dist.ProcessGroup = mpu.get_data_parallel_group()
         self.stages = layout.pp
+        self.files = dist.new_group(backend="gloo", timeout=FILES_DEADLINE)
+        """all ranks, for the threads that write beside the training"""
         self.last_stage = mpu.get_pipeline_model_parallel_last_rank()
         """rank of the whole world that holds the last stage of this pipeline"""
 

@@ -7,8 +7,8 @@ decides itself, or can't do, is refused in one line.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
-from actors.trainer.megatron_backend import directory, model, weights
+from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.layout import Layout, refusals
 from actors.trainer.megatron_backend.parallel import Groups
@@ -34,6 +34,11 @@ def own(config: BackendConfig) -> MegatronConfig:
     if not isinstance(config.own, MegatronConfig):
         raise TypeError(f"the Megatron backend was given {type(config.own).__name__}, of another backend")
     return config.own
+
+
+def source_of(config: BackendConfig) -> str:
+    """The Hugging Face directory that says what the model is."""
+    return config.published_as or config.hf_checkpoint
 
 
 def layout_of(own: MegatronConfig, world: int) -> Layout:
@@ -62,12 +67,14 @@ TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, Optimiz
 
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     """Raises Refused, all reasons in one line, before a process group or a model exists."""
-    said = refusals(layout_of(own, world), directory.read(config.hf_checkpoint).shape)
+    said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in own.megatron.keys() - TRANSFORMER - OPTIMIZER - DDP]
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
+    if config.ref_update_interval:
+        said.append("ref_update_interval: the Megatron backend's reference stays; leave it out, or use --train-backend torch")
     if said:
         raise Refused("; ".join(said))
 
@@ -76,7 +83,8 @@ class Model:
     """This rank's chunks of the policy, each in Float16Module (bf16) and DistributedDataParallel."""
 
     def __init__(self, config: BackendConfig, own: MegatronConfig, groups: Groups) -> None:
-        self.architecture = arch = directory.read(config.hf_checkpoint)
+        self.source = source_of(config)
+        self.architecture = arch = directory.read(self.source)
         layout = layout_of(own, torch.distributed.get_world_size())
         cuda = torch.cuda.is_available()
         self.dtype = DTYPES[config.model_dtype]
@@ -121,8 +129,11 @@ class Model:
         }
 
     def load(self, path: str) -> None:
-        """Weights out of a Hugging Face directory of this architecture."""
-        weights.load_hf(self.bare, self.architecture, path)
+        """Weights of this architecture, out of a Hugging Face directory or a torch_dist checkpoint."""
+        if (Path(path) / torch_dist.TRACKER).is_file() or (Path(path) / torch_dist.CONTENTS).is_file():
+            checkpoint.load_sharded(self.bare, self.architecture, torch_dist.iteration(path))
+        else:
+            weights.load_hf(self.bare, self.architecture, path)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank, by chunk and name."""
@@ -146,7 +157,3 @@ def hooks_of(own: MegatronConfig) -> dict[str, str]:
         "before_train_step": own.custom_megatron_before_train_step_hook_path,
     }
     return {name: path for name, path in paths.items() if path}
-
-
-def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
