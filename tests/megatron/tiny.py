@@ -34,12 +34,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make(name: str, directory: Path) -> Any:
+def make(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Save the model; returns it. Weights are wide, so that a wrong place shows."""
     kind, shape = MODELS[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**shape), dtype=torch.float32, attn_implementation="eager"
+        getattr(transformers, kind)(**shape), dtype=dtype, attn_implementation="eager"
     )
     named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n)]
     with torch.no_grad():

@@ -42,16 +42,18 @@ def save_sharded(
     optimizer: Any = None,
     extra: dict[str, Any] | None = None,
     group: Any = None,
+    copied: bool = True,
 ) -> Callable[[], None]:
     """Copy this rank's shards to the host; returns what writes them into `directory`, which must exist.
 
     `extra`: plain values and tensors, equal on every rank. `group`: a gloo group of all ranks for the writing, one of its own where
-    it runs beside training. Raises OSError from the function where the disk refuses.
+    it runs beside training. Without `copied` the weights themselves are written: they must not change before. Raises OSError from
+    the function where the disk refuses.
     """
     sharded, common = save_preprocess({**_state(chunks, optimizer, loading=False), "extra": extra or {}})
     for part in nested_values(sharded):
         if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
-            part.data = part.data.detach().to("cpu", copy=True)
+            part.data = part.data.detach().to("cpu", copy=copied)
     flat, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     shards = torch_strategy.mcore_to_pyt_state_dict(flat, False)
     small = io.BytesIO()
