@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import host
 from actors.trainer.megatron_backend.architecture import Architecture
+from actors.trainer.megatron_backend.attention import Attention
 from actors.trainer.megatron_backend.layout import Layout, refusals
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu}
@@ -48,13 +48,6 @@ class Norm(nn.Module):
         """[..., hidden_size] -> the same shape and type."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
-
-
-class Attention(DotProductAttention):
-    """Megatron's attention in plain torch, where heads of keys may be wider than those of values (latent attention)."""
-
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kw: Any) -> None:
-        super().__init__(*args, **kw)
 
 
 class PostNormLayer(TransformerLayer):
