@@ -165,6 +165,8 @@ def _planned(
         trajectories,
         responses=packed.response.tolist(),
         ranks=core.n_ranks,
+        cp_size=core.cp_size,
+        mb_group=core.mb_group,
         cost=core.cost,
     )
     mine = [step.ranks[core.rank] for step in plan.steps]
