@@ -52,6 +52,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     adam_eps: float
     clip_grad: float
     gradient_checkpointing: bool
+    compile: str  # auto (on a GPU), on or off
+    attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     ref_update_interval: int | None
     selfcheck_logprob_tolerance: float  # mean |trainer - engine| log-prob that the first step may show
     critic_load: str  # directory the critic starts from; empty = hf_checkpoint

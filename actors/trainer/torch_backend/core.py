@@ -20,6 +20,8 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
 from actors.trainer.objective import ObjectiveConfig, check, learning_rate
+from actors.trainer.torch_backend import attention
+from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
@@ -46,6 +48,9 @@ class Core(Passes):
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.model_dtype, self.device)
+        kernel = attention.select(config.attn_implementation, self.device, self.dtype)
+        on_gpu = config.compile == "auto" and self.device.type == "cuda" and kernel != attention.SDPA
+        self.compiles = (config.compile == "on" or on_gpu) and not config.true_on_policy_mode
         ranks.make_mesh(self.device)
         self.updates = 0  # optimizer steps that this process made
         self.policy = self._load(config.hf_checkpoint, trainable=True)
@@ -95,6 +100,9 @@ class Core(Passes):
         return teacher
 
     def _place(self, module: nn.Module) -> None:
+        if self.compiles:
+            blocks: Any = module.blocks
+            compile_layers(blocks)
         if not self.ranks.alone:
             self.ranks.shard(module, self.dtype)
         module.to(self.device)
