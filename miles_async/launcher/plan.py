@@ -14,7 +14,8 @@ from actors.reward.actor import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
-from actors.trainer.backend import BackendConfig
+from actors.trainer.backend import BackendConfig, TorchConfig
+from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
@@ -106,6 +107,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
+        own=told(MegatronConfig if s.train_backend == "megatron" else TorchConfig, s),
     )
 
 
@@ -135,7 +137,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 courier=courier_spec(settings),
                 turns=turn_spec(settings),
                 lookahead=lookahead,
-                backend_name="none" if settings.launch.debug_rollout_only else "torch",
+                backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
                 ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",

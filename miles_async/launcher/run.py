@@ -57,7 +57,7 @@ def fork_servers() -> dict[str, ForkServer]:
     light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
     servers = dict.fromkeys(LIGHT, light)
     if not Path("/dev/nvidiactl").exists():
-        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.backend"))
+        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
     return servers
 
 

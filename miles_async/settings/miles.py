@@ -44,7 +44,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
-        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* --train-backend "
+        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
         "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
         "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
         "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",

@@ -153,7 +153,7 @@ class _FusedHead(torch.autograd.Function):
         kernels = _kernels()
         assert kernels is not None
         hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
-        by_logp, by_entropy = (g.contiguous() if wanted else None for g, wanted in zip(grads, (True, ctx.entropy_gradient)))
+        by_logp, by_entropy = grads[0].contiguous(), grads[1].contiguous() if ctx.entropy_gradient else None
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up in float32: a sum of many chunks in half precision would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -44,7 +44,16 @@ def _read(logits, targets, temperature, lse, logp, entropy, VOCAB: tl.constexpr,
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
-    logits, targets, temperature, lse, entropy, grad_logp, grad_entropy, VOCAB: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    temperature,
+    lse,
+    entropy,
+    grad_logp,
+    grad_entropy,
+    VOCAB: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

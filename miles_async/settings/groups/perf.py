@@ -30,17 +30,17 @@ class PerfSettings(Group, frozen=True, kw_only=True):
     compile: Annotated[
         Literal["auto", "on", "off"],
         doc(
-            "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first step "
-            "(ten to thirty seconds). auto: on a GPU. Where compilation fails the layers run as they are, with a warning. Never with "
-            "true_on_policy_mode."
+            "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first "
+            "step (ten to thirty seconds). auto: where flash attention runs. If compilation fails the layers run as they are, "
+            "with a warning. Never with true_on_policy_mode."
         ),
     ] = "auto"
     attn_implementation: Annotated[
         Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3"],
         doc(
-            "Kernel of the trainer's attention. flash_attention_2: torch's own. flash_attention_3: SGLang's forward with "
-            "flash_attention_2's backward. sdpa: padded, the only one on a CPU and in float32. auto: flash_attention_2 where it can run, "
-            "else sdpa. Not asked with true_on_policy_mode, which has SGLang's."
+            "Kernel of the trainer's attention. flash_attention_2: torch's own. flash_attention_3: SGLang's forward (it has no "
+            "backward) with the backward of the former. sdpa: padded, the only one on a CPU and in float32. auto: "
+            "flash_attention_2 where it can run, else sdpa. true_on_policy_mode takes SGLang's whatever stands here."
         ),
     ] = "auto"
     log_probs_max_tokens_per_gpu: Annotated[
@@ -52,6 +52,14 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ]
+    train_backend: Annotated[
+        str,
+        doc(
+            "Library that trains: torch (transformers and FSDP2; fsdp is another name of it), megatron (megatron-core), or a "
+            "dotted path of your own: (BackendConfig, Ranks) -> Core.",
+            shipped=("torch", "fsdp", "megatron"),
+        ),
+    ] = "torch"
     actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
     actor_num_gpus_per_node: Annotated[
         int,
