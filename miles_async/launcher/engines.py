@@ -50,6 +50,7 @@ def generation_spec(
         | s.server_args,
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
+        keep_copy=(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
         gives_back=gives_back(settings.flat) if shares else (),
     )
 
@@ -79,6 +80,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
+        keep_copy=(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 
 
