@@ -16,7 +16,7 @@ from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
-from actors.sampler.admission import engine_room, free_samples, open_limit
+from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
 from actors.sampler.order import Cursor, Order
 from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail
@@ -194,7 +194,14 @@ class Sampler:
             "over_sampling": over * group,
             "still_needed": steps_left * batch * group + max(0, over - batch) * group,
         }
-        credits = free_samples(open_samples=progress.open_samples, engine_room=limit, **common) // group
+        open_samples = progress.open_samples
+        credits = whole_groups(
+            free_samples(open_samples=open_samples, engine_room=limit, **common),
+            open_samples=open_samples,
+            unjudged=progress.unjudged,
+            needed=min(steps_left, 1) * batch * group,
+            group=group,
+        )
         self._credits = credits > 0
         if not credits:
             return 0
