@@ -50,7 +50,6 @@ def generation_spec(
         | s.server_args,
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
-        keep_copy=(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
         gives_back=gives_back(settings.flat) if shares else (),
     )
 
