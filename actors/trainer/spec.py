@@ -45,7 +45,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: int = 0
     backend_name: str = "torch"
     async_save: bool
-    ranks: int = 1  # processes on this host over which the policy is sharded
+    ranks: int = 1  # processes over which the policy is sharded
+    train_master: str  # HOST:PORT where they meet, started by others; empty = this process starts them, on its host
     ci_test: bool  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
