@@ -9,8 +9,12 @@ OTHERWISE: dict[str, str] = {
     "actor_num_nodes": "more than 1 with train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
+    "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
+    "group_rm": "the function takes a list of tables",
+    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
     "load_debug_rollout_data": "msgpack, not torch.save",
@@ -22,6 +26,7 @@ OTHERWISE: dict[str, str] = {
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size"),
     *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
@@ -38,15 +43,14 @@ OF_OURS = (
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
-        "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --rotary-base --swiglu --spec "
-        "--model-name --padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+        "--padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
     ),
     (
         "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
         "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
         "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
-        "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
+        "--qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
         "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
     ),
     ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),
@@ -58,8 +62,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
         "Samples are one answer to one prompt: there are no agents, tools or pictures.",
-        "--custom-generate-function-path --custom-agent-function-path --generate-* --tool-key --multimodal-keys --session-* "
-        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn --eval-tool-key "
+        "--custom-generate-function-path --custom-agent-function-path --generate-* --multimodal-keys --session-* "
+        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
     ),
     ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
