@@ -144,7 +144,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 turns=turn_spec(settings),
                 lookahead=lookahead,
                 backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
-                ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
+                ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
             ),

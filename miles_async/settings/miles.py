@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from miles_async.settings.catalog import PREFIXES, catalog, names
 
 OTHERWISE: dict[str, str] = {
-    "actor_num_nodes": "only 1",
+    "actor_num_nodes": "more than 1 with train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
     "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
@@ -36,7 +36,7 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    "custom_advantage_function_path",
+    *("custom_advantage_function_path", "train_master"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
