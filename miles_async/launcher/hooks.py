@@ -12,6 +12,8 @@ import msgspec
 
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.flags import compare
 from miles_async.launcher.plan import objective_config
 from miles_async.settings.catalog import catalog
 from miles_async.settings.data_checks import check_prompt_data, value_at
@@ -110,4 +112,20 @@ def check_quantization(settings: RunSettings) -> None:
         ) from None
 
 
-PROBES = (check_quantization, check_hooks)
+def check_architecture(settings: RunSettings) -> None:
+    """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
+    given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
+        differ = compare(given, config)
+    except (OSError, ValueError):
+        return  # refused as a directory
+    except Refused as error:
+        raise SettingsError(str(error), field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
+    if differ:
+        raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
+
+
+PROBES = (check_architecture, check_quantization, check_hooks)

@@ -38,15 +38,14 @@ OF_OURS = (
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
-        "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --rotary-base --swiglu --spec "
-        "--model-name --padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+        "--padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
     ),
     (
         "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
         "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
         "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
-        "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
+        "--qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
         "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
     ),
     ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),

@@ -100,7 +100,7 @@ def test_a_directory_of_other_weights_than_its_config_is_refused_before_any_is_r
         index(tmp_path, arch)
     with pytest.raises(Refused, match=r"has 12 others \(lm_head.weight|has 12 others \(model.layers.3"):
         index(tmp_path, describe({**config, "num_hidden_layers": 3}))
-    listed = {"weight_map": {name: "model-00001-of-00002.safetensors" for name in describe(config).hf_names()}}
+    listed = {"weight_map": dict.fromkeys(describe(config).hf_names(), "model-00001-of-00002.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
     with pytest.raises(Refused, match=r"not whole: its index names model-00001-of-00002.safetensors, not there"):
         read_and_index(tmp_path)

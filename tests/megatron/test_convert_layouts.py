@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from actors.runtime.run import Refused

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open

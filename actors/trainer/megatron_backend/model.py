@@ -127,6 +127,11 @@ def transformer_config(arch: Architecture, layout: Layout, *, dtype: torch.dtype
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "variable_seq_lengths": True,
+        # Routers as engines compute them; losses that balance experts are off unless their flag says otherwise.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "use_cpu_initialization": not cuda,
         "perform_initialization": False,
