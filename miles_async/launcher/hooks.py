@@ -14,12 +14,13 @@ from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
 from miles_async.launcher.plan import objective_config
 from miles_async.settings.catalog import catalog
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.data_checks import check_prompt_data, value_at
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
-CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
+CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "custom_generate_function_path")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -37,6 +38,11 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
+    values: dict[str, object] = {}
+    try:
+        values = custom_config(s.custom_config_path)
+    except SettingsError as error:
+        refused.found.append(error)
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
@@ -44,6 +50,7 @@ def check_hooks(settings: RunSettings) -> None:
             "sample": _sample(settings),
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
+            "values": values,
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()

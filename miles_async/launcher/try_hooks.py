@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from actors.generation.rollouts.adapters import SIGNATURE, program_of
+from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
@@ -25,6 +27,7 @@ from bus.messages.versions import VersionSpan
 SIGNATURES = {
     "custom_rm_path": "(sample: dict) -> number or table, may be async",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "custom_generate_function_path": SIGNATURE,
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
@@ -38,6 +41,7 @@ class Ask(msgspec.Struct):
     sample: Sample
     reward_key: str = ""
     deadline_s: float = 30.0
+    values: dict[str, Any] = {}
 
 
 def problem_of(field: str, path: str, ask: Ask) -> str:
@@ -46,6 +50,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         hook = load_hook(path)
     except Exception as error:  # noqa: BLE001 - the user's module runs while it is imported
         return f"cannot be loaded: {type(error).__name__}: {error}"
+    if field == "custom_generate_function_path":
+        return _rollout_problem(path, ask)
     given = _given(field, ask)
     try:
         inspect.signature(hook).bind(*given)
@@ -64,6 +70,14 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return _judged(field, answer, ask)
     except Exception as error:  # noqa: BLE001 - whatever the user's function raises
         return str(error)
+
+
+def _rollout_problem(path: str, ask: Ask) -> str:
+    """A program is run on an engine that says two tokens a turn."""
+    s = ask.sample
+    program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
+    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s)
+    return asyncio.run(asked)
 
 
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:

@@ -167,7 +167,8 @@ def rewards_have_a_source(s: Flat) -> None:
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    own = {} if s.custom_rm_path is None else {"custom_rm_path": s.custom_rm_path}
+    names = ("custom_rm_path", "custom_generate_function_path")
+    own = {name: path for name in names if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
             raise refusal(name, path, "not a dotted path", "Write package.module.function.")
