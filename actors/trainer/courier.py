@@ -26,7 +26,6 @@ import enum
 import ipaddress
 import os
 import shutil
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.host import shared_memory_name
 from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend, WeightCopy
 from actors.trainer.spec import CourierSpec
@@ -206,7 +206,7 @@ class Courier:
         buckets = self._buffers.buckets
         n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
         return WeightManifest(
-            transport=self._spec.transport, host=socket.gethostname(), n_tensors=n_tensors, n_bytes=n_bytes
+            transport=self._spec.transport, host=shared_memory_name(), n_tensors=n_tensors, n_bytes=n_bytes
         )
 
     async def _announce(self, version: PolicyVersion, manifest: WeightManifest, began: float) -> None:
@@ -305,7 +305,7 @@ class Courier:
             if self._nccl is not None:
                 self._nccl.close()
             address = "127.0.0.1"
-            if any(seat.host != socket.gethostname() for seat in seats):
+            if any(seat.host != shared_memory_name() for seat in seats):
                 address = self._context.bus.link.local_address
                 if not address or ipaddress.ip_address(address).is_loopback:
                     raise GroupBroken(
