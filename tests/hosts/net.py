@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 TOOLS = ("ip", "tc", "unshare", "mount", "umount", "hostname")
 _ENTER = 'hostname "$1"; mount --bind "$2" /dev/shm; for f in $3; do mount -t tmpfs none "$f"; done; shift 3; exec "$@"'
@@ -52,16 +51,11 @@ class Host:
         _do(f"ip -n {self.space} link set lo up")
         _do(f"ip -n {self.space} link set eth0 up")
 
-    def start(
-        self, words: Sequence[str], *, hides: Sequence[Path] = (), log: IO[str] | None = None, **env: str
-    ) -> subprocess.Popen[str]:
-        """A process of this host. `hides`: folders that are empty here."""
-        env = {**os.environ, **env}
-        if self.skew_s:
-            env |= {"LD_PRELOAD": str(self._net.skew()), "MA_SKEW_S": str(self.skew_s)}
-        enter = ["ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh"]
-        enter += [self.name, str(self.shm), " ".join(map(str, hides)), *words]
-        return subprocess.Popen(enter, env=env, stdout=log, stderr=subprocess.STDOUT if log else None, text=True)
+    def enter(self, hides: Sequence[Path] = ()) -> tuple[str, ...]:
+        """Words before a command that make it one of this host. `hides`: folders that are empty here."""
+        skew = ("env", f"LD_PRELOAD={self._net.skew()}", f"MA_SKEW_S={self.skew_s}") if self.skew_s else ()
+        words = ("ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", self.name)
+        return (*words, str(self.shm), " ".join(map(str, hides)), *skew)
 
     def shape(self, rate: str) -> None:
         """Both directions of its link, e.g. 200mbit."""
