@@ -25,13 +25,13 @@ import enum
 import ipaddress
 import os
 import shutil
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.host import shared_memory_name
 from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import CourierSpec
@@ -215,7 +215,7 @@ class Courier:
         buckets = self._buffers.buckets
         n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
         return WeightManifest(
-            transport=self._spec.transport, host=socket.gethostname(), n_tensors=n_tensors, n_bytes=n_bytes
+            transport=self._spec.transport, host=shared_memory_name(), n_tensors=n_tensors, n_bytes=n_bytes
         )
 
     def _copy(self, target: Path) -> VersionWriter:
@@ -322,7 +322,7 @@ class Courier:
             if self._nccl is not None:
                 self._nccl.close()
             address = "127.0.0.1"
-            if any(seat.host != socket.gethostname() for seat in seats):
+            if any(seat.host != shared_memory_name() for seat in seats):
                 address = self._context.bus.link.local_address
                 if not address or ipaddress.ip_address(address).is_loopback:
                     raise GroupBroken(
