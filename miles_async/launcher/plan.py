@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +24,6 @@ from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
-from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
 
 T = TypeVar("T")
@@ -126,29 +123,17 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     )
 
 
-def stop_tokens(rollout: RolloutSettings, directory: Path) -> tuple[int, ...]:
-    """Stop ids of the settings and the end-of-sequence ids of the model."""
-    ids = list(rollout.rollout_stop_token_ids or ())
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.exists():
-            eos = json.loads(file.read_text()).get("eos_token_id")
-            ids += eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
-    return tuple(dict.fromkeys(ids))
-
-
 def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: Any) -> DataSpec:
     """How to read one prompt file; `keys` where they are not those of training."""
     longest = settings.rollout.rollout_max_prompt_len or 0
     return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
 
 
-def training_data(settings: RunSettings, model_dir: str) -> DataSpec:
-    """How to read the training prompts."""
+def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[int, ...] = ()) -> DataSpec:
+    """How to read the training prompts. `stop_token_ids`: the first of them ends a given response."""
     r, supervised = settings.rollout, settings.flat.supervised
     longest = r.rollout_max_response_len if supervised else 0
-    stops = stop_tokens(r, Path(model_dir)) if supervised and model_dir else ()
-    end = stops[0] if stops else -1
+    end = stop_token_ids[0] if stop_token_ids else -1
     return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
 
 
@@ -195,7 +180,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             told(
                 SamplerSpec,
                 settings.flat,
-                data=training_data(settings, place.model_dir),
+                data=training_data(settings, place.model_dir, place.stop_token_ids),
                 num_rollout=place.num_rollout,
                 shuffle=r.rollout_shuffle,
                 stop_token_ids=place.stop_token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
 import secrets
@@ -34,7 +35,7 @@ from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place, stop_tokens, training_data
+from miles_async.launcher.plan import Place, training_data
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values, whole
@@ -84,6 +85,17 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     if not (directory / "model.safetensors").exists():
         make_model(directory, TASKS[builtin], seed=settings.launch.seed)
     return directory.resolve()
+
+
+def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
+    """Stop ids of the settings and the end-of-sequence ids of the model."""
+    ids = list(settings.rollout.rollout_stop_token_ids or ())
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        if file.exists():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            ids += eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+    return tuple(dict.fromkeys(ids))
 
 
 def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
@@ -142,7 +154,7 @@ def place_of(settings: RunSettings) -> Place:
         teacher_dir=teacher_dir(settings, directory),
         weights_dir=str(weights),
         blob_dir=str((run_dir / "blobs").resolve()),
-        stop_token_ids=stop_tokens(settings.rollout, directory),
+        stop_token_ids=stop_tokens(settings, directory),
         num_rollout=num_rollout(settings, directory),
         fingerprint=fingerprint_of(identity),
         engine_token=engine_token(run_dir),
@@ -187,7 +199,7 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     r = settings.rollout
     if r.num_rollout is not None:
         return int(r.num_rollout)
-    prompts = load_prompts(training_data(settings, str(directory))).prompts
+    prompts = load_prompts(training_data(settings, str(directory), stop_tokens(settings, directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
         raise SettingsError(

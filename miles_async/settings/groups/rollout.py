@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
-    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa", "judge"),
-    *("length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa"),
+    *("ifbench", "judge", "length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
