@@ -182,6 +182,7 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     score_s: float = 0.0
     # float32 [n_tokens], the teacher's for the response; UNSET (not on the wire) = no teacher was asked
     teacher_logprobs: Packed | msgspec.UnsetType = msgspec.UNSET
+    reward_version: int | msgspec.UnsetType = msgspec.UNSET  # of the function or service that scored it; UNSET = 0
     answer: str | msgspec.UnsetType = msgspec.UNSET  # of an evaluation sample: what it answers, as votes are counted
 
     def header(self) -> Header:

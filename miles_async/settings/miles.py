@@ -30,7 +30,7 @@ OTHERWISE: dict[str, str] = {
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
-    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "sft_loss_roles"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "reward_version", "sft_loss_roles"),
     *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),

@@ -133,6 +133,15 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
     ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
+    reward_version: Annotated[
+        int,
+        doc(
+            "Raise it after a change of the function or the service that scores: functions are loaded anew, groups that are not "
+            "judged yet are scored again, and no batch mixes two versions.",
+            live="next sample scored, next group judged, next step (reward, filter, trainer)",
+            ge=0,
+        ),
+    ] = 0
     reward_timeout_s: Annotated[
         float,
         doc(
