@@ -154,8 +154,8 @@ class Tokenizer:
             ids = list(self._fast.encode(prompt, add_special_tokens=True).ids)
             doubled = len(ids) > 1 and ids[0] == ids[1] and self._fast.id_to_token(ids[0]) in self._special
             return prompt, ids[doubled:]  # the text has its beginning token already
-        if isinstance(prompt, str) and (own := next((token for token in self._special if token in prompt), None)):
-            raise Refused(f"the prompt holds {own!r} already, as after a chat template. Leave out --apply-chat-template.")
+        if isinstance(prompt, str) and (own := next((t for t in self._special if prompt.lstrip().startswith(t)), "")):
+            raise Refused(f"the prompt begins with {own!r} already, as after a chat template. Leave out --apply-chat-template.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self._chat.text(messages, tools)
         return text, self._chat.encode(text)
