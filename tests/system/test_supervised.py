@@ -11,7 +11,7 @@ from bus.messages.base import unpack_ints
 from tests.crash.conftest import Launch
 from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
-from tests.system.test_train import records
+from tests.system.test_train import command, records
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,6 +32,9 @@ def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run
     losses = [step["metrics"]["train/loss"] for step in records(run, "step")]
     assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
     assert {e["step"] for e in records(run, "eval")} >= {0, 6}
+    for words in (("--count", "1"), ("--eval", "few", "--step", "0", "--worst")):
+        shown = command(run, "samples", "--run", "r", *words)
+        assert shown.returncode == 0 and "model:" in shown.stdout, shown.stderr
     batch = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
     for group in batch.groups:
         [sample] = group.samples
