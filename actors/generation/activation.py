@@ -22,6 +22,7 @@ from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 
 TRANSPORTS = ("ipc", "nccl")  # what has a plan
+FILES = ("disk", "network")  # whole files: of this host, or to be fetched first
 
 
 class WeightsUnusable(MilesAsyncError):

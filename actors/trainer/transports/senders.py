@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from actors.runtime.host import shared_memory_name
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.flat import FlatBuffers, NamedTensors, PassingBuckets
 from actors.trainer.transports.ipc import IpcSender
@@ -44,7 +44,7 @@ class Senders:
             self.buffers.fill(self._export())
         buckets = (self.passing or self.buffers).buckets
         n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
-        return WeightManifest(transport=self._spec.transport, host=socket.gethostname(), n_tensors=n_tensors, n_bytes=n_bytes)
+        return WeightManifest(transport=self._spec.transport, host=shared_memory_name(), n_tensors=n_tensors, n_bytes=n_bytes)
 
     def plan(self, seats: tuple[Seat, ...], whole: str, *, version: int) -> WeightPlan:
         """For these engines. `whole`: see WeightPlan. Raises GroupBroken where they could not reach us."""
@@ -69,7 +69,7 @@ class Senders:
         return self.nccl.plan(whole=whole)
 
     def _address(self, seats: tuple[Seat, ...]) -> str:
-        if all(seat.host == socket.gethostname() for seat in seats):
+        if all(seat.host == shared_memory_name() for seat in seats):
             return "127.0.0.1"
         address = self._bus.link.local_address
         if not address or ipaddress.ip_address(address).is_loopback:
