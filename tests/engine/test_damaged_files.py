@@ -108,8 +108,8 @@ async def publishing(bus: Bus, folder: Path, ended: list[RunEnds]) -> AsyncItera
     async def body(context: Context, spec: PublisherSpec) -> None:
         try:
             await Publisher(context, spec).run()
-        except RunEnds as error:
-            ended.append(error)
+        except* RunEnds as group:
+            ended.extend(error for error in group.exceptions if isinstance(error, RunEnds))
 
     async with running(bus, "publisher", body, PublisherSpec(weights_dir=str(folder), worker_timeout_s=600.0)):
         yield
