@@ -40,7 +40,7 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
