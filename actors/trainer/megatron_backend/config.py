@@ -24,6 +24,10 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, tag="megatron"):
     microbatch_group_size_per_vp_stage: int | None = None
     data_pad_size_multiplier: int = 128  # tokens: a packed stream is padded to a multiple of it on each rank
     gradient_checkpointing: bool = False
+    spec: tuple[str, ...] = ()  # module and function that make the layers, where the family's record doesn't
+    custom_model_provider_path: str = ""
+    no_rope_fusion: bool = False
+    make_vocab_size_divisible_by: int = 1
     megatron: dict[str, Any] = {}
     custom_megatron_init_path: str = ""
     custom_megatron_before_log_prob_hook_path: str = ""

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
@@ -90,7 +91,11 @@ class Model:
         self.dtype = DTYPES[config.model_dtype]
         torch.manual_seed(config.seed)
         given = own.megatron
-        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
+        provider = load_hook(own.custom_model_provider_path) if own.custom_model_provider_path else None
+        self.bare = model.build(
+            arch, layout, dtype=self.dtype, spec=own.spec, provider=provider, vocab_divisible_by=own.make_vocab_size_divisible_by,
+            **self._transformer(own, given, latent=bool(arch.transformer.get("multi_latent_attention"))),
+        )  # fmt: skip
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.vocab = arch.vocab
         narrow = self.dtype != torch.float32
@@ -116,9 +121,9 @@ class Model:
             kv_heads=shape.groups, head_dim=transformer["kv_channels"],
         )  # fmt: skip
 
-    def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _transformer(self, own: MegatronConfig, given: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        fast = {"apply_rope_fusion": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        fast = {"apply_rope_fusion": not (own.no_rope_fusion or latent), "bias_activation_fusion": True, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
             "variable_seq_lengths": False,
