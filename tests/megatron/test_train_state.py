@@ -35,12 +35,11 @@ def saved(backend: RankedBackend, directory: Path) -> None:
     checkpoint.finish()
 
 
-@pytest.mark.parametrize("distributed", [False, True])
 def test_a_resumed_run_goes_on_to_the_last_bit(
-    distributed: bool, backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path  # noqa: F811
+    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path  # noqa: F811
 ) -> None:
     """Four steps are two, saved, loaded in a new backend, and two more; a damaged copy is refused and changes nothing."""
-    settings = {"lr": 1e-3, "adam_eps": 1e-8, "own": {"megatron": {"use_distributed_optimizer": distributed}}}
+    settings = {"lr": 1e-3, "adam_eps": 1e-8}
     backend.setup(config_of(model_dirs["tied"], **settings))
     whole = steps(backend, 0, 1)
     saved(backend, tmp_path / "two")

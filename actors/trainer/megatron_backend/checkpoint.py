@@ -28,7 +28,7 @@ from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.torch_dist import NotPlain, check
 
-SHARDING = "fully_sharded_model_space"
+SHARDING = "fully_reshardable"
 """How a distributed optimizer is cut in a checkpoint: by parameter, so that any layout reads it again."""
 EXTRA = "_extra_state"
 
