@@ -96,6 +96,16 @@ class Flat:
         return -(-(int(self.staleness_lookahead) - 1) // self.groups_per_version)
 
     @property
+    def model_parallel_ranks(self) -> int:
+        """Ranks of the trainer that share one copy of the model; with FSDP each has a part of every one."""
+        return int(self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of the trainer with samples of their own."""
+        return max(1, int(self.actor_num_gpus_per_node) // self.model_parallel_ranks)
+
+    @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
         return needs_whole_groups(reward_hook=self.custom_reward_post_process_path, estimator=self.advantage_estimator)

@@ -7,7 +7,7 @@ Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the star
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, slots, staleness, training
+from miles_async.settings import colocate, megatron, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import Flat
@@ -306,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     *serving.RULES,
     *slots.RULES,
     *colocate.RULES,
+    *megatron.RULES,
 )
 
 

@@ -63,7 +63,7 @@ def ranks_have_work(s: Flat) -> None:
             "this launcher starts the trainer on its own host",
             "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host.",
         )
-    if s.actor_num_gpus_per_node > s.global_batch_size:
+    if s.data_ranks > s.global_batch_size:
         raise refusal(
             "actor_num_gpus_per_node",
             s.actor_num_gpus_per_node,
@@ -91,7 +91,7 @@ def loss_is_reduced_one_way(s: Flat) -> None:
 
 def ranks_have_equal_micro_batches(s: Flat) -> None:
     """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
-    ranks, size = s.actor_num_gpus_per_node, s.micro_batch_size
+    ranks, size = s.data_ranks, s.micro_batch_size
     if s.use_dynamic_batch_size or ranks == 1:
         return
     if s.use_dynamic_global_batch_size and size > 1:

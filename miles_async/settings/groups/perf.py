@@ -42,8 +42,9 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "Library that trains: torch (transformers and FSDP2; fsdp is another name of it), megatron (megatron-core), or a "
             "dotted path of your own: (BackendConfig, Ranks) -> Core.",
             shipped=("torch", "fsdp", "megatron"),
+            derived="megatron where a setting is given that it alone has, else torch",
         ),
-    ] = "torch"
+    ]
     actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
     actor_num_gpus_per_node: Annotated[
         int,
