@@ -18,7 +18,8 @@ STAYS = {
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
-CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received"}
+CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
+CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states"}  # megatron-core
 Use = tuple[str, str]
 
 

@@ -137,7 +137,7 @@ def test_a_table_of_contents_that_carries_code_is_not_opened(models: Path, saved
 
 
 def test_the_tracker_chooses_the_checkpoint(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="latest_checkpointed_iteration.txt can't be read"):
+    with pytest.raises(Refused, match=r"latest_checkpointed_iteration\.txt can't be read"):
         iteration(tmp_path)
     tracker = tmp_path / TRACKER
     for said, folder in (("7\n", "iter_0000007"), ("release", "release")):

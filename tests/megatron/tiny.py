@@ -11,16 +11,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 VOCAB = 97  # odd: embeddings are padded where they are cut
-DENSE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+DENSE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+            "eos_token_id": 1}  # fmt: skip
 SPARSE = {**DENSE, "head_dim": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 LATENT = {**DENSE, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
           "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
           "v_head_dim": 16}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-        "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+        "beta_slow": 1, "original_max_position_embeddings": 32}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**DENSE, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", DENSE),

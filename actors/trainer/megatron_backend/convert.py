@@ -30,8 +30,10 @@ from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, 
 from actors.trainer.training.export import bucketed
 
 SHARD_BYTES = 4 << 30
-BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
 
 
 def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> None:

@@ -63,7 +63,7 @@ def _past(name: str, arch: Architecture) -> bool:
     """Layers behind the last one predict further tokens (DeepSeek, GLM); they are not trained."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     further = int((arch.config or {}).get("num_nextn_predict_layers") or 0)
-    return bool(found) and arch.layers <= int(found[1]) < arch.layers + further
+    return found is not None and arch.layers <= int(found[1]) < arch.layers + further
 
 
 def _names(path: Path) -> list[str]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
@@ -71,8 +72,6 @@ TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, Optimiz
 def given_of(own: MegatronConfig) -> dict[str, Any]:
     """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such."""
     given = {name.replace("-", "_"): value for name, value in own.megatron.items()}
-    if own.no_rope_fusion:
-        given["apply_rope_fusion"] = False
     for name, value in given.items():
         if name == "attention_backend" and isinstance(value, str):
             given[name] = AttnBackend[value]
@@ -108,7 +107,11 @@ class Model:
         if cuda:
             model_parallel_cuda_manual_seed(config.seed)
         given = given_of(own)
-        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
+        provider = load_hook(own.custom_model_provider_path) if own.custom_model_provider_path else None
+        self.bare = model.build(
+            arch, layout, dtype=self.dtype, spec=own.spec, provider=provider, vocab_divisible_by=own.make_vocab_size_divisible_by,
+            **self._transformer(own, given),
+        )  # fmt: skip
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.vocab = arch.vocab
         narrow = self.dtype != torch.float32
@@ -137,7 +140,9 @@ class Model:
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         latent = bool(self.architecture.transformer.get("multi_latent_attention"))
-        fast = {"apply_rope_fusion": not latent, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        # The fused kernel for packed samples doesn't know interleaved channels, and megatron-core doesn't say so.
+        rope = not (own.no_rope_fusion or latent or self.architecture.transformer.get("rotary_interleaved"))
+        fast = {"apply_rope_fusion": rope, "bias_activation_fusion": True, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
             "variable_seq_lengths": False,
