@@ -48,6 +48,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
+    Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),
     Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),

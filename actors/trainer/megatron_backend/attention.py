@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from actors.trainer.megatron_backend.packing import PackedSamples
-from actors.trainer.torch_backend.attention import _Choice
+from actors.trainer.torch_backend.attention import attend
 
 
 class Attention(DotProductAttention):
@@ -38,10 +38,10 @@ class Attention(DotProductAttention):
         assert layout is not None
         cp = parallel_state.get_context_parallel_group()
         if cp.size() == 1:
-            return _Choice.of(query)(query, key, value, layout, self.softmax_scale)
+            return attend(query, key, value, layout, self.softmax_scale)
         order, mine = zigzag(packed_seq_params.cu_seqlens_q, cp.size(), cp.rank())
         q, k, v = (gather_from_sequence_parallel_region(x, group=cp)[order] for x in (query, key, value))
-        return _Choice.of(q)(q, k, v, layout, self.softmax_scale)[mine]
+        return attend(q, k, v, layout, self.softmax_scale)[mine]
 
 
 def zigzag(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from actors.trainer.objective import (
     PreparedBatch,
     TrainSample,
     check,
+    filled,
     finish,
     flatten,
     merge,
@@ -188,8 +189,12 @@ def _one_step(
     totals: dict[str, Tensor] = {}
     seen: dict[tuple[int, ...], LossInputs] = {}
 
+    # All at once, before the device has work: a copy to it between forward and backward would wait for the forward to end.
+    like = torch.empty(0, device=core.device)
+    staged = {ids: prepared.stage(ids, like) for ids, _ in mine}
+
     def policy(ids: tuple[int, ...], logp: Tensor, entropy: Tensor) -> Tensor:
-        inputs = prepared.micro_batch(ids, logp, entropy=entropy)
+        inputs = filled(staged[ids], logp, entropy)
         loss, sums = policy_loss(cfg, inputs, norm)
         merge(totals, sums)
         seen[ids] = replace(inputs, new_logp=logp.detach(), entropy=None)
