@@ -35,10 +35,9 @@ def config(model: Path, *, megatron: bool, **settings: Any) -> Any:
     """Start-up settings of a backend."""
     import torch
 
-    from actors.trainer.megatron_backend.config import MegatronConfig
-    from tests.declared import backend_of, objective_of
+    from tests.declared import backend_of, megatron_of, objective_of
 
-    own = {"own": MegatronConfig(**settings.pop("own", {}))} if megatron else {}
+    own = {"own": megatron_of(**settings.pop("own", {}))} if megatron else {}
     plain = {"lr": 1e-5, "model_dtype": "bfloat16" if torch.cuda.is_available() else "float32", "weight_decay": 0.1,
              "max_tokens_per_gpu": 8192, "log_probs_max_tokens_per_gpu": 8192, "trainer_threads": 4}  # fmt: skip
     objective = objective_of(correction="none", **settings.pop("objective", {}))

@@ -33,9 +33,6 @@ THROUGH_OTHERS = {
 # Structs that tests build by hand; a second default of a setting goes when its room reads the setting by name.
 SECOND_DEFAULTS = {
     "actors/generation/spec.py": {"engine", "server_args", "seed"},
-    "actors/trainer/megatron_backend/config.py": {
-        *("gradient_checkpointing", "spec", "custom_model_provider_path", "no_rope_fusion", "make_vocab_size_divisible_by"),
-    },
     "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
     "actors/trainer/spec.py": {"offload", "save", "load"},
 }

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
-from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend.core import Core
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import train_batch
-from tests.declared import backend_of, objective_of
+from tests.declared import backend_of, megatron_of, objective_of
 from tests.megatron.pool import Pool
 
 VOCAB = 45
@@ -43,7 +42,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def config_of(path: str, *, library: str = "megatron", **settings: Any) -> BackendConfig:
     # A large eps makes Adam's first update the gradient's multiple, not its sign: weights then tell gradients.
     plain = {"device": "cpu", "lr": 1.0, "adam_eps": 10.0, "max_tokens_per_gpu": 60, "weight_decay": 0.1, "clip_grad": 2.0}
-    own = {"own": MegatronConfig(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
+    own = {"own": megatron_of(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
     return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE), **plain | settings | own)
 
 

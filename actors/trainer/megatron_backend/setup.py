@@ -15,6 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -28,6 +29,7 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.layout import Layout, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -67,10 +69,21 @@ def fields_of(kind: type) -> set[str]:
 TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig))
 
 
+def given_of(own: MegatronConfig) -> dict[str, Any]:
+    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such."""
+    given = {name.replace("-", "_"): value for name, value in own.megatron.items()}
+    for name, value in given.items():
+        if name == "attention_backend" and isinstance(value, str):
+            given[name] = AttnBackend[value]
+        elif name.endswith("_dtype") and name in OPTIMIZER and isinstance(value, str):
+            given[name] = TYPES[value]
+    return given
+
+
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     """Raises Refused, all reasons in one line, before a process group or a model exists."""
     said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
-    said += [f"megatron.{name}: megatron-core has no such field" for name in own.megatron.keys() - TRANSFORMER - OPTIMIZER - DDP]
+    said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
@@ -93,7 +106,7 @@ class Model:
         torch.manual_seed(config.seed)
         if cuda:
             model_parallel_cuda_manual_seed(config.seed)
-        given = own.megatron
+        given = given_of(own)
         provider = load_hook(own.custom_model_provider_path) if own.custom_model_provider_path else None
         self.bare = model.build(
             arch, layout, dtype=self.dtype, spec=own.spec, provider=provider, vocab_divisible_by=own.make_vocab_size_divisible_by,
@@ -127,7 +140,8 @@ class Model:
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         latent = bool(self.architecture.transformer.get("multi_latent_attention"))
-        rope = not (own.no_rope_fusion or latent)
+        # The fused kernel for packed samples doesn't know interleaved channels, and megatron-core doesn't say so.
+        rope = not (own.no_rope_fusion or latent or self.architecture.transformer.get("rotary_interleaved"))
         fast = {"apply_rope_fusion": rope, "bias_activation_fusion": True, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
