@@ -22,7 +22,7 @@ OTHERWISE: dict[str, str] = {
     "load_debug_rollout_data": "msgpack, not torch.save",
     "opd_type": "megatron means: in the trainer",
     "partial_rollout": "on by default",
-    "ref_load": "a Hugging Face directory, not torch_dist",
+    "ref_load": "a Hugging Face directory; torch_dist with --train-backend megatron",
     "save_debug_rollout_data": "msgpack, not torch.save",
 }
 """Fields that have the name of a flag of Miles and another meaning."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor
 
@@ -37,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Save the model; returns it. Weights are wide, so that a wrong place shows."""
+    import transformers  # not in the processes that only convert
+
     kind, shape = MODELS[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
