@@ -21,10 +21,12 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
         ),
     ] = None
     num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, doc("Layers of the first stage, if not as many as others.", aliases=("decoder_first_pipeline_num_layers",))
+        PositiveInt | None,
+        doc("Layers of the first stage, if not as many as others.", aliases=("decoder_first_pipeline_num_layers",)),
     ] = None
     num_layers_in_last_pipeline_stage: Annotated[
-        PositiveInt | None, doc("Layers of the last stage, if not as many as others.", aliases=("decoder_last_pipeline_num_layers",))
+        PositiveInt | None,
+        doc("Layers of the last stage, if not as many as others.", aliases=("decoder_last_pipeline_num_layers",)),
     ] = None
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, doc("Micro-batches that a chunk takes in a row. Unset: as many as stages.")
