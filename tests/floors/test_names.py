@@ -20,8 +20,8 @@ STAYS = {
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
-CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states"}  # megatron-core
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
+CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states"}  # megatron-core
 Use = tuple[str, str]
 
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from actors.runtime.run import Refused
-from actors.trainer.megatron_backend import model, weights
+from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
 from actors.trainer.megatron_backend.layout import Layout
@@ -23,18 +21,11 @@ from tests.megatron.tiny import DENSE, MODELS, VOCAB, make, tensors
 TOKENS = 40  # more than what scaled positions were first made for
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture
+def alone() -> Iterator[None]:
     """This process as the only rank."""
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("current_device",):  # what the backend replaces where there is no CUDA
-            patched.setattr(torch.cuda, name, getattr(torch.cuda, name))
-        patched.setattr(torch.Tensor, "cuda", torch.Tensor.cuda)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        model.join(Layout())
+    with convert.alone():
         yield
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
