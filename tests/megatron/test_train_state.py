@@ -50,8 +50,12 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     backend.setup(config_of(model_dirs["tied"], **settings))
     whole = steps(backend, 0, 1)
     written = saved(backend, tmp_path / "two")
+    middle = backend.weights_hash()
     whole += steps(backend, 2, 3)
     end = backend.weights_hash()
+
+    backend.setup(config_of(str(tmp_path / "two"), published_as=model_dirs["tied"], **settings))
+    assert backend.weights_hash() == middle  # a start from torch_dist
 
     backend.setup(config_of(model_dirs["tied"], **settings))
     backend.load(tmp_path / "two")

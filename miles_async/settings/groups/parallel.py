@@ -44,8 +44,8 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
     megatron: Annotated[
         dict[str, PassedOn],
         doc(
-            "Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own names, as flags "
-            "(--recompute-granularity full) or in this table."
+            "Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own names, as "
+            "flags (--recompute-granularity full) or in this table."
         ),
     ] = {}
     custom_megatron_init_path: Annotated[
