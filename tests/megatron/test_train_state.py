@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.training.ranked import RankedBackend
 from actors.trainer.training.saving import Checkpoint
 from bus.errors import CheckpointRefused
@@ -88,6 +89,46 @@ def test_a_version_is_the_model_and_memory_comes_back(
     assert "lm_head.weight" in large and small.keys() == large.keys()
     assert all(torch.equal(t, large[name]) for name, t in small.items())
     assert "config.json" in backend.core.beside()
+
+
+def note_init(core: MegatronCore) -> None:
+    SEEN.append(("init", len(core.model.chunks)))
+
+
+def note_pass(core: MegatronCore) -> None:
+    SEEN.append(("pass", core.updates))
+
+
+def note_step(core: MegatronCore) -> None:
+    SEEN.append(("step", core.updates))
+
+
+SEEN: list[tuple[str, int]] = []
+
+
+def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
+    backend: RankedBackend, model_dirs: dict[str, str]
+) -> None:
+    """Two former versions in one batch, as the torch backend has it; the user's functions in their places."""
+    settings: dict[str, Any] = {"lr": 0.02, "adam_eps": 1e-5}
+    settings["objective"] = {"keep_old_actor": True, "max_staleness": 2, "use_kl_loss": False}
+    hooks = {f"custom_megatron_{n}_path": f"{__name__}.note_{f}"
+             for n, f in (("init", "init"), ("before_log_prob_hook", "pass"), ("before_train_step_hook", "step"))}  # fmt: skip
+    torch_backend = RankedBackend("torch")
+    torch_backend.setup(config_of(model_dirs["tied"], library="torch", **settings))
+    SEEN.clear()
+    backend.setup(config_of(model_dirs["tied"], own=hooks, **settings))
+    for step in range(3):
+        batches = [batch_of(step) for _ in range(2)]
+        for batch in batches if step == 2 else ():
+            for k, sample in enumerate(batch.samples):
+                sample.train.spans = [(k % 3, sample.train.response_length)]
+        got, want = backend.train_step(batches[0]), torch_backend.train_step(batches[1])
+        assert got.flags == want.flags == {}
+        for name in ("train/tis", "train/tis_abs", "train/grad_norm"):
+            assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-3, abs=1e-5), (step, name)
+    assert SEEN == [("init", 1), ("pass", 0), ("step", 0), ("pass", 1), ("step", 1), *[("pass", 2)] * 3, ("step", 2)]
+    torch_backend.close()
 
 
 @pytest.mark.parametrize(

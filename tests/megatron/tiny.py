@@ -28,7 +28,7 @@ def config_of(path: str, *, library: str = "megatron", **settings: Any) -> Backe
     # A large eps makes Adam's first update the gradient's multiple, not its sign: weights then tell gradients.
     plain = {"device": "cpu", "lr": 1.0, "adam_eps": 10.0, "max_tokens_per_gpu": 60, "weight_decay": 0.1, "clip_grad": 2.0}
     own = {"own": megatron_of(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
-    return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE), **plain | settings | own)
+    return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE | settings.pop("objective", {})), **plain | settings | own)
 
 
 def batch_of(step: int) -> StepBatch:
