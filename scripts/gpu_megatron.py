@@ -168,8 +168,8 @@ def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterat
     tokens, work = sum(n for n, _ in lengths), sum(core.cost(n, r) for n, r in lengths)
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
-    yield {"shape": shape, "tokens": tokens, "padded_tokens": sum(m.tokens for _, m in planned[0]), "micro_batches": len(planned[0]),
-           "gpu": torch.cuda.get_device_name(), "full_recomputation": full}  # fmt: skip
+    yield {"shape": shape, "tokens": tokens, "padded_tokens": sum(m.tokens for _, m in planned[0]),
+           "micro_batches": len(planned[0]), "gpu": torch.cuda.get_device_name(), "full_recomputation": full}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
         found = {"seconds": seconds, "tokens_per_s": tokens / seconds, "mfu": 2 * passes * work / seconds / PEAK_FLOPS,

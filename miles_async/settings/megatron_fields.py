@@ -1,5 +1,5 @@
-"""Fields of megatron-core 0.16.1's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, each a flag by its own name,
-and Megatron's flags of other names for them. A test compares the table with the megatron-core that is installed.
+"""Fields of megatron-core 0.16.1's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, each a flag by its own
+name, and Megatron's flags of other names for them. A test compares the table with the megatron-core that is installed.
 
 Here, because the launcher loads no torch. What is left out is no value of a flag: functions, and types that --model-dtype says.
 """

@@ -16,7 +16,7 @@ from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
 from actors.trainer.megatron_backend.layout import Layout
-from tests.megatron.tiny import DENSE, MODELS, VOCAB, make, tensors
+from tests.megatron.models import DENSE, MODELS, VOCAB, make, tensors
 
 TOKENS = 40  # more than what scaled positions were first made for
 

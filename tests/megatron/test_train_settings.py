@@ -1,4 +1,4 @@
-"""Megatron's flags: a table of its fields that the installed megatron-core agrees with, launch scripts that go through flag by flag."""
+"""Megatron's flags: a table of fields as the installed megatron-core has them, launch scripts that go through flag by flag."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from miles_async.launcher.plan import told
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load
 from miles_async.settings.megatron_fields import FIELDS
+from miles_async.settings.run import RunSettings
 
 MODEL = """--swiglu --group-query-attention --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm
 --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 --num-attention-heads 32 --num-query-groups 2 --rotary-base 10000"""
 GLM = f"""{MODEL} --spec miles_plugins.models.glm4 get_glm_spec --add-qkv-bias --norm-epsilon 1e-5 --vocab-size 151552
 --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion
 --untie-embeddings-and-output-weights --hf-checkpoint MODELS/GLM --ref-load MODELS/GLM_torch_dist --load MODELS/GLM_miles
---save MODELS/GLM_miles --save-interval 20 --prompt-data MODELS/dapo.jsonl --input-key prompt --label-key label --apply-chat-template
---rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+--save MODELS/GLM_miles --save-interval 20 --prompt-data MODELS/dapo.jsonl --input-key prompt --label-key label
+--apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
 --rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256 --balance-data --eval-interval 20
 --eval-prompt-data aime MODELS/aime.jsonl --n-samples-per-eval-prompt 16 --eval-max-response-len 16384 --eval-top-p 1
 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 2
@@ -38,7 +39,7 @@ QWEN3 = f"""{MODEL} --kv-channels 128 --qk-layernorm --vocab-size 151936 --norm-
 LEAST = "--hf-checkpoint M --prompt-data p.jsonl --num-rollout 2 --rm-type math"
 
 
-def settings_of(line: str):  # type: ignore[no-untyped-def]
+def settings_of(line: str) -> RunSettings:
     # Staleness and engines are not Megatron's; a script of Miles leaves the former out, and says the latter by other flags.
     words = f"{line} --engine sglang --max-weight-staleness 0".split()
     return load(None, parse_flags(words, frozenset()).values).settings
@@ -79,7 +80,7 @@ def test_a_launch_script_goes_through_flag_by_flag(script: str) -> None:
         ("--attention-dropout 0.1", "the policy that is trained must be the one that sampled"),
         ("--recompute-num-layers one", "must be of kind int"),
         ("--moe-aux-loss-coeff 0.01", "balancing losses of experts are not trained yet"),
-        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"= 2 x 1 x 1 = 2 does not divide 3 ranks\. Nearest: 2 or 4"),
+        ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"2 x 1 x 1 = 2 does not divide 3 ranks\. Nearest: 2 or 4"),
         ("--bf16", "Write --model-dtype instead"),
     ],
 )

@@ -21,10 +21,12 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
         ),
     ] = None
     num_layers_in_first_pipeline_stage: Annotated[
-        PositiveInt | None, doc("Layers of the first stage, if not as many as others.", aliases=("decoder_first_pipeline_num_layers",))
+        PositiveInt | None,
+        doc("Layers of the first stage, if not as many as others.", aliases=("decoder_first_pipeline_num_layers",)),
     ] = None
     num_layers_in_last_pipeline_stage: Annotated[
-        PositiveInt | None, doc("Layers of the last stage, if not as many as others.", aliases=("decoder_last_pipeline_num_layers",))
+        PositiveInt | None,
+        doc("Layers of the last stage, if not as many as others.", aliases=("decoder_last_pipeline_num_layers",)),
     ] = None
     microbatch_group_size_per_vp_stage: Annotated[
         PositiveInt | None, doc("Micro-batches that a chunk takes in a row. Unset: as many as stages.")
@@ -42,8 +44,8 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
     megatron: Annotated[
         dict[str, PassedOn],
         doc(
-            "Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own names, as flags "
-            "(--recompute-granularity full) or in this table."
+            "Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own names, as "
+            "flags (--recompute-granularity full) or in this table."
         ),
     ] = {}
     custom_megatron_init_path: Annotated[
