@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -150,6 +151,7 @@ def _policy_loss(v: Values) -> str:
 
 # field -> how it follows. Read by `fill` in this order.
 DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
+    ("train_backend", lambda v: "megatron" if asked_for(v) else "torch"),
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),

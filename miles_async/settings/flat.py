@@ -111,6 +111,16 @@ class Flat:
         return -(-(int(self.staleness_lookahead) - 1) // self.groups_per_version)
 
     @property
+    def model_parallel_ranks(self) -> int:
+        """Ranks of the trainer that share one copy of the model; with FSDP each has a part of every one."""
+        return int(self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of the trainer with samples of their own."""
+        return max(1, self.train_ranks // self.model_parallel_ranks)
+
+    @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
         hook, estimator = self.custom_reward_post_process_path, self.advantage_estimator

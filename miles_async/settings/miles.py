@@ -24,7 +24,7 @@ OTHERWISE: dict[str, str] = {
     "load_debug_rollout_data": "msgpack, not torch.save",
     "opd_type": "megatron means: in the trainer",
     "partial_rollout": "on by default",
-    "ref_load": "a Hugging Face directory, not torch_dist",
+    "ref_load": "a Hugging Face directory; for the Megatron backend torch_dist as well",
     "save_debug_rollout_data": "msgpack, not torch.save",
 }
 """Fields that have the name of a flag of Miles and another meaning."""
@@ -47,17 +47,14 @@ OF_OURS = (
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
-        "--padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+        "--padded-vocab-size --mtp-*",
     ),
     (
-        "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
-        "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
-        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
-        "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
-        "--qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
-        "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
+        "The Megatron backend has nothing like it.",
+        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --use-distributed-post "
+        "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
     ),
-    ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),
+    ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
     ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
     ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus, on this host.", "--num-gpus-per-node"),

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, slots, staleness, training
+from miles_async.settings import colocate, megatron, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import Flat
@@ -350,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     *serving.RULES,
     *slots.RULES,
     *colocate.RULES,
+    *megatron.RULES,
 )
 
 

@@ -88,13 +88,13 @@ def ranks_have_work(s: Flat) -> None:
         )
     if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
         raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")
-    if s.train_ranks > s.global_batch_size:
+    if s.data_ranks > s.global_batch_size:
         field, others = ("actor_num_gpus_per_node", 1) if s.actor_num_nodes == 1 else ("actor_num_nodes", s.actor_num_gpus_per_node)
         raise refusal(
             field,
             s.train_ranks // others,
-            f"{s.train_ranks} ranks are more than global_batch_size = {s.global_batch_size}: one would have no sample",
-            f"Set it to {max(1, s.global_batch_size // others)} or less.",
+            f"{s.data_ranks} data-parallel ranks are more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
+            f"Set it to {max(1, s.global_batch_size * s.model_parallel_ranks // others)} or less.",
         )
 
 
@@ -117,7 +117,7 @@ def loss_is_reduced_one_way(s: Flat) -> None:
 
 def ranks_have_equal_micro_batches(s: Flat) -> None:
     """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
-    ranks, size = s.train_ranks, s.micro_batch_size
+    ranks, size = s.data_ranks, s.micro_batch_size
     if s.use_dynamic_batch_size or ranks == 1:
         return
     if s.use_dynamic_global_batch_size and size > 1:
@@ -179,7 +179,7 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    ranks, total = s.train_ranks, s.samples_per_rollout
+    ranks, total = s.data_ranks, s.samples_per_rollout
     if s.use_dynamic_global_batch_size and total % ranks:
         yield (
             f"use_dynamic_global_batch_size leaves out {total % ranks} of {total} samples of every full rollout batch, "
