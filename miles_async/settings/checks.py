@@ -105,7 +105,7 @@ def _check_reference(settings: RunSettings) -> None:
             "a checkpoint of Megatron (torch_dist), which this trainer cannot read",
             field="ref_load",
             value=ref,
-            remedy="Give the Hugging Face directory that it was made from, convert it to one, or set --train-backend megatron.",
+            remedy="Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it.",
         )
     check_checkpoint_dir(ref, "ref_load", ("config.json",))
     if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:

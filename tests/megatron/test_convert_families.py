@@ -16,7 +16,7 @@ from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
 from actors.trainer.megatron_backend.layout import Layout
-from tests.megatron.tiny import DENSE, MODELS, VOCAB, make, tensors
+from tests.megatron.models import DENSE, MODELS, VOCAB, make, tensors
 
 TOKENS = 40  # more than what scaled positions were first made for
 
@@ -42,10 +42,11 @@ def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
     later = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     with torch.no_grad():
         want = theirs(ids).logits
-        got = ours.eval()(ids, torch.arange(TOKENS).expand(2, -1), later)
+        here = next(ours.parameters()).device
+        got = ours.eval()(ids.to(here), torch.arange(TOKENS, device=here).expand(2, -1), later.to(here)).cpu()
     assert want.std() > 0.1
     torch.testing.assert_close(got[..., :VOCAB], want, rtol=0, atol=1e-4)
-    saved, back = tensors(tmp_path), dict(weights.export_hf([ours], arch))
+    saved, back = tensors(tmp_path), {name: t.cpu() for name, t in weights.export_hf([ours], arch)}
     assert back.keys() == saved.keys() == set(arch.hf_names())
     assert [name for name, tensor in saved.items() if not torch.equal(back[name], tensor)] == []
 
@@ -91,6 +92,8 @@ def test_a_directory_of_other_weights_than_its_config_is_refused_before_any_is_r
         index(tmp_path, arch)
     with pytest.raises(Refused, match=r"has 12 others \(lm_head.weight|has 12 others \(model.layers.3"):
         index(tmp_path, describe({**config, "num_hidden_layers": 3}))
+    with pytest.raises(Refused, match=r"quantised weights .*; give the directory in bfloat16"):
+        index(tmp_path, describe({**config, "quantization_config": {"quant_method": "fp8"}}))
     listed = {"weight_map": dict.fromkeys(describe(config).hf_names(), "model-00001-of-00002.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
     with pytest.raises(Refused, match=r"not whole: its index names model-00001-of-00002.safetensors, not there"):

@@ -30,6 +30,10 @@ def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
     """File of each tensor of the architecture. Raises Refused, in one line, where tensors are missing or belong to another
     architecture, or where there are only pickles."""
     folder = Path(directory)
+    if "quantization_config" in (arch.config or {}):
+        raise Refused(
+            f"{directory} holds quantised weights (quantization_config in config.json); give the directory in bfloat16"
+        )
     listed = folder / "model.safetensors.index.json"
     if listed.is_file():
         names = {name: folder / file for name, file in json.loads(listed.read_bytes())["weight_map"].items()}

@@ -51,10 +51,13 @@ class Cut:
     """How one weight lies on its tensor-parallel ranks."""
 
     def __init__(self, rule: Rule, weight: Any) -> None:
-        expert = ".mlp.experts." in rule.megatron
-        self.dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
-        self.group = (parallel_state.get_expert_tensor_parallel_group() if expert
-                      else parallel_state.get_tensor_model_parallel_group())  # fmt: skip
+        if ".mlp.experts." in rule.megatron:  # Transformer Engine's grouped experts don't say where they are cut
+            self.group = parallel_state.get_expert_tensor_parallel_group()
+            self.dim = 0 if "linear_fc1" in rule.megatron else 1
+        else:
+            self.group = parallel_state.get_tensor_model_parallel_group()
+            cut = getattr(weight, "tensor_model_parallel", False) and weight.shape[0] != rule.rows
+            self.dim = weight.partition_dim if cut else None
         self.n = dist.get_world_size(self.group) if self.dim is not None else 1
         self.rank = dist.get_rank(self.group) if self.n > 1 else 0
 

@@ -36,7 +36,7 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
     ] = 1
     expert_model_parallel_size: Annotated[int, doc("Ranks that experts are dealt to.", unit="ranks", ge=1)] = 1
     expert_tensor_parallel_size: Annotated[
-        PositiveInt | None, doc("Ranks that share an expert's matrices. Unset: 1 with experts on several ranks.", unit="ranks")
+        PositiveInt | None, doc("Ranks that share an expert's matrices. Unset: as tensor_model_parallel_size.", unit="ranks")
     ] = None
     data_pad_size_multiplier: Annotated[
         int, doc("A packed stream is padded to a multiple of it on each rank.", unit="tokens", ge=1)
