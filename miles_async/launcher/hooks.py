@@ -128,7 +128,8 @@ def check_quantization(settings: RunSettings) -> None:
 def check_architecture(settings: RunSettings) -> None:
     """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
     given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
-    if settings.model.builtin_name is not None:
+    said = any(value not in (None, False, (), 1) for value in given.values())
+    if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
         return
     try:
         config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +79,26 @@ def test_every_layout_trains_as_one_rank(layout: str, model_dirs: dict[str, str]
     for name, weight in found.items():
         moved, wanted = weight - before[name], after[name] - before[name]
         assert float((moved - wanted).norm()) <= 1e-3 * float(wanted.norm()), name
+
+
+def saving(path: str, settings: dict[str, Any], end: str) -> None:
+    trained(path, 1, settings, end=end)
+
+
+def resumed(path: str, settings: dict[str, Any], begin: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    return trained(path, 1, settings, begin=begin, first=1)
+
+
+def test_a_run_goes_on_under_another_layout(model_dirs: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+    """Weights, masters and moments of two tensor-parallel ranks, taken over by one rank and by two stages."""
+    path, directory = model_dirs["apart"], tmp_path / "tp2"
+    directory.mkdir()
+    want, after = one_rank(pool, path)
+    pool.run(2, saving, path, {"own": LAYOUTS["tp2_sp"][1]}, str(directory))
+    for own in ({}, LAYOUTS["pp2"][1]):
+        results = pool.run(2 if own else 1, resumed, path, {"own": own}, str(directory))
+        for got, weights in results:
+            for name in NUMBERS:
+                assert got[0][name] == pytest.approx(want[1][name], rel=1e-4, abs=1e-6), (own, name)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, after[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,21 @@ def batch_of(step: int) -> StepBatch:
     return StepBatch(samples, step=step, seed=step)
 
 
-def trained(path: str, steps: int, settings: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """(numbers of each step, this stage's weights afterwards under their Hugging Face names) of this rank."""
+def trained(
+    path: str, steps: int, settings: dict[str, Any], *, begin: str = "", first: int = 0, end: str = ""
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """(numbers of each step, this stage's weights afterwards under their Hugging Face names) of this rank. `begin`: checkpoint to go on
+    from, at step `first`; `end`: directory to save to."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     core = MegatronCore(config_of(path, **settings), Ranks(rank, size))
     try:
-        metrics = [train_batch(core, batch_of(step)).metrics for step in range(steps)]
+        if begin:
+            core.load(Path(begin), None)
+        metrics = [train_batch(core, batch_of(step)).metrics for step in range(first, first + steps)]
         weights = {name: t.clone() for name, t in export_hf(core.model.bare, core.model.architecture)}
+        if end:
+            core.save(Path(end)).write()
     finally:
         core.close()
     return [{name: m[f"train/{name}"] for name in NUMBERS} for m in metrics], weights

@@ -84,7 +84,7 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--tensor-model-parallel-size")} <= {
+    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--allgather-cp")} <= {
         why for why, _ in WHY_NOT
     }
     assert why_not("--nonsense") == ""
