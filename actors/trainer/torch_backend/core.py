@@ -104,8 +104,10 @@ class Core(Passes):
         return teacher
 
     def _place(self, module: nn.Module) -> None:
+        blocks: Any = module.blocks
+        for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:
+            block.gradient_checkpointing = False
         if self.compiles:
-            blocks: Any = module.blocks
             compile_layers(blocks)
         if not self.ranks.alone:
             self.shards.shard(module, self.dtype)
