@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +50,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
     engine_token: str = ""  # what engines and router ask of their callers
+
+    @property
+    def weights_token(self) -> str:
+        """What hosts ask of each other for weights: another one, as it crosses the network."""
+        return hashlib.blake2b(b"weights", key=self.engine_token.encode()[:64], digest_size=16).hexdigest()
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
@@ -144,7 +150,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 turns=turn_spec(settings),
                 lookahead=lookahead,
                 backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
-                ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
+                ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
             ),
@@ -156,6 +162,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 wave_fraction=settings.sglang.update_weight_wave_fraction,
                 activation_deadline_s=settings.sglang.update_weight_deadline_s,
+                serve_at=settings.bus.weights_address or "",
+                weights_token=place.weights_token,
             ),
         ),
         (

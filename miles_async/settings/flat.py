@@ -89,6 +89,11 @@ class Flat:
         return int(self.rollout_batch_size * self.n_samples_per_prompt)
 
     @property
+    def train_ranks(self) -> int:
+        """Processes of the trainer: actor_num_nodes * actor_num_gpus_per_node."""
+        return int(self.actor_num_nodes * self.actor_num_gpus_per_node)
+
+    @property
     def groups_per_version(self) -> int:
         """Prompt groups trained between two published policy versions: B of the admission bound."""
         return int(self.rollout_batch_size * self.update_weights_interval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 from actors.generation.engine import Chunk, GenerateRequest
@@ -81,6 +82,11 @@ async def forgetful(task: Task, session: Session) -> list[Trajectory]:
 forgetful.resumable = False  # type: ignore[attr-defined]
 
 
+async def hanging(task: Task, session: Session) -> list[Trajectory]:
+    await asyncio.sleep(60)
+    return []
+
+
 async def broken(task: Task, session: Session) -> list[Trajectory]:
     raise KeyError("no such tool")
 
@@ -102,3 +108,32 @@ async def twice(task: Task, session: Session) -> list[Trajectory]:
 async def invented(task: Task, session: Session) -> list[Trajectory]:
     said = await session.generate(task.prompt)
     return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """As written for Miles, but for `args.post`: two answers of the engine with a tool's between them."""
+    response: list[int] = []
+    mask: list[int] = []
+    for turn in range(2):
+        payload = {"input_ids": sample.tokens + response, "sampling_params": sampling_params, "return_logprob": True}
+        output = await args.post("http://router/generate", payload)
+        said = [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+        response, mask = response + said, mask + [1] * len(said)
+        if turn == 0:
+            response, mask = [*response, args.plus], [*mask, 0]
+    sample.tokens, sample.response_length, sample.loss_mask = sample.tokens + response, len(response), mask
+    sample.reward = {"score": 1.0}
+    sample.metadata["turns"] = 2
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
+async def newer(given: Any) -> Any:
+    """The newer signature."""
+    return SimpleNamespace(samples=await generate(given.args, given.sample, given.sampling_params))
+
+
+async def retokenised(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    done = await generate(args, sample, sampling_params)
+    done.tokens[-1] += 1
+    return done

@@ -16,6 +16,7 @@ from actors.generation.actor import Worker
 from actors.generation.engine import Engine
 from actors.generation.rollouts import Session, live
 from actors.generation.spec import GenerationSpec
+from actors.reward.sample import Sample
 from actors.runtime import consume
 from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
@@ -25,6 +26,7 @@ from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
+from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
 from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Talker, token_at
@@ -48,7 +50,8 @@ async def house(
     redis_url: str, run_name: str, program: str, group: str = "g", **knobs: Any
 ) -> AsyncIterator[tuple[Bus, GenerationSpec]]:
     """A bus with a version served and one sample to generate."""
-    spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.{program}")
+    path = f"{HERE}.{program}"
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=path, program_values={"plus": PLUS})
     async with open_bus(redis_url, run_name, groups=(group,), knobs={"partial_save_tokens": 2, **knobs}) as bus:
         await put(bus, PROMPTS, with_stop(task(group)))
         yield bus, spec
@@ -281,6 +284,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
     [
         ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at rollout_programs.py:"),
         ("twice", "is in two trajectories, or twice in one"),
+        ("retokenised", "are not what args.post answered"),
         ("invented", "as the model's that no call of this session made"),
     ],
 )
@@ -289,6 +293,15 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
 ) -> None:
     rollout, _, [letter] = await played(redis_url, run_name, program)
     assert isinstance(rollout, RolloutLost) and said in letter.error
+
+
+@pytest.mark.parametrize("program", ["generate", "newer"])
+async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str, run_name: str, program: str) -> None:
+    rollout, accounts, dead = await played(redis_url, run_name, program)
+    assert not dead and [(span.made, span.n) for span in rollout.response.spans] == [(True, 2), (False, 1), (True, 3)]
+    assert unpack_ints(rollout.response.tokens) == [token_at(2), 0, PLUS, *map(token_at, (5, 6, 7))]
+    assert (rollout.episode.reward, rollout.episode.metadata) == ({"score": 1.0}, {"turns": 2})
+    assert accounts.tokens_generated == rollout.n_made == 5
 
 
 async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str, run_name: str) -> None:
@@ -310,3 +323,24 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rollout_programs.calculator", ""),
+        ("rollout_programs.generate", ""),
+        ("rollout_programs.broken", "raised KeyError: 'no such tool' at rollout_programs.py:"),
+        ("rollout_programs.twice", "in two trajectories"),
+        ("rollout_programs.retokenised", "not what args.post answered"),
+        ("rollout_programs.add", "raised TypeError"),
+        ("rollout_programs.hanging", "did not end within its deadline (0.5 s) at rollout_programs.py:"),
+        ("rollout_programs.nowhere", "cannot be loaded"),
+    ],
+)
+def test_each_program_is_tried_before_a_run_starts(name: str, problem: str) -> None:
+    made = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
+    field = "custom_generate_function_path"
+    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=0.5, values={"plus": 7})
+    found = problem_of(field, ask.paths[field], ask)
+    assert problem in found and bool(problem) == bool(found)

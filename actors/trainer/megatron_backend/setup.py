@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -89,6 +90,8 @@ class Model:
         cuda = torch.cuda.is_available()
         self.dtype = DTYPES[config.model_dtype]
         torch.manual_seed(config.seed)
+        if cuda:
+            model_parallel_cuda_manual_seed(config.seed)
         given = own.megatron
         self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -118,7 +121,8 @@ class Model:
 
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        fast = {"apply_rope_fusion": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        latent = bool(self.architecture.transformer.get("multi_latent_attention"))
+        fast = {"apply_rope_fusion": not latent, "bias_activation_fusion": True, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
             "variable_seq_lengths": False,

@@ -56,7 +56,7 @@ class _Unpad(torch.autograd.Function):
 
 @torch.compiler.disable  # torch 2.11 compiles this to a wrong gradient; nothing is gained by it either
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The same by padding; q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
+    """The same by padding; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]."""
     s, n = layout.samples, layout.longest
 
     def pad(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
 
     # Causality alone keeps padding out: it lies behind the last token of its sample.
     out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scale, enable_gqa=True)
-    flat = out.transpose(1, 2).reshape(s * n, *q.shape[1:])
+    flat = out.transpose(1, 2).reshape(s * n, q.shape[1], v.shape[2])
     return flat if layout.slots is None else _Unpad.apply(flat, layout.slots)
 
 
@@ -166,9 +166,8 @@ def kernel_of(q: Tensor) -> str:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Attention by the chosen kernel; q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
-    kernel = kernel_of(q)
-    if kernel == SDPA:
+    """Attention by the chosen kernel; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]; Dv other than D by padding."""
+    if q.shape[-1] != v.shape[-1] or (kernel := kernel_of(q)) == SDPA:
         return padded_attention(q, k, v, layout, scale)
     out, _ = flash_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.longest, scale, kernel

@@ -195,7 +195,8 @@ class Core(Verbs, Protocol):
 
     @property
     def exporters(self) -> tuple[int, ...]:
-        """Ranks that hold what `export` yields, in order, 0 first: one for each pipeline stage."""
+        """Ranks that hold what `export` yields, in order, 0 first: one for each pipeline stage. While one yields, the others wait
+        with a bucket in hand: what yields gathers with no other exporter."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -68,7 +68,14 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             shipped=("torch", "fsdp", "megatron"),
         ),
     ] = "torch"
-    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
+    train_master: Annotated[
+        str | None,
+        doc(
+            "HOST:PORT where the trainer's processes meet. Given: all but the first are yours to start, by torchrun, Slurm or Ray: "
+            "python -m actors.trainer.follower, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Else the trainer starts them."
+        ),
+    ] = None
+    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; more than one needs train_master.", unit="hosts", ge=1)] = 1
     actor_num_gpus_per_node: Annotated[
         int,
         doc(
