@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend, attention, core
 from actors.trainer.torch_backend.compiled import compile_layers
@@ -67,6 +68,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.timeout(60)  # torch.compile on a busy machine
 @pytest.mark.usefixtures("flash_on_cpu", "traced")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_layers_give_the_plain_gradient_by_one_graph_for_all_lengths(
@@ -102,6 +104,13 @@ def test_layers_that_cannot_be_compiled_run_plain_and_say_so_once(
         for _ in range(2):
             assert torch.equal(policy(micro)[0], want)
     assert ["no compiler here" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", [attention.FLASH_2, attention.FLASH_3])
+def test_a_kernel_that_cannot_run_is_refused(name: str) -> None:
+    with pytest.raises(Refused, match=f"attn_implementation={name} computes in bfloat16 on a GPU; this trainer has float32 on cpu"):
+        attention.select(name, CPU, torch.float32)
+    assert attention.select("auto", CPU, torch.float32) == attention.SDPA
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
