@@ -179,7 +179,7 @@ class Running:
                     f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
                     f"{', '.join(versions) or 'none'})"
                 )
-            needed = max(turn.last_version, turn.floor)
+            needed = turn.spans[-1].version if turn.spans else turn.floor
             if version.id < needed or (not self.n_tokens and version.step < self.least_step):
                 raise RouteBroken(
                     f"it met version {version.id} of step {version.step} on its way, and needs step {self.least_step} and version "
