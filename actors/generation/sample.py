@@ -237,7 +237,8 @@ class Running:
         """The calls that go with `response`."""
         if self._plain():
             return msgspec.UNSET
-        turns = (Call(turn.no, turn.digest, len(turn.tokens), turn.finish) for turn in self.turns.values())
+        answered = (turn for turn in self.turns.values() if turn.tokens or turn.finish)
+        turns = (Call(turn.no, turn.digest, len(turn.tokens), turn.finish) for turn in answered)
         return tuple(sorted((*turns, *self.told.values()), key=lambda call: call.no))
 
     def uncounted(self) -> tuple[VersionSpan, ...]:

@@ -295,6 +295,16 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
     assert isinstance(rollout, RolloutLost) and said in letter.error
 
 
+async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:
+    rollout, accounts, dead = await played(redis_url, run_name, "side_by_side")
+    assert not dead and STATE["runs"] == 2 and [turn for _, turn, _ in ASKED] == [0, 1]
+    left, right = rollout.strands
+    assert unpack_ints(left.prompt_tokens) == [7, 12, token_at(2), 0, 1] and rollout.episode.turns == 3
+    assert unpack_ints(left.response.tokens) == [*map(token_at, (5, 6, 7))]
+    assert unpack_ints(right.response.tokens) == [token_at(2), 0, 1, 1, *map(token_at, (6, 7))]
+    assert accounts.tokens_generated == rollout.n_made == 7
+
+
 @pytest.mark.parametrize("program", ["generate", "newer"])
 async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str, run_name: str, program: str) -> None:
     rollout, accounts, dead = await played(redis_url, run_name, program)
