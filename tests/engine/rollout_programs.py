@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from actors.generation.engine import Chunk, GenerateRequest
 from actors.generation.rollouts import Session, Task, Trajectory, env
 from tests.engine.scripted import ScriptedEngine
@@ -103,6 +105,11 @@ async def rewriting(task: Task, session: Session) -> list[Trajectory]:
 async def twice(task: Task, session: Session) -> list[Trajectory]:
     said = await session.generate(task.prompt)
     return [Trajectory(task.prompt, [said, said])]
+
+
+async def cooler(task: Task, session: Session) -> list[Trajectory]:
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.5)
+    return [Trajectory(task.prompt, [await session.generate(task.prompt, sampling)])]
 
 
 async def invented(task: Task, session: Session) -> list[Trajectory]:

@@ -139,6 +139,11 @@ class Live:
             if turn.tokens and not more(turn):
                 turn.finish = "stop"
         sampling = sampling or self.task.sampling
+        if sampling.temperature != self.task.sampling.temperature and not self.task.eval_name:
+            raise Poison(
+                f"a turn of {self.task.sample_id} asks for temperature {sampling.temperature}, its task has "
+                f"{self.task.sampling.temperature}, and a sample is trained at one. Leave it out, or set --rollout-temperature."
+            )
         if not turn.ended(limit_of(turn, running, sampling), sampling.stop_token_ids):
             self._generating += 1
             try:
