@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
 from actors.generation.rollouts import Session, live
+from actors.generation.rollouts.watchdog import watch
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from actors.runtime import consume
@@ -334,6 +336,19 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:
+    said: list[str] = []
+    left: list[int] = []
+    watching = asyncio.create_task(watch(said.append, ends_after_s=0.6, patience_s=0.3, leave=left.append))
+    await asyncio.sleep(0.1)
+    time.sleep(1.5)  # noqa: ASYNC251 - the fault
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert len(left) == 1 and "session.tell" in said[0]
+    assert "this worker ends" in said[-1] and "at test_rollouts.py:" in said[-1]
 
 
 @pytest.mark.parametrize(

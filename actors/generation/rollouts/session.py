@@ -126,7 +126,8 @@ class Session(Protocol):
         """One turn of the model behind `tokens`, which are all it sees. Leases, weight updates, dead engines and requests that
         break off on the way are the session's business.
 
-        sampling: None = the task's; the temperature of a training sample stays (Poison). At most `left` tokens are made, none (finish `length`) when nothing is left.
+        sampling: None = the task's; the temperature of a training sample stays (Poison). At most `left` tokens are made, none
+        (finish `length`) when nothing is left.
         watch: gets all tokens of this turn so far whenever more came, in a replay too; True ends the turn there (`stop`).
         Several may be under way at once, if the program starts them in the same order at every run.
         Raises Poison: the engine can never serve this (too long, ill-formed).
