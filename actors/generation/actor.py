@@ -74,12 +74,14 @@ class Worker:
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
                 tasks.create_task(self._pace.follow(self._consumer.reader, stop))
+                watching = tasks.create_task(self._programs.watch())
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._leases.take(samples, self._handle)
                         await self._abort_all()
                 finally:
                     stop.set()
+                    watching.cancel()
                     self._changed.set()
                     self._link.interrupt()
         finally:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus.messages.base import EMPTY, Header, Message, Packed
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import NOT_MADE, VersionSpan
 
 LostReason = Literal["poison", "evicted", "cancelled", "malformed"]
 ParkReason = Literal["drain", "abort", "slice", "engine", "stop", "behind", "tail"]
@@ -71,7 +71,7 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.made)
+        return tuple(span for span in self.spans if span.version != NOT_MADE)
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +138,8 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens of all its trajectories."""
+        if self.episode is msgspec.UNSET:
+            return self.response.made
         return tuple(span for strand in self.strands for span in strand.response.made)
 
     @property

@@ -44,11 +44,7 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
-    values: dict[str, object] = {}
-    try:
-        values = custom_config(s.custom_config_path)
-    except SettingsError as error:
-        refused.found.append(error)
+    values = refused.attempt(custom_config, s.custom_config_path) or {}
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
