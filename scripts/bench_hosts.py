@@ -37,7 +37,9 @@ from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.binary import find_server  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, POLICY  # noqa: E402
 from tests.actors.house import KNOBS  # noqa: E402
+from tests.actors.house import until as seen  # noqa: E402
 from tests.bus.suite.knobs import plain_kinds  # noqa: E402
+from tests.crash.house import until  # noqa: E402
 from tests.declared import actor_of  # noqa: E402
 from tests.hosts.net import Net, why_not  # noqa: E402
 
@@ -103,38 +105,52 @@ def version_of(folder: Path, megabytes: int) -> str:
     return checksum_of(folder / "model.safetensors")
 
 
-async def bench(net: Net, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def start_all(net: Net, args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Redis and the publisher on the first host, a worker on each other one."""
     home = net.host("a")
-    socket = folder / "redis.sock"
-    words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {socket} --save ''"
-    started = [subprocess.Popen([*home.enter(), "sh", "-c", f"exec {words}"], stdout=subprocess.DEVNULL)]
-    while not socket.exists():
-        await asyncio.sleep(0.05)
-    found: dict[str, Any] = {"hosts": args.hosts, "rate": args.rate, "megabytes": args.megabytes, "runs": []}
-    async with Bus(BusConfig(url=f"unix://{socket}", run="bench")) as bus:
+    words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {folder / 'redis.sock'} --save ''"
+    redis = subprocess.Popen([*home.enter(), "sh", "-c", f"exec {words}"], stdout=subprocess.DEVNULL)
+    until("Redis", (folder / "redis.sock").exists, seconds=10.0)
+    asyncio.run(prepare(folder))
+    me, url = [sys.executable, str(Path(__file__).resolve()), "--be"], f"redis://{home.address}:6379"
+    with (folder / "log").open("ab") as log:
+        weights = str(home.shm)  # by this path for everybody here, since the file system is one
+        started = [subprocess.Popen([*home.enter(), *me, "publisher", "publisher", url, weights], stderr=log)]
+        for n in range(args.hosts):
+            host = net.host(f"w{n}")
+            host.shape(args.rate)
+            started.append(subprocess.Popen([*host.enter(), *me, "generation", host.name, url, ""], stderr=log))
+    home.shape(args.rate)
+    return [redis, *started]
+
+
+def bus_in(folder: Path) -> Bus:
+    return Bus(BusConfig(url=f"unix://{folder / 'redis.sock'}", run="bench"))
+
+
+async def prepare(folder: Path) -> None:
+    async with bus_in(folder) as bus:
         await bus.make_readers()
         await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
-        url = f"redis://{home.address}:6379"
-        me = [sys.executable, str(Path(__file__).resolve()), "--be"]
-        with (folder / "log").open("ab") as log:
-            weights = str(home.shm)  # by this path for everybody here, since the file system is one
-            started.append(subprocess.Popen([*home.enter(), *me, "publisher", "publisher", url, weights], stderr=log))
-            for n in range(args.hosts):
-                host = net.host(f"w{n}")
-                host.shape(args.rate)
-                started.append(subprocess.Popen([*host.enter(), *me, "generation", host.name, url, ""], stderr=log))
-            home.shape(args.rate)
-        names = [f"w{n}" for n in range(args.hosts)]
-        while set(await bus.vitals()) < {*names, "publisher"}:
-            await asyncio.sleep(0.2)
+
+
+async def bench(net: Net, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All versions, one after the other."""
+    found: dict[str, Any] = {"hosts": args.hosts, "rate": args.rate, "megabytes": args.megabytes, "runs": []}
+    names = [host.name for host in net.hosts[1:]]
+
+    async with bus_in(folder) as bus:
+
+        async def all_there() -> bool:
+            return set(await bus.vitals()) >= {*names, "publisher"}
+
+        await seen(all_there)
         await asyncio.sleep(3.0)  # the publisher has heard of all of them
         for version in range(1, args.versions + 1):
-            at = home.shm / f"v{version:08d}"
+            at = net.hosts[0].shm / f"v{version:08d}"
             took = await measure(bus, at, version_of(at, args.megabytes), version, names)
             found["runs"].append({"first_s": round(took[0], 2), "all_s": round(took[-1], 2)})
             print(json.dumps(found["runs"][-1]), flush=True)
-    for process in started[1:]:
-        process.terminate()
     return found
 
 
@@ -154,6 +170,7 @@ def main() -> int:
     with TemporaryDirectory(prefix="ma-bench-") as folder:
         net = Net(Path(folder) / "net")
         try:
+            start_all(net, args, Path(folder))
             found = asyncio.run(bench(net, args, Path(folder)))
         finally:
             net.close()
