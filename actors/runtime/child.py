@@ -29,7 +29,7 @@ LOG_TAIL_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: end when the actor dies (Linux; elsewhere the drain must do)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -87,7 +87,7 @@ class Child:
             stderr=out,
             env=dict(env) if env is not None else None,
             start_new_session=True,
-            preexec_fn=None if self._outlives else _die_with_parent,
+            preexec_fn=None if self._outlives else die_with_parent,
         )
 
     async def wait(self) -> int | None:

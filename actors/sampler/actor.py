@@ -67,11 +67,9 @@ class Sampler:
     def __init__(self, context: Context, spec: SamplerSpec) -> None:
         self._context = context
         self._spec = spec
-        prompts, too_long = load_prompts(spec.data)
-        self._prompts: list[Prompt] = prompts
-        self._too_long = too_long
-        self._order = Order(n_prompts=len(prompts), run_seed=context.spec.run_seed, shuffle=spec.shuffle)
-        self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(prompts)}
+        self._prompts, self._too_long, parts = load_prompts(spec.data)
+        self._order = Order(parts=parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
+        self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 
     async def run(self) -> None:
         """Waits for news of groups, steps and versions (woken by the blocking read); fills free slots after each."""

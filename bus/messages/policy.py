@@ -17,7 +17,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
     transport: str = "disk"
     path: str = ""  # disk: directory with safetensors files, for who sees the memory of the trainer's host
-    checksum: str = ""  # hex digest over the bytes of model.safetensors; empty = not to be compared
+    checksum: str = ""  # hex digest over the bytes of model*.safetensors, by name; empty = not to be compared
     n_tensors: int = 0
     n_bytes: int = 0
     plan: str = ""  # nccl, ipc: the blob that holds the plan

@@ -96,7 +96,9 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known = await read_identity(bus)
     if known is None:
-        raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
+        raise BusRefused(
+            f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
+        )
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith("generation-") or name in (*ROLES, *OTHERS):

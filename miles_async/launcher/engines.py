@@ -11,6 +11,7 @@ from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.settings.colocate import engine_args, gives_back
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.run import RunSettings
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ def generation_spec(
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
+        program=settings.rollout.custom_generate_function_path or "",
+        program_deadline_s=settings.rollout.rollout_timeout_s,
+        program_values=custom_config(settings.rollout.custom_config_path),
     )
 
 
@@ -80,6 +84,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
+        keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 
 

@@ -12,14 +12,21 @@ import msgspec
 
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
-from miles_async.launcher.plan import objective_config
+from actors.runtime.rows import value_at
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.flags import compare
+from miles_async.launcher.plan import objective_config, training_data
+from miles_async.launcher.preflight import check_prompt_data
 from miles_async.settings.catalog import catalog
-from miles_async.settings.data_checks import check_prompt_data, value_at
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
-CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
+CALLED = (
+    *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
+    "custom_generate_function_path",
+)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -37,6 +44,11 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
+    values: dict[str, object] = {}
+    try:
+        values = custom_config(s.custom_config_path)
+    except SettingsError as error:
+        refused.found.append(error)
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
@@ -44,6 +56,9 @@ def check_hooks(settings: RunSettings) -> None:
             "sample": _sample(settings),
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
+            "data": training_data(settings, ""),
+            "group_rm": s.group_rm,
+            "values": values,
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()
@@ -110,4 +125,20 @@ def check_quantization(settings: RunSettings) -> None:
         ) from None
 
 
-PROBES = (check_quantization, check_hooks)
+def check_architecture(settings: RunSettings) -> None:
+    """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
+    given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
+        differ = compare(given, config)
+    except (OSError, ValueError):
+        return  # refused as a directory
+    except Refused as error:
+        raise SettingsError(str(error), field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
+    if differ:
+        raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
+
+
+PROBES = (check_architecture, check_quantization, check_hooks)

@@ -11,22 +11,30 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from actors.generation.rollouts.adapters import SIGNATURE, program_of
+from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
+from actors.runtime.prompts import DataSpec, parts_of
+from actors.runtime.rows import BadData, sources_of
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import VersionSpan
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) -> number or table, may be async",
+    "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "data_source_path": "(path) -> rows, each a dict with the columns that are named",
+    "custom_generate_function_path": SIGNATURE,
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
+FIRST_ROWS, GROUP = 100, 2
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 """Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
 
@@ -38,6 +46,9 @@ class Ask(msgspec.Struct):
     sample: Sample
     reward_key: str = ""
     deadline_s: float = 30.0
+    data: DataSpec | None = None
+    group_rm: bool = False
+    values: dict[str, Any] = {}
 
 
 def problem_of(field: str, path: str, ask: Ask) -> str:
@@ -46,6 +57,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         hook = load_hook(path)
     except Exception as error:  # noqa: BLE001 - the user's module runs while it is imported
         return f"cannot be loaded: {type(error).__name__}: {error}"
+    if field == "custom_generate_function_path":
+        return _rollout_problem(path, ask)
     given = _given(field, ask)
     try:
         inspect.signature(hook).bind(*given)
@@ -66,9 +79,20 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return str(error)
 
 
+def _rollout_problem(path: str, ask: Ask) -> str:
+    """A program is run on an engine that says two tokens a turn."""
+    s = ask.sample
+    program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
+    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s)
+    return asyncio.run(asked)
+
+
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
-        return (ask.sample.as_dict(),)
+        return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
+    if field == "data_source_path":
+        assert ask.data is not None
+        return (sources_of(ask.data.path)[0].path,)
     scored = [Scored(rollout=_rollout(i), reward=float(i)) for i in range(2)]
     if field == "dynamic_sampling_filter_path":
         return (scored,)
@@ -99,10 +123,21 @@ def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float)
 
 def _judged(field: str, answer: Any, ask: Ask) -> str:
     if field == "custom_rm_path":
-        settle(answer, ask.reward_key, "it")
+        if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
+            return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
+        for value in answer if ask.group_rm else [answer]:
+            settle(value, ask.reward_key, "it")
     elif field == "dynamic_sampling_filter_path":
         if answer is not None and not isinstance(answer, str):
             return f"answered with {answer!r}, which is neither a reason nor None"
+    elif field == "data_source_path":
+        assert ask.data is not None
+        keys = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        for number, row in enumerate(islice(answer, FIRST_ROWS), 1):
+            try:
+                parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True)
+            except BadData as error:
+                return f"row {number}: {error}"
     elif not (isinstance(answer, list) and all(isinstance(plan, Plan) for plan in answer)):
         return f"answered with {answer!r:.100}, which is no list of plans"
     return ""

@@ -42,6 +42,9 @@ def test_a_module_opens_with_its_promise(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_nothing_received_can_be_run(path: Path) -> None:
+    """But in the sandbox, which is there to run what nobody vouches for."""
+    if path == Path("actors/runtime/sandbox_child.py"):
+        return
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}

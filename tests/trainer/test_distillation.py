@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BatchRefused, BatchSample, StepBatch
-from actors.trainer.convert import to_sample
+from actors.trainer.convert import to_trajectories
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
 from bus.messages.base import pack_floats
 from bus.messages.samples import Scored
 from tests.actors.house import rollout
-from tests.trainer.conftest import SHAPE, saved
+from tests.trainer.conftest import SHAPE, saved, served
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -78,7 +78,7 @@ def test_the_student_comes_nearer_to_its_teacher(models: dict[str, Path], make_b
     wise, distances, rng = distributions(teacher), [], np.random.default_rng(1)
     for step in range(30):
         student = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-        student.load_state_dict(backend.copy_weights().tensors, strict=False)
+        student.load_state_dict(served(backend), strict=False)
         own = distributions(student)
         distances.append(float((own.exp() * (own - wise)).sum(-1).mean()))
         samples = []
@@ -127,9 +127,9 @@ def test_teachers_log_probs_may_come_with_the_samples(
 
 def test_a_served_teachers_log_probs_reach_the_sample() -> None:
     done = rollout(1, 0)
-    plain = to_sample(Scored(rollout=done, reward=0.0))
+    [plain] = to_trajectories(Scored(rollout=done, reward=0.0))
     numbers = [-0.5] * done.response.n_tokens
-    taught = to_sample(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)))
+    [taught] = to_trajectories(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)))
     assert plain.train.teacher_logp is None and list(taught.train.teacher_logp) == numbers
 
 

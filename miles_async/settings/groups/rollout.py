@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
-    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gpqa", "length"),
-    *("math", "math_whole", "random", "remote_rm"),
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa", "judge"),
+    *("length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
@@ -17,14 +17,27 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     """From prompts to scored groups."""
 
     prompt_data: Annotated[
-        str, doc("Training prompts, .jsonl or .parquet; path@[a:b] takes rows a to b as Python slices do.")
+        str,
+        doc(
+            "Training prompts: a .jsonl or .parquet file, a folder of such, a saved data set, or "
+            "reasoning_gym:NAME?size=500&seed=1. "
+            "path@[a:b] takes rows a to b as Python slices do; 3*PATH, 1*PATH mixes several by weight."
+        ),
     ]
+    data_source_path: Annotated[
+        str | None, doc("Dotted path of a function(path) that gives the rows in place of reading prompt_data.")
+    ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
     metadata_key: Annotated[
         str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
     ] = None
+    tool_key: Annotated[str | None, doc("Column with descriptions of tools, a list of objects, shown by the chat template.")] = None
     apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
+    apply_chat_template_kwargs: Annotated[
+        str | None, doc("Arguments of the chat template as a JSON object, as in {\"enable_thinking\": false}.")
+    ] = None
+    chat_template_path: Annotated[str | None, doc("File with a chat template (Jinja) in place of the tokenizer's own.")] = None
     rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
     num_rollout: Annotated[
@@ -98,9 +111,27 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)
     ] = None
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
-    rm_url: Annotated[str | None, doc("Address of the reward service for rm_type remote_rm, http:// or https://.")] = (
-        None
-    )
+    rm_url: Annotated[
+        tuple[str, ...],
+        doc("Addresses of reward services for rm_type remote_rm, http:// or https://; of several, one that fails is passed by."),
+    ] = ()
+    rm_batch_size: Annotated[
+        int, doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1)
+    ] = 1
+    group_rm: Annotated[
+        bool, doc("Score all samples of a prompt at once: custom_rm_path and rm_url get a list and give a list.")
+    ] = False
+    judge_url: Annotated[
+        str | None,
+        doc(
+            "OpenAI-compatible endpoint of the model that scores for rm_type judge, as in http://HOST:PORT/v1. A key that it asks "
+            "for is in the variable MILES_ASYNC_JUDGE_KEY."
+        ),
+    ] = None
+    judge_model: Annotated[str, doc("Name of the judging model at judge_url.")] = "default"
+    judge_template_path: Annotated[
+        str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
+    ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
     reward_timeout_s: Annotated[
         float,
@@ -115,6 +146,17 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         int, doc("Further attempts to score a sample before it becomes a dead letter.", unit="attempts", ge=0)
     ] = 3
     num_reward_workers: Annotated[int, doc("Reward scorer processes.", unit="processes", ge=1)] = 1
+
+    custom_generate_function_path: Annotated[
+        str | None,
+        doc("Dotted path of your own rollout program (docs/rollouts.md), or of a generate function written for Miles."),
+    ] = None
+    rollout_timeout_s: Annotated[
+        float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0)
+    ] = 3600.0
+    custom_config_path: Annotated[
+        str | None, doc("TOML, JSON or YAML file with a table of values that generate functions written for Miles find on args.")
+    ] = None
 
     dynamic_sampling_filter_path: Annotated[
         str,
