@@ -57,12 +57,19 @@ class Supply:
         assert order.parcel is not None
         context = self._context
 
-        def came(n_bytes: int) -> None:
-            context.received += n_bytes
+        parcel, note = order.parcel, context.note
+        began, here = context.clock.monotonic(), 0
 
-        folder = self._home(order.parcel.n_bytes) / order.parcel.id
+        def came(n_bytes: int) -> None:
+            nonlocal here
+            here += n_bytes
+            context.received += n_bytes
+            rate = here / max(1e-3, context.clock.monotonic() - began)
+            context.note = f"has {here / 1e6:.0f} of {parcel.n_bytes / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s"
+
+        folder = self._home(parcel.n_bytes) / parcel.id
         sources = [self._complete(source) for source in order.sources]
-        fetch = Fetch(order.parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came)
+        fetch = Fetch(parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came)
         self._fetch = fetch
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -77,7 +84,7 @@ class Supply:
         except* OSError as group:
             raise group.exceptions[0] from None
         finally:
-            self._fetch = None
+            self._fetch, context.note = None, note
         return folder
 
     def stop(self) -> None:
