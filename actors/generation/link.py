@@ -237,7 +237,7 @@ class EngineLink:
         plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
         if manifest.transport == "network":
-            manifest = await self._fetch(order)
+            manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
         if self._verify and plan is None:
@@ -292,13 +292,13 @@ class EngineLink:
         self._loader.check(plan)
         return plan
 
-    async def _fetch(self, order: Activate) -> WeightManifest:
+    async def _fetch(self, order: Activate, given_up: Callable[[], bool]) -> WeightManifest:
         """The same version in files of this host; the engine goes on with the old weights meanwhile."""
         if self._supply is None or order.parcel is None:
             raise WeightsUnusable("this order names no files to fetch")
         self.enter(State.WAITING)
         try:
-            folder = await self._supply.bring(order)
+            folder = await self._supply.bring(order, given_up)
         except (FetchFailed, BadMessage) as error:
             raise TransportFailed(str(error), damaged=False) from error
         except OSError as error:

@@ -60,8 +60,12 @@ class Elsewhere:
     def _open(self) -> Depot:
         if self._depot is None:
             host, bind, port = place(self._address, self._context.bus.link.local_address)
-            self._depot = Depot(self._folders.get, self._token, host=host, bind=bind, port=port)
+            self._depot = Depot(self._find, self._token, host=host, bind=bind, port=port)
         return self._depot
+
+    def _find(self, parcel_id: str) -> Path | None:
+        folder = self._folders.get(parcel_id)
+        return folder if folder is not None and folder.is_dir() else None
 
     def among(self, names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
         """Those that see another memory than the trainer's host."""

@@ -233,10 +233,13 @@ class Link:
         async with self._bulk_turn:
             return await self._accepted(self._bulk, commands)
 
-    async def bulk(self, *command: Any) -> Any:
-        """One attempt of one command, on the connection for large bodies."""
+    async def bulk(self, commands: list[Command]) -> None:
+        """One attempt of all of them in one write, on the connection for large bodies. Raises the first refusal."""
         async with self._bulk_turn:
-            return await self._bulk.call(*command)
+            replies = await self._bulk.exchange(commands)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise reply
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
