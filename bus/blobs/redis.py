@@ -75,7 +75,8 @@ class RedisBlobs:
         if n_pieces > MOST_PIECES:
             raise BadMessage(f"blob {blob_id} claims {size} bytes, which no body has")
         key = self._keys.blob(blob_id)
-        pieces = await asyncio.gather(*(self._link.run("LINDEX", key, index) for index in range(n_pieces)))
+        asked = [self._link.run("LINDEX", key, index) for index in range(n_pieces)]
+        pieces = [await asked[0]] if n_pieces == 1 else await asyncio.gather(*asked)
         if None in pieces:
             raise BadMessage(f"blob {blob_id} is gone or cut: {pieces.index(None)} of {n_pieces} pieces found")
         body = pieces[0] if n_pieces == 1 else b"".join(pieces)
