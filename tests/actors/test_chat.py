@@ -1,0 +1,92 @@
+"""Chat messages to token ids: what the model made stays as it is, and a template that would change it is named with its message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from actors.runtime.chat import BadChat, Chat, NotAppendOnly
+
+CHATML = (
+    "{% if tools %}<t>{{ tools | length }}</t>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{{ opening or '' }}{% endif %}"
+)
+FORGETS = CHATML.replace(  # like those that leave the thinking of earlier turns out
+    "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('#')[-1] }}"
+)
+CHARS = "abcdefghijklmnopqrstuvwxyz0123456789+=# \n"
+
+
+def make(folder: Path, template: str, **more: Any) -> Chat:
+    ids = {c: i for i, c in enumerate(("?", "<s>", "<e>", "<t>", "</t>", *CHARS))}
+    words = Tokenizer(models.WordLevel(ids, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    words.add_special_tokens([AddedToken(t) for t in ("<s>", "<e>", "<t>", "</t>")])
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="<e>")
+    made.chat_template = template
+    made.save_pretrained(str(folder))
+    return Chat(str(folder), **more)
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    roles = {"u": "user", "a": "assistant", "t": "tool", "s": "system"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def test_a_dialogue_grows_behind_the_tokens_that_the_model_made(tmp_path: Path) -> None:
+    chat = make(tmp_path, CHATML)
+    old, new = said("u 1+1", "a 2"), said("u 1+1", "a 2", "t ok", "u 2+2")
+    prompt = chat.render(old[:1])
+    whole = chat.render(new)
+    ended, cut = chat.encode("2<e>"), chat.encode("2")
+    for made in (ended, cut):  # ended by itself, and cut by the limit of tokens: the closing is the environment's
+        assert prompt + made + chat.follow(old, new, made) == whole
+    other = chat.encode("a 2 tokenised another way<e>")  # never made anew from the message
+    assert chat.follow(old, new, other) == whole[len(prompt) + len(ended) :]
+
+
+def test_a_template_that_changes_earlier_turns_is_named_with_the_message(tmp_path: Path) -> None:
+    chat = make(tmp_path, FORGETS)
+    dialogue = said("u 1+1", "a think#2", "u 2+2", "a think#4")
+    with pytest.raises(NotAppendOnly, match="message 2, assistant 'think#2'.*'think#2.*once user '2[+]2' follows") as caught:
+        chat.check(dialogue)
+    assert caught.value.index == 1 and "\n" not in str(caught.value)
+    with pytest.raises(NotAppendOnly, match="message 2"):
+        chat.follow(dialogue[:2], dialogue[:3], chat.encode("think#2<e>"))
+    chat.check(dialogue[:2])
+    make(tmp_path, CHATML).check(dialogue)
+
+
+@pytest.mark.parametrize(("new", "says"), [(said("u 1+1", "a 3", "u x"), "message 2 was rewritten"), (said("u 1"), "message 1 was")])
+def test_rewritten_history_is_told_apart_from_the_template(tmp_path: Path, new: list[Any], says: str) -> None:
+    with pytest.raises(NotAppendOnly, match=says):
+        make(tmp_path, CHATML).follow(said("u 1+1", "a 2"), new, ())
+
+
+def test_pieces_of_chosen_roles_make_up_the_whole(tmp_path: Path) -> None:
+    chat = make(tmp_path, CHATML)
+    dialogue = said("s s", "u 1+1", "a 2", "u 2+2", "a 4")
+    pieces = chat.pieces(dialogue, roles=("assistant",))
+    assert [i for piece in pieces for i in piece.ids] == chat.render(dialogue, opened=False)
+    assert [chat.decode(piece.ids).replace(" ", "") for piece in pieces if piece.made] == ["2<e>", "4<e>"]
+    [only] = [piece for piece in chat.pieces(dialogue, roles=("assistant",), last=True) if piece.made]
+    assert chat.decode(only.ids).replace(" ", "") == "4<e>"
+    both = chat.pieces(dialogue, roles=("assistant", "user"))
+    assert sum(piece.made for piece in both) == 4
+
+
+def test_template_file_keywords_and_tools_reach_the_rendering(tmp_path: Path) -> None:
+    chat = make(tmp_path, CHATML, kwargs={"opening": "#"})
+    assert chat.text(said("u 1"), [{"type": "function"}]) == "<t>1</t><s>user\n1<e>\n<s>assistant\n#"
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}")
+    assert make(tmp_path, CHATML, template_path=str(own)).text(said("u 1")) == "1"
+    with pytest.raises(BadChat, match="chat-template-path '.*gone.jinja'"):
+        make(tmp_path, CHATML, template_path=str(tmp_path / "gone.jinja"))
+    with pytest.raises(BadChat, match="UndefinedError"):
+        make(tmp_path, "{{ messages[9].content.x }}").render(said("u 1"))
