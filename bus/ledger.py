@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus.messages.groups import OpenGroup
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import VersionSpan, spans_within
 from bus.streams.hop import text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus
@@ -165,13 +165,7 @@ def dropped(reason: str, n_samples: int, tokens: int) -> dict[str, int]:
 
 def spans_after(spans: Sequence[VersionSpan], skip: int) -> tuple[VersionSpan, ...]:
     """The spans of the tokens after the first `skip` ones."""
-    rest: list[VersionSpan] = []
-    for span in spans:
-        n = span.n - min(skip, span.n)
-        skip -= span.n - n
-        if n:
-            rest.append(VersionSpan(span.version, span.step, n))
-    return tuple(rest)
+    return spans_within(spans, skip, sum(span.n for span in spans))
 
 
 def _add(moves: dict[str, int], account: str, n: int) -> None:

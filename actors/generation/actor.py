@@ -10,44 +10,33 @@ after the lease, which goes on from the last saved prefix. A sample's first toke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping
 
-from actors.generation.engine import (
-    AnswerBroken,
-    AnswerRefused,
-    EngineUnavailable,
-    GenerateRequest,
-    RequestRefused,
-    RouteBroken,
-    VersionUnknown,
-)
+import msgspec
+
+from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.pace import Pace
+from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.outcome import outcome_of
+from actors.generation.rollouts.programs import Programs
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
+from actors.generation.turns import Leaves, Turns
 from actors.runtime.child import Child
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
-from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.prompts import vocabulary_of
-from actors.runtime.refusals import Row
 from bus import Commit, Entry, Out, Tail, ledger
-from bus.errors import Poison
 from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, PolicyActive, Sending, Turn
-from bus.messages.samples import Parked, ParkReason, PrefixDropped, PrefixResume, RolloutDone, RolloutLost, SampleTask
-from bus.messages.versions import VersionSpan
+from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 
 # Of `policy` only these: steps are large, and not for workers.
 FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", TURN)
-RESENDS = 8  # in a row without a new token; then the sample is parked
-AGAIN_S = 0.1  # before a request whose way broke is sent again
-MOST_BROKEN = 2  # answers to one sample that cannot be read; one more, and it is poison
-MOST_REFUSED, GROUPS_REFUSED = 32, 8  # answers in a row, and groups among them; then it is not the samples
 
 
 class Worker:
@@ -64,11 +53,9 @@ class Worker:
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        remedy = "The engine serves another model than this worker was told of, or is broken."
-        self._answers = Row(
-            context.clock.monotonic, "the engine's answers", remedy, most=MOST_REFUSED, of=GROUPS_REFUSED
-        )
-        self._running: dict[str, Running] = {}
+        self._programs = Programs(context, spec.program, spec.program_deadline_s)
+        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set())
+        self._running: dict[str, Live] = {}
         self._order: Activate | None = None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
 
@@ -183,6 +170,8 @@ class Worker:
         while engine is not None and self._context.in_flight:
             self._link.let_go()  # samples that wait there, or for a version, see that we are draining
             self._leases.wake()
+            for live in self._running.values():
+                live.drain()
             answers = await asyncio.gather(*map(engine.abort, list(self._running)), return_exceptions=True)
             for error in answers:
                 if isinstance(error, EngineUnavailable | RequestRefused):
@@ -213,156 +202,90 @@ class Worker:
             tokens_made=message.tokens_made,
             eval_name=task.eval_name,
         )
-        await self._commit(entry, lost)
+        await self._commit(entry, lost, None, {})
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
-        context = self._context
+        context, programs = self._context, self._programs
         task = message.task if isinstance(message, PrefixResume) else message
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
-        resumed = running.base.n_tokens
+        saves = programs.resumable and bool(context.knobs.partial_rollout)
         began = context.clock.monotonic()
-        self._running[task.sample_id] = running
-        reason: ParkReason | Literal["lease"] | None = None
         try:
-            if not running.ended():
-                reason = await self._leases.admit(running) or await self._generate(entry, running)
+            while True:
+                if running.begun and not programs.resumable:
+                    running = programs.restarted(running, "what it talks to cannot be rebuilt")
+                resumed = running.n_tokens
+                self._plan(entry, running)
+                live = Live(self._turns, self._leases.admit, entry, running, saves=saves)
+                self._running[task.sample_id] = live
+                found = await programs.play(live, entry)
+                if found != "diverged":
+                    break
+                running = programs.restarted(running, "it asked for something else than before")
         finally:
-            del self._running[task.sample_id]
-        if reason == "lease":
+            self._running.pop(task.sample_id, None)
+        context.count("tokens", running.made_here)
+        if isinstance(found, str):
+            await self._park(entry, running, found)
+            return
+        outcome = outcome_of(found, running, self._vocabulary)
+        out = RolloutDone(
+            task=task,
+            response=outcome.response,
+            finish=outcome.finish,
+            worker=context.name,
+            resumed_tokens=resumed,
+            generate_s=context.clock.monotonic() - began,
+            running=context.in_flight,
+            episode=outcome.episode,
+        )
+        await self._commit(entry, out, running, thrown={"discarded": outcome.discarded, "restarted": running.thrown})
+
+    def _plan(self, entry: Entry, running: Running) -> None:
+        """When this sample gives its slot to others of its own accord: one that could not go on never does."""
+        if not self._programs.resumable:
+            return
+        knobs = self._context.knobs
+        if knobs.max_tokens_per_slice:
+            running.park_at = running.n_tokens + knobs.max_tokens_per_slice
+        leaves_at = self._pace.leaves_at(entry, running.task)
+        if leaves_at is not None and (running.park_at is None or leaves_at < running.park_at):
+            running.park_at, running.park_why = leaves_at, "tail"
+
+    async def _park(self, entry: Entry, running: Running, reason: Leaves) -> None:
+        """It goes on elsewhere, or its peer has it already."""
+        if reason in ("lease", "diverged"):
             self._consumer.forget([entry])
             return
-        response = running.response()
-        out: RolloutDone | Parked
-        if reason is None:
-            out = RolloutDone(
-                task=task,
-                response=response,
-                finish="stop" if running.finish == "stop" else "length",
-                worker=context.name,
-                resumed_tokens=resumed,
-                generate_s=context.clock.monotonic() - began,
-                running=context.in_flight,
-            )
+        self._context.count(f"parked/{reason}")
+        parked = Parked(task=running.task, response=Response(), reason=reason, worker=self._context.name)
+        thrown = running.thrown
+        if self._programs.resumable:
+            parked = msgspec.structs.replace(parked, response=running.response(), journal=running.journal())
         else:
-            out = Parked(task=task, response=response, reason=reason, worker=context.name)
-            context.count(f"parked/{reason}")
-        context.count("tokens", running.made_here)
-        await self._commit(entry, out, ledger.spans_after(response.spans, running.counted), saved=running.has_saved)
-
-    async def _generate(self, entry: Entry, running: Running) -> ParkReason | Literal["lease"] | None:
-        """Stream tokens until the sample ends (None) or must be parked (the reason); "lease" when a peer took over."""
-        slice_left = self._context.knobs.max_tokens_per_slice or running.remaining
-        end = running.n_tokens + min(running.remaining, slice_left)
-        why: ParkReason = "slice"
-        leaves_at = self._pace.leaves_at(entry, running.task)
-        if leaves_at is not None and leaves_at < end:
-            end, why = leaves_at, "tail"
-        idle = 0
-        while idle <= RESENDS:
-            before = running.n_tokens
-            if before >= end:
-                return why
-            reason = await self._stream(entry, running, end - before)
-            if reason != "again":
-                return why if reason == "slice" else reason
-            if running.ended():
-                return None
-            idle = 0 if running.n_tokens > before else idle + 1
-        return "engine"
-
-    async def _stream(
-        self, entry: Entry, running: Running, max_tokens: int
-    ) -> ParkReason | Literal["lease", "again"] | None:
-        """One request to the engine. "again": it was ended for a reason that is not the sample's."""
-        context, link = self._context, self._link
-        await link.until_open()
-        engine = link.engine
-        if context.draining.is_set():
-            return "drain"
-        if engine is None or link.absent:
-            return "engine"
-        sampling = running.task.sampling
-        running.finish = None
-        request = GenerateRequest(
-            rid=running.task.sample_id,
-            input_ids=running.input_ids(),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            sampling_seed=sampling.seed,
-            extra_key=link.salt or None,
-            routing_key=running.task.group_id,
-            vocabulary=self._vocabulary,
-        )
-        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
-        try:
-            async for chunk in engine.generate(request):
-                running.take(chunk, link.versions)
-                self._pace.tokens += len(chunk.token_ids)
-                if running.finish is None and save_every and running.unsaved() >= save_every:
-                    fault_point(context.name, "before_save")
-                    held = await context.bus.save_prefix(
-                        entry, context.name, running.task.sample_id, running.next_chunk()
-                    )
-                    fault_point(context.name, "after_save")
-                    if not held:
-                        context.count("leases_lost")
-                        await engine.abort(running.task.sample_id)
-                        return "lease"
-        except RouteBroken as error:
-            context.count("routes_broken")
-            context.log.warning("sample %s is sent again: %s", running.task.sample_id, error)
-            await context.clock.sleep(AGAIN_S)
-            return "again"
-        except VersionUnknown as error:
-            if link.routed:
-                return "again"  # a peer's engine is ahead of what we heard, or serves what we never will
-            await link.fail(error, of=engine)
-            self._changed.set()
-            return "engine"
-        except EngineUnavailable as error:
-            await link.fail(error, of=engine)
-            self._changed.set()
-            return "engine"
-        except AnswerRefused as error:
-            context.count("answers_refused")
-            self._answers.failed(running.task.group_id, str(error))
-            running.broken += isinstance(error, AnswerBroken)
-            if isinstance(error, AnswerBroken) and running.broken <= MOST_BROKEN:
-                await context.clock.sleep(AGAIN_S)
-                return "again"
-            raise Poison(f"the engine's answer is refused: {error}") from error
-        except RequestRefused as error:
-            raise Poison(f"the engine refuses the request: {error}") from error
-        self._answers.worked()
-        if running.finish == "abort":
-            if context.draining.is_set():
-                return "drain"
-            kept = link.resends and context.knobs.pause_generation_mode != "abort"
-            return "again" if kept or link.released else "abort"
-        if running.finish == "length" and running.remaining > 0:
-            return "slice"
-        if running.finish is None:
-            return "engine"
-        return None
+            thrown += running.n_tokens
+        await self._commit(entry, parked, running, thrown={"restarted": thrown})
 
     async def _commit(
-        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, made: Sequence[VersionSpan] = (), *, saved: bool = True
+        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, running: Running | None, thrown: Mapping[str, int]
     ) -> None:
-        """The sample leaves. `made`: spans of tokens that the ledger does not know yet. `saved`: pieces of it lie on the bus."""
+        """The sample leaves. `thrown`: tokens that go nowhere, by reason; those of `running` that the ledger does not know yet are
+        counted with them."""
         context = self._context
         is_eval = bool(out.eval_name if isinstance(out, RolloutLost) else out.task.eval_name)
         sample_id = out.sample_id if isinstance(out, RolloutLost) else out.task.sample_id
         stream = PARKED if isinstance(out, Parked) else EVAL_ROLLOUTS if is_eval else ROLLOUTS
+        accounts: dict[str, int] = {}
+        if running is not None and not is_eval:
+            accounts = ledger.generated(context.name, running.uncounted())
+            accounts |= {f"tokens/dropped/{reason}": n for reason, n in thrown.items() if n}
         done = await self._consumer.commit(
             Commit(
                 ack=(entry,),
                 append=(Out(stream, out),),
-                ledger=ledger.generated(context.name, made) if not is_eval else {},
-                delete_prefixes=(sample_id,) if saved else (),
+                ledger=accounts,
+                delete_prefixes=(sample_id,) if running is None or running.has_saved else (),
                 bounded=not isinstance(out, Parked),
             )
         )

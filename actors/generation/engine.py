@@ -4,7 +4,7 @@ failures.
 Always true: a Chunk holds tokens of one policy version only, and the version is the one the engine stated for them.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -109,7 +109,7 @@ class Engine(Protocol):
     counts_when_receiving: bool
     """Whether `receive` can be asked to count, as `info` told."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks until the sample ends. Closing the iterator early ends the request on the engine."""
         ...
 

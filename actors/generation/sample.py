@@ -1,26 +1,33 @@
-"""One sample under way: the tokens so far, exact to the version that made each, and their saving.
+"""One sample under way: its program's calls so far, the tokens of each turn exact to the version that made them, their saving.
 
-Pure but for `Running.save_due`'s caller: this file only folds chunks. Invariant: tokens, log-probs, mask and spans always
-cover the same [0, n).
+Pure: this file only folds chunks and answers. Invariant: tokens, log-probs, mask and spans of a turn always cover the same [0, n).
+What it holds is the episode's journal. Parked, it is one response (the tokens of all turns in the order of their calls) with the
+list of calls; saved on the bus, it is pieces that each add to some of them. A program that is run again is answered from here.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
 from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
+from bus.ledger import spans_after
 from bus.messages.base import EMPTY, Packed, join
-from bus.messages.samples import PrefixResume, Response, SampleTask
-from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans
+from bus.messages.samples import Call, ParkReason, PrefixResume, Response, SampleTask, Sampling
+from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans, spans_within
+
+Finish = Literal["", "stop", "length"]
 
 
 class PrefixChunk(msgspec.Struct, frozen=True):
-    """Tokens [start, start + n) of a running sample, saved while it runs."""
+    """What a running sample got since the piece before, saved while it runs: tokens [start, start + n), in the order of `calls`.
+    Without calls they belong to one turn, in answer to the task's prompt. `fresh`: what was here before is thrown away."""
 
     start: int
     attempt: int
@@ -28,36 +35,113 @@ class PrefixChunk(msgspec.Struct, frozen=True):
     logprobs: Packed
     loss_mask: Packed
     spans: tuple[VersionSpan, ...]
+    calls: tuple[Call, ...] = ()
+    fresh: bool = False
 
 
 _decode_chunk = msgspec.msgpack.Decoder(PrefixChunk).decode
 
 
+def digest_of(*asked: bytes | memoryview) -> bytes:
+    """What tells one call from another."""
+    found = blake2b(digest_size=8)
+    for part in asked:
+        found.update(part)
+    return found.digest()
+
+
+class Turn:
+    """One answer of the model. `asked`: what it answers; None until the program asks for it again."""
+
+    def __init__(self, no: int, asked: array[int] | None = None, digest: bytes = b"") -> None:
+        self.no = no
+        self.asked = asked
+        self.finish: Finish = ""  # empty while more may come
+        self.tokens = array("i")
+        self.logprobs = array("f")
+        self.spans: tuple[VersionSpan, ...] = ()
+        self.resumed_mask = b""  # of tokens that were here at the start; later ones have 1
+        self.counted = 0  # tokens that the ledger already knows
+        self.floor = NO_TOKENS  # no older version may make any of it
+        self._digest = digest
+        self._saved = 0
+        self._saved_finish: Finish | None = None
+
+    @property
+    def digest(self) -> bytes:
+        if not self._digest and self.asked is not None:
+            self._digest = digest_of(self.asked.tobytes())
+        return self._digest
+
+    @property
+    def last_version(self) -> int:
+        """Version id of the last token."""
+        return self.spans[-1].version if self.spans else NO_TOKENS
+
+    @property
+    def mask(self) -> bytes:
+        return self.resumed_mask + b"\x01" * (len(self.tokens) - len(self.resumed_mask))
+
+    def take_up(self, call: Call, part: Response, *, counted: bool, mask: bool) -> None:
+        """Tokens from before, behind those that are here."""
+        self._digest = self._digest or call.digest
+        self.resumed_mask += bytes(call.n) if mask else bytes(part.loss_mask)
+        self.tokens.frombytes(part.tokens)
+        self.logprobs.frombytes(part.logprobs)
+        for span in part.spans:
+            self.spans = extend_spans(self.spans, PolicyVersion(id=span.version, step=span.step), span.n)
+        self.counted += call.n if counted else 0
+        self.finish = "stop" if call.finish == "stop" else "length" if call.finish else ""
+        self._saved, self._saved_finish = len(self.tokens), self.finish
+
+    def unsaved(self) -> int:
+        return len(self.tokens) - self._saved
+
+    def cut(self) -> tuple[Call, Response] | None:
+        """What is not saved yet; counts as saved from now on. None = nothing is."""
+        at = self._saved
+        if at == len(self.tokens) and self.finish == (self._saved_finish or ""):
+            return None
+        self._saved, self._saved_finish = len(self.tokens), self.finish
+        return Call(self.no, self.digest, len(self.tokens) - at, self.finish), self.part(at)
+
+    def part(self, at: int = 0, end: int | None = None) -> Response:
+        """Tokens [at, end)."""
+        n = len(self.tokens) if end is None else end
+        return Response(
+            tokens=memoryview(self.tokens[at:n].tobytes()),
+            logprobs=memoryview(self.logprobs[at:n].tobytes()),
+            loss_mask=memoryview(self.mask[at:n]),
+            spans=spans_within(self.spans, at, n),
+        )
+
+    def ended(self, limit: int, stops: Sequence[int]) -> bool:
+        """Whether nothing is left to generate: stop token seen or length used up."""
+        if not self.finish and self.tokens and self.tokens[-1] in stops:
+            self.finish = "stop"  # also when the stream broke off between the stop token and its finish reason
+        if not self.finish and len(self.tokens) >= limit:
+            self.finish = "length"
+        return bool(self.finish)
+
+
 class Running:
     """A sample between lease and commit."""
 
-    def __init__(self, task: SampleTask, base: Response, *, counted: int, has_saved: bool = False) -> None:
+    def __init__(self, task: SampleTask) -> None:
         self.task = task
-        self.base = base
-        self.counted = counted  # tokens that the ledger already knows
-        self.saved = base.n_tokens
-        self.has_saved = has_saved  # pieces of it lie on the bus
-        self.finish: str | None = None
+        self.turns: dict[int, Turn] = {}
+        self.told: dict[int, Call] = {}
+        self.n_tokens = 0  # of all turns
+        self.made_here = 0  # of these, in this process
+        self.thrown = 0  # tokens that the ledger knows and the program began again without
+        self.has_saved = False  # pieces of it lie on the bus
         self.least_step = 0  # of the version that may make the first token
         self.broken = 0  # answers that could not be read
-        self._tokens = array("i")
-        self._logprobs = array("f")
-        self._spans: tuple[VersionSpan, ...] = base.spans
-        self._new_spans: tuple[VersionSpan, ...] = ()  # since the last save
-
-    @property
-    def n_tokens(self) -> int:
-        return self.base.n_tokens + len(self._tokens)
-
-    @property
-    def made_here(self) -> int:
-        """Tokens made in this process."""
-        return len(self._tokens)
+        self.park_at: int | None = None  # tokens at which it gives its slot to others
+        self.park_why: ParkReason = "slice"
+        self._saved = 0
+        self._fresh = False
+        self._untold: list[Call] = []  # answers that are not saved yet
 
     @property
     def remaining(self) -> int:
@@ -65,19 +149,33 @@ class Running:
 
     @property
     def last_version(self) -> int:
-        """Version id of the last token."""
-        return self._spans[-1].version if self._spans else NO_TOKENS
+        """The newest version of a finished or running turn."""
+        return max((turn.last_version for turn in self.turns.values()), default=NO_TOKENS)
 
-    def input_ids(self) -> list[int]:
-        """Prompt and tokens so far."""
-        ids = array("i")
-        ids.frombytes(self.task.prompt_tokens)
-        ids.frombytes(self.base.tokens)
-        return (ids + self._tokens).tolist()
+    @property
+    def begun(self) -> bool:
+        """Whether any call was answered, wholly or in part."""
+        return bool(self.told) or any(turn.tokens for turn in self.turns.values())
 
-    def take(self, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> None:
-        """Fold one chunk; VersionUnknown when it names a version that no order named, RouteBroken when a peer's engine made it
-        that is behind what this sample needs."""
+    def knows(self, no: int) -> bool:
+        """Whether a call of this number was begun before."""
+        return no in self.turns or no in self.told
+
+    def open(self, no: int, asked: array[int]) -> Turn:
+        """A new turn."""
+        turn = Turn(no, asked)
+        turn.floor = self.last_version
+        self.turns[no] = turn
+        return turn
+
+    def answered(self, call: Call) -> None:
+        """The environment has answered."""
+        self.told[call.no] = call
+        self._untold.append(call)
+
+    def take(self, turn: Turn, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> str | None:
+        """Fold one chunk; returns why the request ended, None when it did not. VersionUnknown when it names a version that no
+        order named, RouteBroken when a peer's engine made it that is behind what this sample needs."""
         if chunk.token_ids:
             version = versions.get(chunk.weight_version)
             if version is None:
@@ -85,85 +183,140 @@ class Running:
                     f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
                     f"{', '.join(versions) or 'none'})"
                 )
-            if version.id < self.last_version or (not self._spans and version.step < self.least_step):
+            needed = max(turn.last_version, turn.floor)
+            if version.id < needed or (not self.n_tokens and version.step < self.least_step):
                 raise RouteBroken(
                     f"it met version {version.id} of step {version.step} on its way, and needs step {self.least_step} and version "
-                    f"{self.last_version} or later ones"
+                    f"{needed} or later ones"
                 )
-            self._tokens.extend(chunk.token_ids)
-            self._logprobs.extend(chunk.logprobs)
-            self._spans = extend_spans(self._spans, version, len(chunk.token_ids))
-            self._new_spans = extend_spans(self._new_spans, version, len(chunk.token_ids))
-        if chunk.finish is not None:
-            self.finish = chunk.finish
+            turn.tokens.extend(chunk.token_ids)
+            turn.logprobs.extend(chunk.logprobs)
+            turn.spans = extend_spans(turn.spans, version, len(chunk.token_ids))
+            self.n_tokens += len(chunk.token_ids)
+            self.made_here += len(chunk.token_ids)
+        return chunk.finish
 
     def unsaved(self) -> int:
         """Tokens that a crash would lose."""
-        return self.n_tokens - self.saved
+        return self.n_tokens - self._saved
+
+    def dirty(self) -> bool:
+        """Whether a crash would lose anything."""
+        ended = any(turn.finish != (turn._saved_finish or "") for turn in self.turns.values())
+        return bool(self.unsaved() or self._untold or ended)
 
     def next_chunk(self) -> bytes:
-        """What is not saved yet, as a chunk; counts as saved from now on."""
-        start = self.saved - self.base.n_tokens
-        chunk = PrefixChunk(
-            start=self.saved,
+        """What is not saved yet, as a piece; counts as saved from now on."""
+        cuts = [cut for no in sorted(self.turns) if (cut := self.turns[no].cut()) is not None]
+        whole = _joined(part for _, part in cuts)
+        calls = (*(call for call, _ in cuts), *self._untold)
+        plain = len(calls) == 1 and self._plain()
+        piece = PrefixChunk(
+            start=self._saved,
             attempt=self.task.attempt,
-            tokens=memoryview(self._tokens[start:].tobytes()),
-            logprobs=memoryview(self._logprobs[start:].tobytes()),
-            loss_mask=memoryview(b"\x01" * (len(self._tokens) - start)),
-            spans=self._new_spans,
+            tokens=whole.tokens,
+            logprobs=whole.logprobs,
+            loss_mask=whole.loss_mask,
+            spans=whole.spans,
+            calls=() if plain else calls,
+            fresh=self._fresh,
         )
-        self.saved = self.n_tokens
-        self.has_saved = True
-        self._new_spans = ()
-        return msgspec.msgpack.encode(chunk)
+        self._saved, self._fresh, self.has_saved = self.n_tokens, False, True
+        self._untold.clear()
+        return msgspec.msgpack.encode(piece)
+
+    def _plain(self) -> bool:
+        """Whether all there is is one turn under way, in answer to the task's prompt."""
+        first = self.turns.get(0)
+        if first is None or self.told or len(self.turns) > 1 or first.finish:
+            return False
+        return first.asked is None or first.asked.tobytes() == self.task.prompt_tokens
 
     def response(self) -> Response:
-        """All tokens so far."""
-        return Response(
-            tokens=join((self.base.tokens, memoryview(self._tokens.tobytes()))),
-            logprobs=join((self.base.logprobs, memoryview(self._logprobs.tobytes()))),
-            loss_mask=join((self.base.loss_mask, memoryview(b"\x01" * len(self._tokens)))),
-            spans=self._spans,
-        )
+        """All tokens so far, turn after turn."""
+        return _joined(self.turns[no].part() for no in sorted(self.turns))
 
-    def ended(self) -> bool:
-        """Whether nothing is left to generate: stop token seen or length used up."""
-        if self.remaining <= 0:
-            self.finish = self.finish or "length"
-            return True
-        last = self._tokens[-1:]
-        if not last:
-            last.frombytes(self.base.tokens[-4:])
-        if last and last[0] in self.task.sampling.stop_token_ids:
-            self.finish = "stop"  # also when the stream broke off between the stop token and its finish reason
-            return True
-        return False
+    def journal(self) -> tuple[Call, ...] | msgspec.UnsetType:
+        """The calls that go with `response`."""
+        if self._plain():
+            return msgspec.UNSET
+        turns = (Call(turn.no, turn.digest, len(turn.tokens), turn.finish) for turn in self.turns.values())
+        return tuple(sorted((*turns, *self.told.values()), key=lambda call: call.no))
+
+    def uncounted(self) -> tuple[VersionSpan, ...]:
+        """Spans of tokens that the ledger does not know yet."""
+        return tuple(span for turn in self.turns.values() for span in spans_after(turn.spans, turn.counted))
+
+    def again(self) -> Running:
+        """The same sample from its start, without anything of before."""
+        anew = Running(self.task)
+        anew.has_saved = anew._fresh = True
+        anew.thrown = self.thrown + sum(turn.counted for turn in self.turns.values())
+        anew.park_at, anew.park_why, anew.broken = self.park_at, self.park_why, self.broken
+        return anew
+
+    def take_up(self, response: Response, calls: Sequence[Call], *, counted: bool, mask: bool) -> None:
+        """What was made before, by a former owner or here."""
+        at = 0
+        for call in calls or (Call(0, n=response.n_tokens),):
+            if call.answer is not None:
+                self.told[call.no] = call
+                continue
+            turn = self.turns.setdefault(call.no, Turn(call.no, digest=call.digest))
+            turn.take_up(call, _slice(response, at, at + call.n), counted=counted, mask=mask)
+            at += call.n
+        self.n_tokens = self._saved = sum(len(turn.tokens) for turn in self.turns.values())
 
 
 def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_prefix: bool) -> Running:
     """A sample from its entry and from what a former owner saved of it, in order, as far as the pieces join."""
-    if isinstance(message, PrefixResume):
-        task, base, counted = message.task, message.response, message.response.n_tokens
-    else:
-        task, base, counted = message, Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY), 0
+    running = Running(message.task if isinstance(message, PrefixResume) else message)
+    if isinstance(message, PrefixResume) and (message.response.n_tokens or message.journal):
+        calls = () if message.journal is msgspec.UNSET else message.journal
+        running.take_up(message.response, calls, counted=True, mask=False)
     for raw in pieces:
         try:
-            chunk = _decode_chunk(raw)
+            piece = _decode_chunk(raw)
         except msgspec.DecodeError:
             break  # damaged: what follows is made again
-        if chunk.start != base.n_tokens or chunk.attempt != task.attempt:
+        base = running.again() if piece.fresh else running
+        if piece.start != base.n_tokens or piece.attempt != base.task.attempt:
             break
-        mask = memoryview(bytes(len(chunk.loss_mask))) if mask_prefix else chunk.loss_mask
-        spans = base.spans
-        for span in chunk.spans:
+        part = Response(tokens=piece.tokens, logprobs=piece.logprobs, loss_mask=piece.loss_mask, spans=piece.spans)
+        if response_fault(part) or (piece.calls and sum(call.n for call in piece.calls) != part.n_tokens):
+            break
+        base._fresh = False
+        base.take_up(part, piece.calls, counted=False, mask=mask_prefix)
+        running = base
+    running.has_saved = bool(pieces)
+    return running
+
+
+def limit_of(turn: Turn, running: Running, sampling: Sampling) -> int:
+    """Most tokens that a turn may have."""
+    return min(sampling.max_new_tokens, len(turn.tokens) + max(0, running.remaining))
+
+
+def _slice(response: Response, at: int, end: int) -> Response:
+    return Response(
+        tokens=response.tokens[4 * at : 4 * end],
+        logprobs=response.logprobs[4 * at : 4 * end],
+        loss_mask=response.loss_mask[at:end],
+        spans=spans_within(response.spans, at, end),
+    )
+
+
+def _joined(parts: Iterable[Response]) -> Response:
+    found = list(parts)
+    if len(found) == 1:
+        return found[0]
+    spans: tuple[VersionSpan, ...] = ()
+    for part in found:
+        for span in part.spans:
             spans = extend_spans(spans, PolicyVersion(id=span.version, step=span.step), span.n)
-        longer = Response(
-            tokens=join((base.tokens, chunk.tokens)),
-            logprobs=join((base.logprobs, chunk.logprobs)),
-            loss_mask=join((base.loss_mask, mask)),
-            spans=spans,
-        )
-        if response_fault(longer):
-            break
-        base = longer
-    return Running(task, base, counted=counted, has_saved=bool(pieces))
+    return Response(
+        tokens=join(p.tokens for p in found) if found else EMPTY,
+        logprobs=join(p.logprobs for p in found) if found else EMPTY,
+        loss_mask=join(p.loss_mask for p in found) if found else EMPTY,
+        spans=spans,
+    )

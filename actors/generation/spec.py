@@ -37,6 +37,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     hold_s: float = 60.0
     """Longest wait of a sample here for the version it needs; then it is parked, for a peer that has it."""
     mask_offpolicy: bool = False
+    program: str = ""
+    """Rollout program by dotted path; empty = one turn in answer to the prompt."""
+    program_deadline_s: float = 3600.0
+    """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""

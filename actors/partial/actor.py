@@ -115,7 +115,8 @@ class PartialBuffer:
             out = PrefixResume(task=task, response=Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY))
             ledger = {"tokens/dropped/restarted": response.n_tokens} if response.n_tokens else {}
         else:
-            out = PrefixResume(task=task, response=mask_prefix(response) if self._spec.mask_offpolicy else response)
+            kept = mask_prefix(response) if self._spec.mask_offpolicy else response
+            out = PrefixResume(task=task, response=kept, journal=parked.journal)
         stream = TAIL if isinstance(out, PrefixResume) and self._is_tail(parked, out.response) else PREFIXES
         if await self._consumer.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=ledger)):
             self._context.count(f"prefixes/{action}" if stream is PREFIXES else "prefixes/tail")

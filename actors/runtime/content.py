@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from bus.messages.groups import GroupKept, GroupVerdict, index_of
 from bus.messages.policy import (
     Activate,
@@ -44,8 +46,10 @@ def fault_of(message: Any, vocabulary: int = 0) -> str:
     match message:
         case SampleTask():
             return _task(message, vocabulary)
-        case RolloutDone() | Parked() | PrefixResume():
-            return _task(message.task, vocabulary) or response_fault(message.response, vocabulary)
+        case RolloutDone():
+            return _task(message.task, vocabulary) or _strands(message, vocabulary)
+        case Parked() | PrefixResume():
+            return _task(message.task, vocabulary) or response_fault(message.response, vocabulary) or _journal(message)
         case Scored():
             return fault_of(message.rollout, vocabulary) or _teacher(message)
         case RolloutLost():
@@ -91,9 +95,33 @@ def response_fault(response: Response, vocabulary: int = 0) -> str:
         return f"{len(response.tokens)} bytes of tokens are no whole number of int32"
     if len(response.logprobs) != 4 * n or len(response.loss_mask) != n:
         return f"{n} tokens with {len(response.logprobs)} bytes of log-probs and {len(response.loss_mask)} of mask"
-    if not spans_cover(response.spans, n) or any(s.version < 0 or s.step < 0 for s in response.spans):
+    if not spans_cover(response.spans, n) or any(s.version < 0 or s.step < 0 for s in response.made):
         return f"its version spans do not cover its {n} tokens"
+    at = 0
+    for span in response.spans:
+        if not span.made and any(response.loss_mask[at : at + span.n]):
+            return f"tokens of an environment shall be trained, from {at} on"
+        at += span.n
     return tokens_fault(response.tokens.cast("i"), vocabulary) or logprobs_fault(response.logprobs.cast("f"))
+
+
+def _strands(rollout: RolloutDone, vocabulary: int) -> str:
+    for strand in rollout.strands:
+        if len(strand.prompt_tokens) % 4:
+            return f"{len(strand.prompt_tokens)} bytes of prompt are no whole number of int32"
+        if fault := tokens_fault(strand.prompt_tokens.cast("i"), vocabulary) or response_fault(strand.response, vocabulary):
+            return fault
+    return ""
+
+
+def _journal(message: Parked | PrefixResume) -> str:
+    if any(not span.made for span in message.response.spans):
+        return "tokens that nobody made are in a prefix"
+    if message.journal is UNSET:
+        return ""
+    told = sum(call.n for call in message.journal)
+    fits = told == message.response.n_tokens and all(call.n >= 0 <= call.no for call in message.journal)
+    return "" if fits else f"its journal tells of {told} tokens, {message.response.n_tokens} are here"
 
 
 def reward_fault(scored: Scored) -> str:

@@ -34,12 +34,12 @@ class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
         return self.part or self.group_id
 
     def header(self) -> Header:
-        spans = [s for scored in self.samples for s in scored.rollout.response.spans]
+        spans = [s for scored in self.samples for s in scored.rollout.made]
         return Header(
             id=self.key,
             group=self.group_id,
             version=min((s.version for s in spans), default=-1),
-            tokens=sum(s.rollout.response.n_tokens for s in self.samples),
+            tokens=sum(s.n for s in spans),
             knob=self.knob_epoch,
             note=f"samples={len(self.samples)}",
         )

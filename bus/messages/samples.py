@@ -53,7 +53,8 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """Generated tokens. Invariant: spans cover [0, n_tokens) in order; all arrays have n_tokens entries."""
+    """What follows a prompt: generated tokens, and between them those of an environment, which have a span of their own, mask
+    0 and log-prob 0. Invariant: spans cover [0, n_tokens) in order; all arrays have n_tokens entries."""
 
     tokens: Packed = EMPTY  # int32 [n_tokens]
     logprobs: Packed = EMPTY  # float32 [n_tokens], under the temperature, each from its own version
@@ -63,6 +64,41 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def n_tokens(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def made(self) -> tuple[VersionSpan, ...]:
+        """Spans of the generated tokens: what the accounts and the staleness bound are about."""
+        return tuple(span for span in self.spans if span.made)
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a rollout program that was answered, wholly or in part. `no`: its number in the order in which the program
+    began its calls. Of a turn of the model `n` tokens are in the response, after those of the calls before; `finish` is empty
+    while more may come. Of a question to the environment `answer` is what it said, as msgpack."""
+
+    no: int
+    digest: bytes = b""  # of what was asked; empty = not known
+    n: int = 0
+    finish: str = ""
+    answer: bytes | None = None
+
+
+class Strand(msgspec.Struct, frozen=True):
+    """A trajectory of a sample beside its last one: a history that the program rewrote."""
+
+    prompt_tokens: Packed  # int32 [prompt_len]
+    response: Response
+
+
+class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rollout program says of its sample beyond one response to the task's prompt."""
+
+    prompt_tokens: Packed | msgspec.UnsetType = msgspec.UNSET  # int32 [n], before the response; UNSET = the task's
+    earlier: tuple[Strand, ...] = ()  # trajectories before the last, which is the rollout's `response`; they share its reward
+    reward: float | dict[str, float] | msgspec.UnsetType = msgspec.UNSET  # UNSET = it is still to be scored
+    metadata: dict[str, Any] = {}  # for the reward, under the task's own
+    answer: str | msgspec.UnsetType = msgspec.UNSET  # the text to score; UNSET = that of the response
+    turns: int = 1  # calls of the model
 
 
 class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
@@ -75,14 +111,39 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     resumed_tokens: int = 0  # taken over from a prefix, not made by this worker
     generate_s: float = 0.0
     running: int | msgspec.UnsetType = msgspec.UNSET  # samples of this worker when it ended, itself included
+    episode: Episode | msgspec.UnsetType = msgspec.UNSET  # UNSET = one turn, in answer to the task's prompt
+
+    @property
+    def strands(self) -> tuple[Strand, ...]:
+        """All its trajectories, the last one last."""
+        if self.episode is msgspec.UNSET:
+            return (Strand(self.task.prompt_tokens, self.response),)
+        prompt = self.episode.prompt_tokens
+        own = self.task.prompt_tokens if prompt is msgspec.UNSET else prompt
+        return (*self.episode.earlier, Strand(own, self.response))
+
+    @property
+    def prompt_tokens(self) -> Packed:
+        """What its `response` follows."""
+        return self.strands[-1].prompt_tokens
+
+    @property
+    def made(self) -> tuple[VersionSpan, ...]:
+        """Spans of the generated tokens of all its trajectories."""
+        return tuple(span for strand in self.strands for span in strand.response.made)
+
+    @property
+    def n_made(self) -> int:
+        """Generated tokens of all its trajectories: what the accounts know of it."""
+        return sum(span.n for span in self.made)
 
     def header(self) -> Header:
-        version = self.response.spans[-1].version if self.response.spans else -1
+        made = self.made
         return Header(
             id=self.task.sample_id,
             group=self.task.group_id,
-            version=version,
-            tokens=self.response.n_tokens,
+            version=made[-1].version if made else -1,
+            tokens=self.n_made,
             knob=self.task.knob_epoch,
         )
 
@@ -120,12 +181,13 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
 
 
 class Parked(Message, frozen=True, kw_only=True, tag="sample.parked"):
-    """A sample that stopped before its end; its tokens so far. generation -> partial."""
+    """A sample that stopped before its end; the tokens made so far, turn after turn. generation -> partial."""
 
     task: SampleTask
     response: Response
     reason: ParkReason
     worker: str = ""
+    journal: tuple[Call, ...] | msgspec.UnsetType = msgspec.UNSET  # UNSET = one turn under way, in answer to the task's prompt
 
     def header(self) -> Header:
         return Header(
@@ -138,6 +200,7 @@ class PrefixResume(Message, frozen=True, kw_only=True, tag="prefix.resume"):
 
     task: SampleTask
     response: Response
+    journal: tuple[Call, ...] | msgspec.UnsetType = msgspec.UNSET  # as parked
 
     def header(self) -> Header:
         return Header(id=self.task.sample_id, group=self.task.group_id, tokens=self.response.n_tokens)

@@ -21,11 +21,20 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`n` consecutive response tokens made by version `version`, which holds step `step`."""
+    """`n` consecutive response tokens made by version `version`, which holds step `step`. Both are -1 (`NOT_MADE`) for tokens
+    that no policy made: what an environment said in the middle of a response."""
 
     version: int
     step: int
     n: int
+
+    @property
+    def made(self) -> bool:
+        """Whether a policy made these tokens."""
+        return self.version != NOT_MADE
+
+
+NOT_MADE = -1
 
 
 def extend_spans(spans: Sequence[VersionSpan], version: PolicyVersion, n: int) -> tuple[VersionSpan, ...]:
@@ -36,6 +45,18 @@ def extend_spans(spans: Sequence[VersionSpan], version: PolicyVersion, n: int) -
         last = spans[-1]
         return (*spans[:-1], VersionSpan(last.version, last.step, last.n + n))
     return (*spans, VersionSpan(version.id, version.step, n))
+
+
+def spans_within(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of tokens [start, end)."""
+    found: list[VersionSpan] = []
+    at = 0
+    for span in spans:
+        n = min(at + span.n, end) - max(at, start)
+        if n > 0:
+            found.append(VersionSpan(span.version, span.step, n))
+        at += span.n
+    return tuple(found)
 
 
 def spans_cover(spans: Sequence[VersionSpan], n_tokens: int) -> bool:

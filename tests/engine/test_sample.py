@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 import pytest
 
 from actors.generation.engine import Chunk, VersionUnknown
-from actors.generation.sample import Running, start
+from actors.generation.sample import Running, Turn, limit_of, start
 from bus.messages.base import pack_floats, pack_ints, unpack_ints
 from bus.messages.samples import PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan
@@ -35,7 +37,27 @@ def prefix(*tokens: int, version: int = 1) -> PrefixResume:
 
 def make(running: Running, *tokens: int, version: int = 1, finish: str | None = None) -> None:
     """Tokens as the engine sends them; the log-prob tells whose it is."""
-    running.take(Chunk(list(tokens), [-t / 8 for t in tokens], str(version), finish), VERSIONS)
+    running.take(turn_of(running), Chunk(list(tokens), [-t / 8 for t in tokens], str(version), finish), VERSIONS)
+
+
+def turn_of(running: Running) -> Turn:
+    """The one turn, in answer to the prompt."""
+    asked = array("i", unpack_ints(running.task.prompt_tokens))
+    turn = running.turns.get(0) or running.open(0, asked)
+    turn.asked = asked
+    return turn
+
+
+def input_ids(running: Running) -> list[int]:
+    turn = turn_of(running)
+    assert turn.asked is not None
+    return (turn.asked + turn.tokens).tolist()
+
+
+def ended(running: Running) -> str:
+    turn = turn_of(running)
+    turn.ended(limit_of(turn, running, running.task.sampling), (0,))
+    return turn.finish
 
 
 def whole(response: Response) -> list[int]:
@@ -61,9 +83,10 @@ def test_what_was_saved_in_pieces_is_taken_up_whole() -> None:
     make(first, 5, version=3)
     assert first.unsaved() == 1
     second = start(task(), pieces, mask_prefix=False)
-    assert whole(second.base) == [1, 2, 3, 4] and second.base.spans == (VersionSpan(1, 0, 3), VersionSpan(2, 1, 1))
-    assert (second.counted, second.unsaved(), second.has_saved, second.last_version) == (0, 0, True, 2)
-    assert second.input_ids() == [90, 91, 1, 2, 3, 4]
+    assert whole(second.response()) == [1, 2, 3, 4]
+    assert second.response().spans == second.uncounted() == (VersionSpan(1, 0, 3), VersionSpan(2, 1, 1))
+    assert (second.unsaved(), second.has_saved, second.last_version) == (0, True, 2)
+    assert input_ids(second) == [90, 91, 1, 2, 3, 4]
     make(second, 6, version=2)
     third = start(task(), [*pieces, second.next_chunk()], mask_prefix=False)
     assert whole(third.response()) == [1, 2, 3, 4, 6] and bytes(third.response().loss_mask) == b"\x01" * 5
@@ -72,11 +95,11 @@ def test_what_was_saved_in_pieces_is_taken_up_whole() -> None:
 
 def test_of_a_prefix_only_what_is_made_here_is_counted_and_saved() -> None:
     running = start(prefix(1, 2, 3), [], mask_prefix=False)
-    assert (running.counted, running.saved, running.n_tokens, running.remaining) == (3, 3, 3, 9)
+    assert (running.uncounted(), running.unsaved(), running.n_tokens, running.remaining) == ((), 0, 3, 9)
     make(running, 4, version=2)
-    assert (running.made_here, running.input_ids()) == (1, [90, 91, 1, 2, 3, 4])
+    assert (running.made_here, input_ids(running)) == (1, [90, 91, 1, 2, 3, 4])
     again = start(prefix(1, 2, 3), [running.next_chunk()], mask_prefix=False)
-    assert whole(again.response()) == [1, 2, 3, 4] and again.counted == 3
+    assert whole(again.response()) == [1, 2, 3, 4] and again.uncounted() == (VersionSpan(2, 1, 1),)
 
 
 def test_pieces_that_do_not_join_or_are_of_another_attempt_are_left_out() -> None:
@@ -85,9 +108,9 @@ def test_pieces_that_do_not_join_or_are_of_another_attempt_are_left_out() -> Non
     one = first.next_chunk()
     make(first, 2)
     two = first.next_chunk()
-    assert whole(start(task(), [one, one, two], mask_prefix=False).base) == [1]
-    assert whole(start(task(), [two], mask_prefix=False).base) == []
-    assert whole(start(task(attempt=1), [one, two], mask_prefix=False).base) == []
+    assert whole(start(task(), [one, one, two], mask_prefix=False).response()) == [1]
+    assert whole(start(task(), [two], mask_prefix=False).response()) == []
+    assert whole(start(task(attempt=1), [one, two], mask_prefix=False).response()) == []
 
 
 @pytest.mark.parametrize("mask_prefix", [True, False])
@@ -102,25 +125,21 @@ def test_a_prefix_of_another_owner_is_masked_when_it_shall_not_train(mask_prefix
 def test_a_version_that_no_order_named_is_an_error_and_changes_nothing() -> None:
     running = fresh()
     with pytest.raises(VersionUnknown, match="unknown version '9'"):
-        running.take(Chunk([1], [-1.0], "9"), VERSIONS)
+        running.take(turn_of(running), Chunk([1], [-1.0], "9"), VERSIONS)
     assert running.n_tokens == 0
 
 
 def test_a_sample_ends_with_its_length_its_stop_token_or_not_yet() -> None:
     running = start(prefix(*range(1, 11)), [], mask_prefix=False)
     make(running, 11)
-    assert not running.ended() and running.remaining == 1
+    assert not ended(running) and running.remaining == 1
     make(running, 12)
-    assert running.ended() and running.finish == "length"
-    stopped = start(prefix(*range(1, 12)), [], mask_prefix=False)
-    make(stopped, 12, finish="stop")
-    assert stopped.ended() and stopped.finish == "stop", "the engine's own word for the last token stays"
+    assert ended(running) == "length"
 
 
 def test_a_prefix_that_ends_with_its_stop_token_is_over() -> None:
-    running = start(prefix(1, 2, 0), [], mask_prefix=False)
-    assert running.ended() and running.finish == "stop"
-    assert not start(prefix(0, 2), [], mask_prefix=False).ended()
+    assert ended(start(prefix(1, 2, 0), [], mask_prefix=False)) == "stop"
+    assert not ended(start(prefix(0, 2), [], mask_prefix=False))
 
 
 def test_a_saved_piece_is_the_same_message_again() -> None:

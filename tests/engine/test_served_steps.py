@@ -22,7 +22,7 @@ from actors.publisher.actor import run as publisher
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from bus import Bus, Commit, Tail
-from bus.messages.base import EMPTY, pack_floats, pack_ints
+from bus.messages.base import pack_floats, pack_ints
 from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest
 from bus.messages.samples import PrefixResume, Response, RolloutDone
 from bus.messages.versions import PolicyVersion, VersionSpan, spans_cover
@@ -281,8 +281,7 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
         consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, lambda entry, lost: Commit()))
         leases = Leases(context, link, Sharing(context, link, ()), pace, consumer, lambda: False, hold_s)
         leases.standing.fold(active(1, w0=1, peer=1))
-        empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
-        found.set_result([await leases.admit(Running(sample("s", step), empty, counted=0)) for step in (0, 1)])
+        found.set_result([await leases.admit(Running(sample("s", step))) for step in (0, 1)])
 
     async with open_bus(redis_url, run_name) as bus:
         await put(bus, ACTIVE, active(1, w0=1, peer=1), active(2, w0=1, peer=2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,7 @@ from hypothesis import strategies as st
 from actors.generation.engine import Chunk, RouteBroken
 from actors.generation.sample import Running
 from actors.generation.standing import NO_TOKENS, Standing
-from bus.messages.base import EMPTY
 from bus.messages.policy import Activate, PolicyActive, Restored, WeightManifest
-from bus.messages.samples import Response
 from bus.messages.versions import PolicyVersion, VersionSpan
 from tests.engine.scripted import sample
 
@@ -23,15 +23,15 @@ def version(number: int, step: int | None = None) -> PolicyVersion:
 
 def test_tokens_of_an_older_version_than_the_sample_needs_are_sent_for_again() -> None:
     versions = {"1": version(1), "2": version(2), "3": version(3)}
-    empty = Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY)
-    running_ = Running(sample("s", 1), empty, counted=0)
+    running_ = Running(sample("s", 1))
+    turn = running_.open(0, array("i"))
     running_.least_step = 1
     with pytest.raises(RouteBroken, match="needs step 1"):
-        running_.take(Chunk([5], [-0.5], "1"), versions)
+        running_.take(turn, Chunk([5], [-0.5], "1"), versions)
     assert running_.n_tokens == 0
-    running_.take(Chunk([5], [-0.5], "3"), versions)
+    running_.take(turn, Chunk([5], [-0.5], "3"), versions)
     with pytest.raises(RouteBroken, match="version 3 or later"):
-        running_.take(Chunk([5], [-0.5], "2"), versions)
+        running_.take(turn, Chunk([5], [-0.5], "2"), versions)
     assert running_.response().spans == (VersionSpan(3, 2, 1),)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -104,7 +105,8 @@ def test_a_sample_ends_at_its_stop_token_also_when_the_stream_broke_off_behind_i
     )  # fmt: skip
     running = start(task, [], mask_prefix=False)
     versions = {"1": PolicyVersion(id=1, step=0)}
-    running.take(Chunk([3, 5], [-1.0, -1.0], "1"), versions)
-    assert not running.ended()
-    running.take(Chunk([3], [-1.0], "1", finish), versions)
-    assert running.ended() and running.finish == "stop"
+    turn = running.open(0, array("i", []))
+    running.take(turn, Chunk([3, 5], [-1.0, -1.0], "1"), versions)
+    assert not turn.ended(9, (3,))
+    running.take(turn, Chunk([3], [-1.0], "1", finish), versions)
+    assert turn.ended(9, (3,)) and turn.finish == "stop"

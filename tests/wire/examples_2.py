@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bus.messages.base import Message, pack_floats
+from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
@@ -22,7 +22,18 @@ from bus.messages.policy import (
     WeightManifest,
     WeightsReady,
 )
-from bus.messages.samples import RolloutDone, SampleTask, Scored
+from bus.messages.samples import (
+    Call,
+    Episode,
+    Parked,
+    PrefixResume,
+    Response,
+    RolloutDone,
+    SampleTask,
+    Scored,
+    Strand,
+)
+from bus.messages.versions import VersionSpan
 from tests.wire.examples import EXAMPLES as SCHEMA_1
 from tests.wire.examples import SCORED, VERSION
 
@@ -38,9 +49,26 @@ def _more(kind: type[Message], **fields: object) -> Message:
     return msgspec.structs.replace(_once(kind), **fields)
 
 
+_TOLD = Response(  # two tokens that were made, and one that the environment said
+    tokens=pack_ints([11, 7, 12]),
+    logprobs=pack_floats([-0.5, 0.0, -0.25]),
+    loss_mask=memoryview(bytes([1, 0, 1])),
+    spans=(VersionSpan(6, 4, 1), VersionSpan(-1, -1, 1), VersionSpan(7, 5, 1)),
+)
+EPISODE = Episode(
+    prompt_tokens=pack_ints([3, 4]),
+    earlier=(Strand(pack_ints([1, 2]), _TOLD),),
+    reward={"score": 0.5},
+    metadata={"calls": 2},
+    answer="42",
+    turns=3,
+)
+JOURNAL = (Call(0, b"digest_0", 2, "stop"), Call(1, b"digest_1", answer=b"\x02"), Call(2, b"digest_2", 1))
 EXAMPLES: tuple[Message, ...] = (
     _more(SampleTask, pinned=7),
-    _more(RolloutDone, running=12),
+    _more(RolloutDone, running=12, episode=EPISODE),
+    _more(Parked, journal=JOURNAL),
+    _more(PrefixResume, journal=JOURNAL),
     _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0])),
     GroupKept(
         group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from bus.messages.samples import Sampling
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import VersionSpan, spans_within
 
 Watch = Callable[[Sequence[int]], bool]
 
@@ -57,13 +57,8 @@ class Segment(msgspec.Struct, frozen=True):
 
     def first(self, n: int) -> Segment:
         """The first `n` tokens; the rest is thrown away, and counted as `discarded` unless it is kept elsewhere."""
-        spans: list[VersionSpan] = []
-        left = min(n, len(self.tokens))
-        for span in self.spans:
-            if left > 0:
-                spans.append(VersionSpan(span.version, span.step, min(span.n, left)))
-            left -= span.n
-        return msgspec.structs.replace(self, tokens=self.tokens[:n], logprobs=self.logprobs[:n], spans=tuple(spans))
+        spans = spans_within(self.spans, 0, n)
+        return msgspec.structs.replace(self, tokens=self.tokens[:n], logprobs=self.logprobs[:n], spans=spans)
 
 
 def env(tokens: Sequence[int]) -> Segment:

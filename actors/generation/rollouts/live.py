@@ -1,0 +1,197 @@
+"""The session of an episode that runs here: calls are answered from its journal as far as that goes, then by the engine.
+
+Owns   one run of a program. Always true: before the environment is asked, all that the model said is saved; before its answer
+reaches the program, that is saved too. So whoever goes on after a crash tells the environment the same, and gets the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from actors.generation.rollouts.session import Program, Segment, Task, Trajectory, Watch
+from actors.generation.sample import Running, Turn, digest_of, limit_of
+from actors.generation.turns import Leaves, Turns
+from actors.runtime.faultpoints import fault_point
+from bus import Entry
+from bus.errors import Poison
+from bus.messages.base import unpack_ints
+from bus.messages.samples import Call, ParkReason, SampleTask, Sampling
+
+Admit = Callable[[Running], Awaitable[ParkReason | None]]
+MOST_CALLS = 10_000  # of one episode; a program that makes more never ends
+
+
+def task_of(task: SampleTask) -> Task:
+    """A sample as its program sees it."""
+    return Task(
+        sample_id=task.sample_id,
+        group_id=task.group_id,
+        index=task.index,
+        n_samples=task.n_samples,
+        prompt=unpack_ints(task.prompt_tokens),
+        prompt_text=task.prompt_text,
+        label=task.label,
+        metadata=task.metadata,
+        sampling=task.sampling,
+        eval_name=task.eval_name,
+    )
+
+
+class Live:
+    """One run of an episode's program. `admit`: waits until the sample may go on here. `saves`: whether its journal is of use to
+    anyone."""
+
+    def __init__(self, turns: Turns, admit: Admit, entry: Entry, running: Running, *, saves: bool) -> None:
+        self.task = task_of(running.task)
+        self._turns = turns
+        self._admit = admit
+        self._entry = entry
+        self._running = running
+        self._saves = saves
+        self._next = 0
+        self._asked: set[int] = set()
+        self._owner: asyncio.Task[Any] | None = None
+        self._reason: Leaves | None = None
+        self._generating = 0
+
+    # -- the worker's side --------------------------------------------------------------------------------------
+
+    async def play(self, program: Program, deadline_s: float | None) -> list[Trajectory] | Leaves:
+        """Run the program: what it returned, or why its sample must leave. Raises what the program raises, and TimeoutError."""
+        self._owner = asyncio.current_task()
+        assert self._owner is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                found = await program(self.task, self)
+        except asyncio.CancelledError:
+            if self._reason is None or self._owner.uncancel() > 0:
+                raise
+        except Exception:
+            if self._reason is None:
+                raise
+            self._owner.uncancel()  # it made another exception of the cancellation
+        else:
+            if self._reason is None:
+                known = self._running.turns.keys() | self._running.told.keys()
+                return "diverged" if known - self._asked else found
+            self._owner.uncancel()
+        finally:
+            self._owner = None
+        return self._reason
+
+    def drain(self) -> None:
+        """The worker ends: a program that is not in a turn of the model goes on elsewhere. What it asks the environment now, it
+        will ask again."""
+        if self._owner is not None and not self._generating and self._reason is None:
+            self._reason = "drain"
+            self._owner.cancel()
+
+    async def _leave(self, reason: Leaves) -> NoReturn:
+        """End the program; this call, and any later one, does not return."""
+        self._reason = self._reason or reason
+        if self._owner is not None:
+            self._owner.cancel()
+        await asyncio.Future()
+        raise AssertionError("unreachable")
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the model so far."""
+        return self._running.n_tokens
+
+    # -- the program's side -------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> int:
+        return max(0, self._running.remaining)
+
+    @property
+    def replaying(self) -> bool:
+        return self._running.knows(self._next)
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
+    ) -> Segment:
+        running, no = self._running, await self._number()
+        asked = array("i", tokens)
+        turn = running.turns.get(no)
+        if turn is None:
+            if no in running.told:
+                await self._leave("diverged")
+            turn = running.open(no, asked)
+        elif turn.digest and turn.digest != digest_of(asked.tobytes()):
+            await self._leave("diverged")
+        turn.asked = asked
+        more: Callable[[Turn], bool] | None = None
+        if watch is not None:
+
+            def more(turn: Turn) -> bool:
+                return not watch(turn.tokens.tolist())
+
+            if turn.tokens and not more(turn):
+                turn.finish = "stop"
+        sampling = sampling or self.task.sampling
+        if not turn.ended(limit_of(turn, running, sampling), sampling.stop_token_ids):
+            self._generating += 1
+            try:
+                reason = await self._admit(running) or await self._turns.run(self._entry, running, turn, sampling, more)
+            finally:
+                self._generating -= 1
+            if reason is not None:
+                await self._leave(reason)
+        return Segment(
+            "model",
+            turn.tokens.tolist(),
+            turn.logprobs.tolist(),
+            turn.spans,
+            "stop" if turn.finish == "stop" else "length",
+            no,
+        )
+
+    async def tell(
+        self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0
+    ) -> Any:
+        running, no = self._running, await self._number()
+        digest = digest_of(name.encode(), msgspec.msgpack.encode(args))
+        known = running.told.get(no)
+        if known is not None:
+            if known.digest != digest:
+                await self._leave("diverged")
+            return msgspec.msgpack.decode(known.answer or b"\xc0")
+        if no in running.turns:
+            await self._leave("diverged")
+        await self._save()
+        fault_point(self._turns.worker, "before_tell")
+        async with asyncio.timeout(deadline_s):
+            if inspect.iscoroutinefunction(call):
+                value = await call(*args)
+            else:
+                value = await asyncio.to_thread(call, *args)
+                if inspect.isawaitable(value):
+                    value = await value
+        answer = msgspec.msgpack.encode(value)
+        fault_point(self._turns.worker, "after_tell")
+        running.answered(Call(no, digest, answer=answer))
+        await self._save()
+        return msgspec.msgpack.decode(answer)
+
+    async def _number(self) -> int:
+        """The number of the call that begins now."""
+        if self._owner is None or self._reason is not None:
+            await self._leave(self._reason or "diverged")
+        no = self._next
+        if no >= MOST_CALLS:
+            raise Poison(f"the rollout program of {self.task.sample_id} made {MOST_CALLS} calls and did not end")
+        self._next += 1
+        self._asked.add(no)
+        return no
+
+    async def _save(self) -> None:
+        if self._saves and self._running.dirty() and not await self._turns.save(self._entry, self._running):
+            await self._leave("lease")

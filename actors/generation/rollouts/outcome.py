@@ -1,0 +1,112 @@
+"""What a program returned, as the rollout that goes on (pure).
+
+Always true: each token of the model is in one trajectory at most, exactly as the engine made it, with its log-prob, its version
+and the mask of its turn. All else is the environment's: no log-prob, no version, no gradient.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Literal
+
+from msgspec import UNSET
+
+from actors.generation.rollouts.session import Segment, Trajectory
+from actors.generation.sample import Running
+from actors.runtime.content import tokens_fault
+from bus.errors import Poison
+from bus.messages.base import EMPTY, Packed, join, pack_ints
+from bus.messages.samples import Episode, Response, Strand
+from bus.messages.versions import NOT_MADE, VersionSpan
+
+
+class Outcome:
+    """`response`: the last trajectory's. `discarded`: tokens that were made and are in no trajectory."""
+
+    def __init__(self, response: Response, finish: Literal["stop", "length"], episode: Episode | Any, discarded: int) -> None:
+        self.response = response
+        self.finish = finish
+        self.episode = episode
+        self.discarded = discarded
+
+
+def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
+    """Trajectories with the journal that they must agree with. Raises Poison, which names what does not fit."""
+    name = running.task.sample_id
+    if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
+        raise Poison(f"the rollout program returned {found!r:.100} for {name}, which is no list of trajectories")
+    kept: dict[int, int] = {}
+    strands = [_strand(trajectory, running, kept, vocabulary) for trajectory in found]
+    discarded = running.n_tokens - sum(kept.values())
+    if not strands:
+        return Outcome(Response(), "length", UNSET, discarded)
+    last, prompt = found[-1], strands[-1].prompt_tokens
+    ends = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
+    own = prompt == running.task.prompt_tokens
+    plain = own and len(found) == 1 == len(running.turns) and not (last.metadata or last.response or last.reward is not None)
+    episode = Episode(
+        prompt_tokens=UNSET if own else prompt,
+        earlier=tuple(strands[:-1]),
+        reward=UNSET if last.reward is None else last.reward,
+        metadata=last.metadata,
+        answer=UNSET if last.response is None else last.response,
+        turns=len(running.turns),
+    )
+    return Outcome(strands[-1].response, ends, UNSET if plain else episode, discarded)
+
+
+def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:
+    parts: list[Response] = []
+    spans: list[VersionSpan] = []
+    for segment in trajectory.segments:
+        part = _made(segment, running, kept) if segment.kind == "model" else _env(segment, vocabulary)
+        if part.spans and spans and spans[-1].version == part.spans[0].version:
+            spans[-1] = VersionSpan(spans[-1].version, spans[-1].step, spans[-1].n + part.spans[0].n)
+            spans += part.spans[1:]
+        else:
+            spans += part.spans
+        parts.append(part)
+    prompt = running.task.prompt_tokens
+    packed = array("i", trajectory.prompt).tobytes()
+    if packed != prompt:
+        if fault := tokens_fault(trajectory.prompt, vocabulary):
+            raise Poison(f"the prompt of a trajectory of {running.task.sample_id}: {fault}")
+        prompt = memoryview(packed)
+    if len(parts) == 1:
+        return Strand(prompt, parts[0])
+    response = Response(
+        tokens=_join(p.tokens for p in parts),
+        logprobs=_join(p.logprobs for p in parts),
+        loss_mask=_join(p.loss_mask for p in parts),
+        spans=tuple(spans),
+    )
+    return Strand(prompt, response)
+
+
+def _made(segment: Segment, running: Running, kept: dict[int, int]) -> Response:
+    """A turn of the journal, or its beginning."""
+    turn, n = running.turns.get(segment.call), len(segment.tokens)
+    if turn is None or turn.tokens[:n].tolist() != segment.tokens:
+        raise Poison(
+            f"a trajectory of {running.task.sample_id} holds {n} tokens as the model's that no call of this session made. "
+            "Give what session.generate returned as it is, or as env."
+        )
+    if segment.call in kept:
+        raise Poison(
+            f"turn {segment.call} of {running.task.sample_id} is in two trajectories, or twice in one. Give it as env where it is "
+            "read only."
+        )
+    kept[segment.call] = n
+    return turn.part(0, n)
+
+
+def _env(segment: Segment, vocabulary: int) -> Response:
+    n = len(segment.tokens)
+    if fault := tokens_fault(segment.tokens, vocabulary):
+        raise Poison(f"an env segment: {fault}")
+    spans = (VersionSpan(NOT_MADE, NOT_MADE, n),) if n else ()
+    return Response(pack_ints(segment.tokens), memoryview(bytes(4 * n)), memoryview(bytes(n)), spans)
+
+
+def _join(parts: Any) -> Packed:
+    return join(parts) or EMPTY

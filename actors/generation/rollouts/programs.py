@@ -1,0 +1,82 @@
+"""The rollout program of a run: found by its path, run in its time, its failures named with file and line.
+
+A program that raises or does not end costs its sample further attempts, which go on from what the journal holds, then a dead
+letter. One that fails for every sample costs none: they wait, and the run ends with its text.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from actors.generation.rollouts import single
+from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.session import Program, Trajectory
+from actors.generation.sample import Running
+from actors.generation.turns import Leaves
+from actors.runtime.consume import STOPS
+from actors.runtime.context import Context
+from actors.runtime.hooks import load_hook
+from actors.runtime.refusals import Row
+from actors.runtime.retry import NotItsFault
+from bus import Entry
+from bus.errors import Poison, Transient
+
+MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
+MOST_TRIES = 4  # of one sample
+ROOT = str(Path(__file__).parents[3])
+
+
+class ProgramFailed(Transient):
+    """A rollout program raised, or did not end in time; another attempt may do."""
+
+
+class Programs:
+    """One worker's. `path`: dotted path, empty = the shipped program. Raises Refused when it cannot be loaded."""
+
+    def __init__(self, context: Context, path: str, deadline_s: float) -> None:
+        self._context = context
+        self._name = path or "single turn"
+        self._program: Program = load_hook(path) if path else single.rollout
+        self._deadline_s = deadline_s if path else None
+        self.resumable = bool(getattr(self._program, "resumable", True))
+        remedy = "Mend the program, or what it talks to."
+        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
+
+    async def play(self, live: Live, entry: Entry) -> list[Trajectory] | Leaves:
+        """One run. Raises Transient while attempts are left for what the program raises, then Poison."""
+        try:
+            found = await live.play(self._program, self._deadline_s)
+        except (*STOPS, Poison):
+            raise
+        except Exception as error:  # whatever a program of the user's raises
+            if self._program is single.rollout:
+                raise
+            text = f"{self._name} on {live.task.sample_id} {said(error, self._deadline_s)}"
+            self._context.count("programs_failed")
+            self._failing.failed(live.task.group_id, text)
+            if self._failing.for_all:
+                raise NotItsFault(text) from error
+            if entry.deliveries >= MOST_TRIES:
+                raise Poison(f"attempt {entry.deliveries} was the last: {text}") from error
+            raise ProgramFailed(text) from error
+        self._failing.worked()
+        return found
+
+    def restarted(self, running: Running, why: str) -> Running:
+        """The same sample from its start; counted."""
+        self._context.count("episodes_restarted")
+        self._context.log.warning("%s of %s begins again: %s", self._name, running.task.sample_id, why)
+        return running.again()
+
+
+def said(error: BaseException, deadline_s: Any = None) -> str:
+    """An exception in one line, with the place in the user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((ROOT + "/actors", ROOT + "/bus"))] or frames
+    where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"did not end within its deadline ({deadline_s} s){where}"
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
