@@ -1,0 +1,60 @@
+"""The shipped program of several turns: the model writes, its tool calls are answered, until it answers without one.
+
+What each tool said is behind the model's own tokens as the chat template renders it. A call that cannot be made is answered with
+what is wrong with it, for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from actors.generation.endpoint.calls import fault, parse
+from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
+from actors.runtime.chat import Chat
+from actors.runtime.tools import Toolbox
+
+ASKED = {"role": "user", "content": "?"}  # stands for the prompt: what follows a turn does not depend on it
+
+
+class ToolLoop:
+    """At most `max_turns` answers of the model. `kind`: the format of tool calls."""
+
+    def __init__(
+        self, chat: Chat, kind: str, toolbox: Toolbox, *, max_turns: int, count: Callable[..., object]
+    ) -> None:
+        self._chat, self._kind, self._toolbox, self._max_turns, self._count = chat, kind, toolbox, max_turns, count
+
+    async def __call__(self, task: Task, session: Session) -> list[Trajectory]:
+        tokens, segments, text = list(task.prompt), [], ""
+        for left in range(self._max_turns - 1, -1, -1):
+            made = await session.generate(tokens)
+            segments.append(made)
+            text = self._text(made, task)
+            calls = parse(text, self._kind, self._toolbox.specs)
+            if not calls or not left or made.finish == "length" or session.left <= 0:
+                break
+            answers = [fault(call, self._toolbox.specs) for call in calls]
+            self._count("tool_calls", len(calls))
+            self._count("tool_calls_faulty", sum(map(bool, answers)))
+            for index, call in enumerate(calls):
+                if not answers[index]:
+                    answers[index] = await session.tell(call.name, self._toolbox.call, call.name, call.arguments)
+            said: dict[str, Any] = {"role": "assistant", "content": text}
+            if not any(call.error for call in calls):
+                said = {"role": "assistant", "content": "", "tool_calls": [
+                    {"id": str(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for i, call in enumerate(calls)
+                ]}  # fmt: skip
+            told = [
+                {"role": "tool", "name": call.name, "tool_call_id": str(i), "content": answer}
+                for i, (call, answer) in enumerate(zip(calls, answers, strict=True))
+            ]
+            heard = self._chat.follow([ASKED, said], [ASKED, said, *told], made.tokens, self._toolbox.specs)
+            segments.append(env(heard))
+            tokens += [*made.tokens, *heard]
+        return [Trajectory(task.prompt, segments, response=text)]
+
+    def _text(self, made: Segment, task: Task) -> str:
+        ended = bool(made.tokens) and made.tokens[-1] in task.sampling.stop_token_ids
+        return self._chat.decode(made.tokens[:-1] if ended else made.tokens)
