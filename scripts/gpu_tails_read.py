@@ -200,12 +200,11 @@ def held_out(metrics: Path, target: float) -> dict[str, Any]:
     if begin is None:
         return {}
     made = {0: begin} | {row["step"]: row["wall"] for row in rows if row["kind"] == "step"}
-    evals = sorted(
-        (made.get(row["step"], row["wall"]) - begin, row["step"], row["metrics"])
-        for row in rows
-        if row["kind"] == "eval" and row["metrics"]
-    )
-    curve = [[round(at, 2), step, round(_score(m), 4)] for at, step, m in evals]
+    scores: dict[int, float] = {}
+    for row in rows:
+        if row["kind"] == "eval" and row["metrics"]:
+            scores.setdefault(row["step"], _score(row["metrics"]))  # the last step may be evaluated twice
+    curve = [[round(made.get(step, begin) - begin, 2), step, round(score, 4)] for step, score in sorted(scores.items())]
     reached = next(
         (_crossing(a, b, target) for a, b in itertools.pairwise([[0.0, 0, 0.0], *curve]) if b[2] >= target), None
     )

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
-from actors.trainer.backend import BackendConfig
+from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from miles_async.launcher.plan import told
 from miles_async.settings.flat import Flat
@@ -33,7 +33,8 @@ def backend_of(**own: Any) -> BackendConfig:
     resolved: dict[str, Any] = {"ref_load": "", "critic_load": "", "opd_teacher_load": "", "num_rollout": 0, "balance": "flops"}
     follows = (("critic_lr", "lr"), ("log_probs_max_tokens_per_gpu", "max_tokens_per_gpu"))
     resolved |= {name: own[of] for name, of in follows if of in own}
-    return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of()} | resolved | own))
+    torch = told(TorchConfig, Flat(PLAIN), **{name: own.pop(name) for name in TorchConfig.__struct_fields__ if name in own})
+    return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of(), "own": torch} | resolved | own))
 
 
 def room_of(kind: type[T], **own: Any) -> T:

@@ -60,7 +60,7 @@ class Evaluator:
     def __init__(self, context: Context, spec: EvaluatorSpec) -> None:
         self._context = context
         self._spec = spec
-        self._prompts: list[tuple[str, Prompt]] = [(s.name, p) for s in spec.sets for p in load_prompts(s.data)[0]]
+        self._prompts: list[tuple[str, Prompt]] = [(s.name, p) for s in spec.sets for p in load_prompts(s.data).prompts]
         self._total = len(self._prompts) * spec.n_samples_per_prompt
         self._active: PolicyVersion | None = None
         self._final_step = -1

@@ -59,7 +59,11 @@ class Chat:
         """The rendering. `opened`: with the opening of the assistant's next turn behind it. Raises BadChat."""
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=opened, **self._kwargs
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=opened,
+                **self._kwargs,
             )
         except Exception as error:  # a template raises what it likes
             raise BadChat(f"the chat template cannot take the messages: {type(error).__name__}: {error}") from error
@@ -100,8 +104,8 @@ class Chat:
     def pieces(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, roles: Collection[str], last: bool = False
     ) -> list[Piece]:
-        """A whole dialogue as pieces, up to its last message of `roles`, whose bodies are `made`. Each piece is tokenised by itself,
-        as in generation. `last`: only the last such message is. Raises NotAppendOnly, BadChat."""
+        """A whole dialogue as pieces, up to its last message of `roles`, whose bodies are `made`. Each piece is tokenised by
+        itself, as in generation. `last`: only the last such message is. Raises NotAppendOnly, BadChat."""
         found: list[Piece] = []
         chosen = [i for i, message in enumerate(messages) if message.get("role") in roles]
         at, seen = "", 0
@@ -147,11 +151,12 @@ class Chat:
                 index = i
                 break
         same = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+        then = _shown(new[len(old)] if len(new) > len(old) else {})
         return NotAppendOnly(
             index,
             f"the chat template is not append-only: message {index + 1}, {_shown(old[index])}, is rendered as "
-            f"{before[same : same + 60]!r}, and as {after[same : same + 60]!r} once {_shown(new[len(old)] if len(new) > len(old) else {})}"
-            " follows. Give a template that leaves earlier turns as they are (--chat-template-path FILE).",
+            f"{before[same : same + 60]!r}, and as {after[same : same + 60]!r} once {then} follows. Give a template that leaves "
+            "earlier turns as they are (--chat-template-path FILE).",
         )
 
 

@@ -1,34 +1,38 @@
-"""Prompts from JSONL or parquet, as rows with token ids. Shared by the sampler and the evaluator."""
+"""Prompts of data sets, as rows with token ids. Sampler, evaluator and preflight read by the same rules."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from actors.runtime.chat import Chat
+from actors.runtime.hooks import load_hook
+from actors.runtime.rows import BadData, read, sources_of, value_at
 from actors.runtime.run import Refused
-
-_SLICE = re.compile(r"^(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?$")
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to read and how to make token ids of it."""
 
-    path: str
+    path: str  # sources, as in --prompt-data
     input_key: str
     label_key: str
     metadata_key: str
+    tool_key: str
     tokenizer_dir: str = ""
     apply_chat_template: bool
+    apply_chat_template_kwargs: str  # JSON
+    chat_template_path: str
+    data_source_path: str  # function(path) -> rows, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One row: `token_ids` int, `label` text, `index` its row number in the file."""
+    """One row: `token_ids` int, `label` text, `index` its number among the rows of all sources."""
 
     index: int
     text: str
@@ -37,121 +41,117 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}
 
 
-def split_slice(path: str) -> tuple[Path, slice]:
-    """`file.jsonl@[a:b]` to the path and the slice of rows."""
-    match = _SLICE.match(path)
-    if match is None:
-        raise Refused(f"--prompt-data {path!r} is not a path with an optional @[start:stop]")
-    start, stop = match["start"], match["stop"]
-    return Path(match["path"]), slice(int(start) if start else None, int(stop) if stop else None)
+class Prompts(NamedTuple):
+    """All usable prompts, how many were left out as too long, and (usable prompts, weight) of each source, in their order."""
+
+    prompts: list[Prompt]
+    too_long: int
+    parts: list[tuple[int, float]]
 
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL or parquet file as dicts."""
-    file, rows = split_slice(path)
-    if file.suffix == ".parquet":
-        import pyarrow.parquet
+class BadRow(BadData):
+    """A row that would be read as something else than it is. `setting` and `key`: what led to the value."""
 
-        yield from pyarrow.parquet.read_table(file).to_pylist()[rows]
-        return
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for number, line in enumerate(lines[rows], 1):
+    def __init__(self, setting: str, key: str, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy or f"Set --{setting.replace('_', '-')}.")
+        self.setting, self.key = setting, key
+
+
+class Row(NamedTuple):
+    """A row's parts, none of them tokenised. `tools`: descriptions for the template, None without a column of them."""
+
+    prompt: Any
+    label: str
+    metadata: dict[str, Any]
+    tools: list[Any] | None
+
+
+_CHAT = "These are chat messages: set --apply-chat-template, or give the text that the model shall see."
+_LABEL = "Name a part of it (--label-key reward_model.ground_truth), or keep it in the metadata and score with --custom-rm-path."
+
+
+def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False) -> Row:
+    """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
+    one with a dot. Raises BadRow."""
+    found: dict[str, Any] = {}
+    for setting, key in keys.items():
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise Refused(f"{file} row {number} is not JSON: {error}. Each line must be one JSON object.") from error
+            found[setting] = value_at(row, key) if key else None
+        except KeyError:
+            if strict or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
+                has = f"(it has {', '.join(map(str, row))})" if isinstance(row, dict) else f", it is {_kind(row)}"
+                raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
+            found[setting] = None
+    prompt, label, metadata, tools = (found.get(name) for name in ("input_key", "label_key", "metadata_key", "tool_key"))
 
+    def refused(setting: str, problem: str, remedy: str = "") -> BadRow:
+        key = str(keys.get(setting) or "")
+        return BadRow(setting, key, problem.replace("KEY", f"under {key!r}"), remedy)
 
-def value_at(row: Any, key: str, flag: str) -> Any:
-    """What lies in a row under a key, or under a path of keys with dots between. Refused, naming the flag, when nothing does."""
-    if not isinstance(row, dict):
-        raise Refused(f"it is {_kind(row)}, not an object with keys")
-    found, rest = row, key
-    while isinstance(found, dict):
-        if rest in found:
-            return found[rest]
-        head, dot, rest = rest.partition(".")
-        if not dot or head not in found:
-            break
-        found = found[head]
-    raise Refused(f"it has no key {key!r} (it has {', '.join(map(str, row))}). Set {flag}.")
-
-
-def _label(row: dict[str, Any], key: str) -> str:
-    """The label as text; a row that has none is no fault, a label that no rule could read is."""
-    try:
-        label = value_at(row, key, "--label-key") if key else ""
-    except Refused:
-        if "." in key:
-            raise
-        return ""
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        if not chat:
+            raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
+        if prompt[-1]["role"] == "assistant":
+            raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
+    elif not (isinstance(prompt, str) and prompt.strip()):
+        raise refused("input_key", f"the prompt is {_kind(prompt)}, not a non-empty string or chat messages (role, content)")
     if isinstance(label, list | dict):
-        raise Refused(
-            f"the label under {key!r} is {_kind(label)}, not text. Name a part of it (--label-key reward_model.ground_truth), or "
-            "keep it in the metadata and score with --custom-rm-path."
-        )
-    return "" if label is None else str(label)
-
-
-def _metadata(row: dict[str, Any], key: str) -> dict[str, Any]:
+        raise refused("label_key", f"the label KEY is {_kind(label)}, not text", _LABEL)
+    if not isinstance(metadata, dict | None):
+        raise refused("metadata_key", f"the metadata KEY is {_kind(metadata)}, not an object")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            pass
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        raise refused("tool_key", f"the tools KEY are {_kind(tools)}, not a list of objects")
+    if tools and not chat:
+        raise refused("tool_key", "tools are shown by a chat template", "Set --apply-chat-template.")
+    metadata = dict(metadata or {}) | ({"tools": tools} if tools else {})
     try:
-        found = value_at(row, key, "--metadata-key") or {}
-    except Refused:
-        return {}
-    if not isinstance(found, dict):
-        raise Refused(f"the metadata under {key!r} is {_kind(found)}, not an object. Set --metadata-key.")
-    try:
-        msgspec.msgpack.encode(found)
+        msgspec.msgpack.encode(metadata)
     except (TypeError, ValueError, OverflowError) as error:
-        raise Refused(f"the metadata under {key!r} cannot be sent: {error}") from error
-    return found
-
-
-_REMEDY = "These are chat messages: set --apply-chat-template, or give the text that the model shall see."
+        raise refused("metadata_key", f"the metadata KEY cannot be sent: {error}") from error
+    return Row(prompt, "" if label is None else str(label), metadata, tools)
 
 
 def _kind(value: object) -> str:
     return f"a {type(value).__name__} ({str(value)[:60]!r})"
 
 
-def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and "role" in m for m in prompt)
-
-
 class Tokenizer:
     """Text to ids, through the fast tokenizer file; the chat template needs transformers."""
 
-    def __init__(self, directory: str, *, apply_chat_template: bool = False) -> None:
-        self._chat = None
-        if apply_chat_template:
-            from transformers import AutoTokenizer
+    def __init__(self, directory: str, *, chat: Chat | None = None) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
 
-            self._chat = AutoTokenizer.from_pretrained(directory)
-        else:
-            from tokenizers import Tokenizer as FastTokenizer
+        self._chat = chat
+        self._fast = FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+        self._special = [token.content for token in self._fast.get_added_tokens_decoder().values() if token.special]
 
-            self._fast = FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    @staticmethod
+    def of(spec: DataSpec) -> Tokenizer:
+        """As a data set asks for it. Raises BadChat."""
+        if not spec.apply_chat_template:
+            return Tokenizer(spec.tokenizer_dir)
+        kwargs = json.loads(spec.apply_chat_template_kwargs or "{}")
+        return Tokenizer(spec.tokenizer_dir, chat=Chat(spec.tokenizer_dir, template_path=spec.chat_template_path, kwargs=kwargs))
 
-    def encode(self, prompt: Any) -> tuple[str, list[int]]:
-        """(text, ids) of a string or, with the chat template, a list of chat messages. Refused for anything else."""
+    def encode(self, prompt: Any, tools: Sequence[Any] | None = None) -> tuple[str, list[int]]:
+        """(text, ids) of a string or, with the chat template, of a string or chat messages. Refused where that cannot be right."""
         if self._chat is None:
-            if not isinstance(prompt, str):
-                raise Refused(f"the prompt is {_kind(prompt)}, not text. {_REMEDY if _is_chat(prompt) else 'Set --input-key.'}")
-            return prompt, self._fast.encode(prompt, add_special_tokens=True).ids
-        if not isinstance(prompt, str) and not _is_chat(prompt):
-            raise Refused(f"the prompt is {_kind(prompt)}, neither text nor chat messages (role, content). Set --input-key.")
+            ids = list(self._fast.encode(prompt, add_special_tokens=True).ids)
+            doubled = len(ids) > 1 and ids[0] == ids[1] and self._fast.id_to_token(ids[0]) in self._special
+            return prompt, ids[doubled:]  # the text has its beginning token already
+        if isinstance(prompt, str) and (own := next((token for token in self._special if token in prompt), None)):
+            raise Refused(f"the prompt holds {own!r} already, as after a chat template. Leave out --apply-chat-template.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            rendered: Any = self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes
-            raise Refused(f"the chat template cannot take the prompt: {type(error).__name__}: {error}") from error
-        text = str(rendered)
-        return text, self._chat.encode(text, add_special_tokens=False)
+        text = self._chat.text(messages, tools)
+        return text, self._chat.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, special tokens shown; ids that no token has are left out."""
-        if self._chat is not None:
-            return str(self._chat.decode(list(ids)))
         return str(self._fast.decode([i for i in ids if i >= 0], skip_special_tokens=False))
 
 
@@ -165,23 +165,31 @@ def vocabulary_of(model_dir: str) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def load_prompts(spec: DataSpec) -> tuple[list[Prompt], int]:
-    """All usable prompts and how many were left out as too long. Refused names the first row that is not what it must be."""
-    tokenizer = Tokenizer(spec.tokenizer_dir, apply_chat_template=spec.apply_chat_template)
+def load_prompts(spec: DataSpec) -> Prompts:
+    """All usable prompts. Refused names the first row that is not what it must be."""
+    tokenizer = Tokenizer.of(spec)
+    function = load_hook(spec.data_source_path) if spec.data_source_path else None
+    keys = {name: getattr(spec, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     prompts: list[Prompt] = []
-    too_long = 0
-    for index, row in enumerate(read_rows(spec.path)):
-        try:
-            text, ids = tokenizer.encode(value_at(row, spec.input_key, "--input-key"))
+    too_long, index = 0, -1
+    parts: list[tuple[int, float]] = []
+    for source in sources_of(spec.path):
+        before = len(prompts)
+        for number, row in read(source, function):
+            index += 1
+            try:
+                found = parts_of(row, keys, chat=spec.apply_chat_template)
+                text, ids = tokenizer.encode(found.prompt, found.tools)
+            except Refused as error:
+                raise Refused(f"{source.path} row {number}: {error}") from error
             if spec.max_prompt_len and len(ids) > spec.max_prompt_len:
                 too_long += 1
                 continue
-            prompts.append(Prompt(index, text, ids, _label(row, spec.label_key), _metadata(row, spec.metadata_key)))
-        except Refused as error:
-            raise Refused(f"{spec.path} row {index + 1}: {error}") from error
-    if not prompts:
-        raise Refused(
-            f"{spec.path} holds no usable prompt ({too_long} longer than --rollout-max-prompt-len "
-            f"{spec.max_prompt_len}). Check --prompt-data and the limit."
-        )
-    return prompts, too_long
+            prompts.append(Prompt(index, text, ids, found.label, found.metadata))
+        parts.append((len(prompts) - before, source.weight))
+        if before == len(prompts):
+            raise Refused(
+                f"{source.path} holds no usable prompt ({too_long} longer than --rollout-max-prompt-len "
+                f"{spec.max_prompt_len}). Check --prompt-data and the limit."
+            )
+    return Prompts(prompts, too_long, parts)

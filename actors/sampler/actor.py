@@ -16,7 +16,7 @@ from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
-from actors.sampler.admission import engine_room, free_samples, open_limit
+from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
 from actors.sampler.order import Cursor, Order
 from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail
@@ -67,11 +67,9 @@ class Sampler:
     def __init__(self, context: Context, spec: SamplerSpec) -> None:
         self._context = context
         self._spec = spec
-        prompts, too_long = load_prompts(spec.data)
-        self._prompts: list[Prompt] = prompts
-        self._too_long = too_long
-        self._order = Order(n_prompts=len(prompts), run_seed=context.spec.run_seed, shuffle=spec.shuffle)
-        self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(prompts)}
+        self._prompts, self._too_long, parts = load_prompts(spec.data)
+        self._order = Order(parts=parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
+        self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 
     async def run(self) -> None:
         """Waits for news of groups, steps and versions (woken by the blocking read); fills free slots after each."""
@@ -194,7 +192,14 @@ class Sampler:
             "over_sampling": over * group,
             "still_needed": steps_left * batch * group + max(0, over - batch) * group,
         }
-        credits = free_samples(open_samples=progress.open_samples, engine_room=limit, **common) // group
+        open_samples = progress.open_samples
+        credits = whole_groups(
+            free_samples(open_samples=open_samples, engine_room=limit, **common),
+            open_samples=open_samples,
+            unjudged=progress.unjudged,
+            needed=min(steps_left, 1) * batch * group,
+            group=group,
+        )
         self._credits = credits > 0
         if not credits:
             return 0

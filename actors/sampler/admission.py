@@ -37,6 +37,15 @@ def free_samples(*, open_samples: int, unjudged: int, limit: int, over_sampling:
     return max(0, min(limit - open_samples, wanted, still_needed - open_samples, engine_room))
 
 
+def whole_groups(free: int, *, open_samples: int, unjudged: int, needed: int, group: int) -> int:
+    """Groups to issue where `free` samples may start: as many as fit. Where none fits, nothing is under way and what is open
+    cannot fill a batch of `needed` samples, it is one: members of a group are dropped one by one, so what is missing may be
+    less than a group, and trainer and sampler would wait for each other. Then at most group - 1 samples are open too many."""
+    if free < group and unjudged == 0 and open_samples < needed:
+        return 1
+    return free // group
+
+
 def engine_room(*, slots: int, under_way: int, group: int) -> int:
     """Samples to issue so that no slot waits for a prompt. `slots`: of all workers that serve a version; `under_way`: samples
     that are with them or wait for them; `group`: samples of a group. Beyond the slots, two groups or a quarter of the slots are

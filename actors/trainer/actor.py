@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +65,7 @@ class Trainer:
         self._saver = Saver(
             context,
             self._intake,
+            self._in_thread,
             save=Path(spec.save),
             save_hf=spec.save_hf or "",
             keep_last=spec.keep_last,
@@ -356,8 +356,7 @@ class Trainer:
 
     async def _save(self, tasks: asyncio.TaskGroup) -> None:
         await self._turns.take()
-        copy = partial(self._in_thread, self._backend.snapshot)
-        await self._saver.begin(tasks, copy, version=self._version, metrics={})
+        await self._saver.begin(tasks, self._backend.save, version=self._version, metrics={})
         if not self._spec.async_save:
             await self._saver.wait()
 

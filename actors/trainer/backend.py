@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from actors.trainer.batch.batching import Balance
+from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
@@ -21,9 +22,16 @@ if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads ne
     from actors.trainer.objective.samples import TrainSample
 
 
+class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
+    """What the torch backend alone needs; a backend of the user's own gets it too."""
+
+    gradient_checkpointing: bool
+    true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings of a backend; live ones come anew with each step. What has the name of a setting is that setting, filled in
-    by the launcher: no default of it stands here."""
+    """Start-up settings that every backend needs, and its `own`; live ones come anew with each step. What has the name of a setting
+    is that setting, filled in by the launcher: no default of it stands here."""
 
     hf_checkpoint: str
     ref_load: str  # directory of the frozen reference; empty = hf_checkpoint
@@ -51,7 +59,6 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     adam_beta2: float
     adam_eps: float
     clip_grad: float
-    gradient_checkpointing: bool
     ref_update_interval: int | None
     selfcheck_logprob_tolerance: float  # mean |trainer - engine| log-prob that the first step may show
     critic_load: str  # directory the critic starts from; empty = hf_checkpoint
@@ -60,7 +67,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     opd_teacher_load: str  # directory of the teacher; empty = samples bring its log-probs
     offload_train_target: str  # where `sleep` moves device memory: cpu or disk
     offload_dir: str = ""  # directory of its file, for disk
-    true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
+    own: TorchConfig | MegatronConfig
 
 
 class BatchRefused(MilesAsyncError):
@@ -111,11 +118,20 @@ class StepResult:
         return [sum(spans) for spans in self.trained_spans]
 
 
-class Snapshot(Protocol):
-    """A copy of all training state in host memory; the step goes on while it is written."""
+class Checkpoint(Protocol):
+    """A copy of all training state; the step goes on while it is written."""
 
-    def write(self, directory: Path) -> None:
-        """Write every file, fsync each."""
+    @property
+    def meets(self) -> bool:
+        """Whether `finish` must run where all of the backend does."""
+        ...
+
+    def write(self) -> None:
+        """Write every file but the last ones, fsync each. Raises OSError."""
+        ...
+
+    def finish(self) -> None:
+        """After `write`: what makes the directory a checkpoint. Raises OSError."""
         ...
 
     def write_hf(self, directory: Path) -> None:
@@ -155,10 +171,12 @@ class TrainBackend(Protocol):
         next step, in the same thread."""
         ...
 
-    def snapshot(self) -> Snapshot: ...
+    def save(self, directory: Path) -> Checkpoint:
+        """Copy all training state, to be written into `directory`, which exists and is empty."""
+        ...
 
     def load(self, directory: Path) -> None:
-        """Restore what a snapshot wrote; CheckpointRefused when files are missing, cut or of another model."""
+        """Restore what `save` wrote; CheckpointRefused when files are missing, cut or of another model."""
         ...
 
     def sleep(self) -> None:

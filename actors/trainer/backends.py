@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.runtime.run import Refused
-from actors.trainer.backend import BackendConfig, Snapshot, StepBatch, StepResult, TrainBackend, WeightCopy
+from actors.trainer.backend import BackendConfig, Checkpoint, StepBatch, StepResult, TrainBackend, WeightCopy
 from bus.errors import CheckpointRefused
 from bus.messages.policy import WeightManifest
 
@@ -45,7 +44,7 @@ class NullBackend:
     def copy_weights(self, *, live: bool = False) -> WeightCopy:
         return SameWeights(self._directory)
 
-    def snapshot(self) -> Snapshot:
+    def save(self, directory: Path) -> Checkpoint:
         raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to save")
 
     def load(self, directory: Path) -> None:
@@ -65,11 +64,9 @@ class NullBackend:
 
 
 def open_backend(name: str) -> TrainBackend:
-    """The training library by name, imported only when asked for."""
-    if name == "torch":
-        from actors.trainer.torch_backend import TorchBackend
-
-        return TorchBackend()
+    """`none`, or a training library as `core_of` finds it, imported only when asked for. Refused when there is no such."""
     if name == "none":
         return NullBackend()
-    raise Refused(f"train backend {name!r} is unknown. Choose torch or none.")
+    from actors.trainer.training.ranked import RankedBackend
+
+    return RankedBackend(name)

@@ -16,7 +16,7 @@ from actors.runtime.child import PYTHON, Child, free_port, last_line
 from actors.runtime.run import EXIT_CRASHED
 from bus.errors import MilesAsyncError
 
-MODULE = "actors.trainer.torch_backend.follower"
+MODULE = "actors.trainer.follower"
 NOTICE_S = 2.0  # from a peer's broken connection to the peer's exit status
 STUCK_S = 20.0  # a collective that lost a rank may never return; the process ends itself after this
 PARTING_S = 10.0

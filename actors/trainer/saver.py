@@ -6,11 +6,12 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked
-from actors.trainer.backend import Snapshot
+from actors.trainer.backend import Checkpoint
 from actors.trainer.checkpoint import BusState, finish, iter_dir
 from actors.trainer.intake import Intake
 from actors.trainer.record import path_of
@@ -23,13 +24,23 @@ KEPT_STEPS, TRIM_STEPS = 1000, 50  # of the policy log of a run without checkpoi
 
 
 class Saver:
-    """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval."""
+    """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval. `in_thread`
+    runs a call where all of the backend does."""
 
     def __init__(
-        self, context: Context, intake: Intake, *, save: Path, keep_last: int, fingerprint: str, save_hf: str = ""
+        self,
+        context: Context,
+        intake: Intake,
+        in_thread: Callable[..., Awaitable[Any]],
+        *,
+        save: Path,
+        keep_last: int,
+        fingerprint: str,
+        save_hf: str = "",
     ) -> None:
         self._context = context
         self._intake = intake
+        self._in_thread = in_thread
         self._save = save
         self._save_hf = save_hf
         self._keep_last = keep_last
@@ -45,19 +56,25 @@ class Saver:
     async def begin(
         self,
         tasks: asyncio.TaskGroup,
-        copy: Callable[[], Awaitable[Snapshot]],
+        copy: Callable[[Path], Checkpoint],
         *,
         version: PolicyVersion,
         metrics: dict[str, float],
     ) -> None:
-        """Copy state now, write later. Waits for a save that is still under way. `copy` runs where all of the backend does."""
+        """Copy state now, write later. Waits for a save that is still under way. `copy`: the backend's `save`."""
         await self.wait()
         context = self._context
         began = context.clock.monotonic()
-        snapshot = await copy()
+        target = iter_dir(self._save, version.step)
+        try:
+            await asyncio.to_thread(_make_empty, target)
+        except OSError as error:
+            await self._failed(version.step, error)
+            return
+        copied = await self._in_thread(copy, target)
         bus_state = await self._bus_state(version, metrics)
         fault_point(context.name, "checkpoint_copied")
-        self._task = tasks.create_task(self._write(snapshot, bus_state, began), name=f"checkpoint {version.step}")
+        self._task = tasks.create_task(self._write(copied, target, bus_state, began), name=f"checkpoint {version.step}")
 
     async def wait(self) -> None:
         """Until the save under way is durable and acknowledged."""
@@ -86,19 +103,16 @@ class Saver:
             metrics=metrics,
         )
 
-    async def _write(self, snapshot: Snapshot, state: BusState, began: float) -> None:
+    async def _write(self, copied: Checkpoint, target: Path, state: BusState, began: float) -> None:
         context = self._context
-        target = iter_dir(self._save, state.step)
         try:
-            await asyncio.to_thread(self._write_files, snapshot, target, state)
+            await asyncio.to_thread(copied.write)
+            await (self._in_thread if copied.meets else asyncio.to_thread)(copied.finish)
+            fault_point(context.name, "checkpoint_half")
+            await asyncio.to_thread(finish, self._save, state, keep_last=self._keep_last)
         except OSError as error:
             await asyncio.to_thread(shutil.rmtree, target, True)
-            await context.event(
-                "checkpoint failed",
-                f"checkpoint {state.step} not written to {self._save}: {error.strerror or error}. The former checkpoint "
-                "is intact and training goes on; free space or correct --save, the next interval tries again.",
-                level="error",
-            )
+            await self._failed(state.step, error)
             return
         fault_point(context.name, "checkpoint_durable")
         self.saved_step = state.step
@@ -108,13 +122,21 @@ class Saver:
         await self._trim_policy(max(2, self._keep_last))
         await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
         if self._save_hf:
-            await self._export(snapshot, state.step)
+            await self._export(copied, state.step)
 
-    async def _export(self, snapshot: Snapshot, step: int) -> None:
+    async def _failed(self, step: int, error: OSError) -> None:
+        await self._context.event(
+            "checkpoint failed",
+            f"checkpoint {step} not written to {self._save}: {error.strerror or error}. The former checkpoint "
+            "is intact and training goes on; free space or correct --save, the next interval tries again.",
+            level="error",
+        )
+
+    async def _export(self, copied: Checkpoint, step: int) -> None:
         """The model for others; a failure costs only this export."""
         target = path_of(self._save_hf, step)
         try:
-            await asyncio.to_thread(snapshot.write_hf, target)
+            await asyncio.to_thread(copied.write_hf, target)
         except OSError as error:
             text = f"step {step} not exported to {target}: {error.strerror or error}. Training goes on; correct --save-hf."
             await self._context.event("export failed", text, level="error")
@@ -134,12 +156,10 @@ class Saver:
         if len(self._marks) > kept:
             await self._context.bus.trim_log(POLICY, self._marks.pop(0))
 
-    def _write_files(self, snapshot: Snapshot, target: Path, state: BusState) -> None:
-        shutil.rmtree(target, ignore_errors=True)  # of a save that was cut short; the tracker never named it
-        target.mkdir(parents=True)
-        snapshot.write(target)
-        fault_point(self._context.name, "checkpoint_half")
-        finish(self._save, state, keep_last=self._keep_last)
+
+def _make_empty(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)  # of a save that was cut short; the tracker never named it
+    target.mkdir(parents=True)
 
 
 class SaveFailed(MilesAsyncError):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     different = 0
     print(f"{'step':>6}  {'loss':>24}  {'grad norm':>24}  weights")
     steps = replay(
-        lambda: open_backend("torch"),
+        lambda: open_backend(settings.flat.train_backend),
         backend,
         save=Path(settings.ckpt.save),
         pattern=pattern,

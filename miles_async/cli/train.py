@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
-from miles_async.settings.checks import preflight
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import load
@@ -58,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise AssertionError("a refusal without a reason")
     if args.dry_run or refused.found:
         from miles_async.launcher.hooks import PROBES
+        from miles_async.launcher.preflight import preflight
 
         found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=args.dry_run)
         refused.raise_all()

@@ -12,14 +12,15 @@ import msgspec
 
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
-from miles_async.launcher.plan import objective_config
+from actors.runtime.rows import value_at
+from miles_async.launcher.plan import objective_config, training_data
+from miles_async.launcher.preflight import check_prompt_data
 from miles_async.settings.catalog import catalog
-from miles_async.settings.data_checks import check_prompt_data, value_at
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
-CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
+CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -44,6 +45,7 @@ def check_hooks(settings: RunSettings) -> None:
             "sample": _sample(settings),
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
+            "data": training_data(settings, ""),
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()

@@ -14,7 +14,8 @@ from actors.reward.actor import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
-from actors.trainer.backend import BackendConfig
+from actors.trainer.backend import BackendConfig, TorchConfig
+from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
@@ -106,6 +107,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
+        own=told(MegatronConfig if s.train_backend == "megatron" else TorchConfig, s),
     )
 
 
@@ -113,6 +115,11 @@ def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> 
     """How to read one prompt file; `keys` where they are not those of training."""
     longest = settings.rollout.rollout_max_prompt_len or 0
     return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
+
+
+def training_data(settings: RunSettings, model_dir: str) -> DataSpec:
+    """How to read the training prompts."""
+    return data_spec(settings, model_dir, settings.rollout.prompt_data)
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -135,7 +142,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 courier=courier_spec(settings),
                 turns=turn_spec(settings),
                 lookahead=lookahead,
-                backend_name="none" if settings.launch.debug_rollout_only else "torch",
+                backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
                 ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
@@ -156,7 +163,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             told(
                 SamplerSpec,
                 settings.flat,
-                data=data_spec(settings, place.model_dir, r.prompt_data),
+                data=training_data(settings, place.model_dir),
                 num_rollout=place.num_rollout,
                 shuffle=r.rollout_shuffle,
                 stop_token_ids=place.stop_token_ids,
@@ -197,7 +204,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
 
 def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
     e = settings.eval
-    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or ""}
+    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or "", "tool_key": e.eval_tool_key or ""}
+    keys["data_source_path"] = ""  # of training
     return told(
         EvaluatorSpec,
         settings.flat,

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import msgspec
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import Tokenizer, load_prompts
+from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
     BusState,
     fingerprint_of,
@@ -34,7 +35,7 @@ from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place, data_spec
+from miles_async.launcher.plan import Place, training_data
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values, whole
@@ -138,11 +139,13 @@ def place_of(settings: RunSettings) -> Place:
     if note:
         print(f"note: {note}", file=sys.stderr)
     identity = {
-        "prompt_data": str(settings.rollout.prompt_data),
+        "prompt_data": settings.rollout.prompt_data,
         "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
         "rollout_seed": settings.rollout.rollout_seed,
         "rollout_shuffle": settings.rollout.rollout_shuffle,
     }
+    if settings.rollout.data_source_path:
+        identity["data_source_path"] = settings.rollout.data_source_path
     return Place(
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
@@ -196,7 +199,7 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     r = settings.rollout
     if r.num_rollout is not None:
         return int(r.num_rollout)
-    prompts, _ = load_prompts(data_spec(settings, str(directory), r.prompt_data))
+    prompts = load_prompts(training_data(settings, str(directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
         raise SettingsError(
@@ -208,10 +211,13 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     return steps
 
 
-def token_counter(directory: Path, *, apply_chat_template: bool) -> Any:
-    """Tokens of one prompt value, for the length check."""
-    tokenizer = Tokenizer(str(directory), apply_chat_template=apply_chat_template)
-    return lambda prompt: len(tokenizer.encode(prompt)[1])
+def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequence[Any] | None], int]:
+    """Tokens of one prompt value with its tools, for the length check. Refused as a SettingsError."""
+    try:
+        tokenizer = Tokenizer.of(training_data(settings, str(directory)))
+    except Refused as error:
+        raise SettingsError(str(error), field="apply_chat_template", value=True) from None
+    return lambda prompt, tools: len(tokenizer.encode(prompt, tools)[1])
 
 
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:

@@ -39,8 +39,8 @@ from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
-from miles_async.settings.checks import check_prompt_lengths, preflight
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
@@ -57,7 +57,7 @@ def fork_servers() -> dict[str, ForkServer]:
     light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
     servers = dict.fromkeys(LIGHT, light)
     if not Path("/dev/nvidiactl").exists():
-        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.backend"))
+        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
     return servers
 
 
@@ -87,7 +87,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
             f"started and nothing changed. What it did is in {run_dir}. Raise --num-rollout to go on, or choose another --name."
         )
         return 0
-    counter = token_counter(Path(place.model_dir), apply_chat_template=settings.rollout.apply_chat_template)
+    counter = token_counter(settings, Path(place.model_dir))
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name):
         (run_dir / "settings.toml").write_text(dump_toml(settings))

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ import msgspec
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
+from actors.runtime.prompts import DataSpec, parts_of
+from actors.runtime.rows import BadData, sources_of
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import VersionSpan
@@ -25,8 +28,10 @@ from bus.messages.versions import VersionSpan
 SIGNATURES = {
     "custom_rm_path": "(sample: dict) -> number or table, may be async",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "data_source_path": "(path) -> rows, each a dict with the columns that are named",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
+FIRST_ROWS = 100
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 """Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
 
@@ -38,6 +43,7 @@ class Ask(msgspec.Struct):
     sample: Sample
     reward_key: str = ""
     deadline_s: float = 30.0
+    data: DataSpec | None = None
 
 
 def problem_of(field: str, path: str, ask: Ask) -> str:
@@ -69,6 +75,9 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
         return (ask.sample.as_dict(),)
+    if field == "data_source_path":
+        assert ask.data is not None
+        return (sources_of(ask.data.path)[0].path,)
     scored = [Scored(rollout=_rollout(i), reward=float(i)) for i in range(2)]
     if field == "dynamic_sampling_filter_path":
         return (scored,)
@@ -103,6 +112,14 @@ def _judged(field: str, answer: Any, ask: Ask) -> str:
     elif field == "dynamic_sampling_filter_path":
         if answer is not None and not isinstance(answer, str):
             return f"answered with {answer!r}, which is neither a reason nor None"
+    elif field == "data_source_path":
+        assert ask.data is not None
+        keys = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        for number, row in enumerate(islice(answer, FIRST_ROWS), 1):
+            try:
+                parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True)
+            except BadData as error:
+                return f"row {number}: {error}"
     elif not (isinstance(answer, list) and all(isinstance(plan, Plan) for plan in answer)):
         return f"answered with {answer!r:.100}, which is no list of plans"
     return ""

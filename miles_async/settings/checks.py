@@ -1,58 +1,16 @@
-"""Preflight: the settings against the outside, before any model loads and any process starts.
-
-Reads files and asks the probes it is given; changes nothing. Every failure is a SettingsError, one line.
-"""
+"""The model directory against the settings, before anything loads. Every failure is a SettingsError, one line."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_async.settings.data_checks import DataInfo, check_prompt_data, value_at
-from miles_async.settings.errors import Refusals, SettingsError
-from miles_async.settings.memory import check_memory
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models
-from miles_async.settings.serving import check_programs
 
-Probe = Callable[[RunSettings], None]
-CountTokens = Callable[[Any], int]
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
-
-
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin), and what
-    is allowed but worth knowing."""
-
-    prompts: DataInfo
-    held_out: Mapping[str, DataInfo]
-    model_context: int | None
-    notes: tuple[str, ...] = ()
-
-
-def preflight(
-    settings: RunSettings,
-    *,
-    probes: Iterable[Probe] = (),
-    dry_run: bool = False,
-) -> Preflight:
-    """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
-
-    probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
-    """
-    refused = Refusals()
-    config = refused.attempt(check_model, settings) or {}
-    hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
-    hints += refused.attempt(check_memory, settings, config) or ()
-    data = refused.attempt(check_data, settings)
-    for probe in probes:
-        refused.attempt(probe, settings)
-    refused.raise_all()
-    assert data is not None
-    return Preflight(*data, _context(config), tuple(hints))
 
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
@@ -74,12 +32,12 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
     _check_reference(settings)
     check_second_models(settings)
-    if (context := _context(config)) is not None:
+    if (context := model_context(config)) is not None:
         _check_lengths(settings, context)
     return config
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
+def model_context(config: Mapping[str, Any]) -> int | None:
     """Tokens of the model's context, as far as it is known."""
     context = config.get("max_position_embeddings")
     return context if isinstance(context, int) else None
@@ -166,51 +124,3 @@ def _check_lengths(settings: RunSettings, context: int) -> None:
                 value=shown,
                 remedy=f"Set it to at most {context if shown == length else context - 1}.",
             )
-
-
-def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
-    """Training prompts and every held-out set."""
-    r, e = settings.rollout, settings.eval
-    keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
-    prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, chat=r.apply_chat_template)
-    if r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
-        raise SettingsError(
-            f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
-            field="rollout_batch_size",
-            value=r.rollout_batch_size,
-            remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
-        )
-    eval_keys = {"eval_input_key": e.eval_input_key, "eval_label_key": e.eval_label_key}
-    held_out = {
-        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys, chat=r.apply_chat_template)
-        for name, path in settings.flat.datasets
-    }
-    return prompts, held_out
-
-
-def check_prompt_lengths(
-    settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None
-) -> None:
-    """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out. count_tokens: of
-    one value of input_key."""
-    r = settings.rollout
-    limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
-    context = min(limits, default=None)
-    lengths = [count_tokens(value_at(row, r.input_key)) for row in prompts.head]
-    if r.rollout_max_prompt_len is not None:
-        lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
-        if not lengths:
-            raise SettingsError(
-                f"every prompt checked in {r.prompt_data} is longer",
-                field="rollout_max_prompt_len",
-                value=r.rollout_max_prompt_len,
-                remedy="Raise it.",
-            )
-    longest = max(lengths)
-    if context is not None and longest >= context:
-        raise SettingsError(
-            f"a prompt of {longest} tokens leaves no room for a response in a context of {context}",
-            field="prompt_data",
-            value=r.prompt_data,
-            remedy=f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out.",
-        )

@@ -150,6 +150,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("staleness_lookahead", _lookahead),
     ("eval_input_key", lambda v: v["input_key"]),
     ("eval_label_key", lambda v: v["label_key"]),
+    ("eval_tool_key", lambda v: v["tool_key"]),
     ("eval_reward_key", lambda v: v["reward_key"]),
     ("eval_temperature", lambda v: v["rollout_temperature"]),
     ("eval_top_p", lambda v: v["rollout_top_p"]),

@@ -11,6 +11,8 @@ OTHERWISE: dict[str, str] = {
     "check_weight_update_equal": "a boolean",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
+    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
     "load_debug_rollout_data": "msgpack, not torch.save",
@@ -44,7 +46,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
-        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* --train-backend "
+        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
         "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
         "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
         "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
@@ -58,8 +60,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
         "Samples are one answer to one prompt: there are no agents, tools or pictures.",
-        "--custom-generate-function-path --custom-agent-function-path --generate-* --tool-key --multimodal-keys --session-* "
-        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn --eval-tool-key "
+        "--custom-generate-function-path --custom-agent-function-path --generate-* --multimodal-keys --session-* "
+        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
     ),
     ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "

@@ -4,6 +4,7 @@
 Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the start of a run.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 
@@ -166,8 +167,31 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal("rm_url", s.rm_url, "not an http:// or https:// address", "Write the scheme too.")
 
 
+def the_template_has_what_it_takes(s: Flat) -> None:
+    given = {name: getattr(s, name) for name in ("apply_chat_template_kwargs", "chat_template_path", "tool_key")}
+    for name, value in given.items():
+        if value is not None and not s.apply_chat_template:
+            raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
+    try:
+        found = json.loads(s.apply_chat_template_kwargs or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise refusal(
+            "apply_chat_template_kwargs",
+            s.apply_chat_template_kwargs,
+            "not a JSON object",
+            """Write '{"enable_thinking": false}'.""",
+        )
+
+
+def data_of_a_function_has_a_known_end(s: Flat) -> None:
+    if s.data_source_path is not None and s.num_rollout is None:
+        raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
+
+
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    own = {} if s.custom_rm_path is None else {"custom_rm_path": s.custom_rm_path}
+    own = {name: path for name in ("custom_rm_path", "data_source_path") if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
             raise refusal(name, path, "not a dotted path", "Write package.module.function.")
@@ -295,6 +319,8 @@ RULES: tuple[Rule, ...] = (
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
+    the_template_has_what_it_takes,
+    data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,
     *training.RULES,
     evaluation_has_data,

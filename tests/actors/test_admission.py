@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.sampler.admission import engine_room, free_samples, open_limit
+from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
 from actors.sampler.progress import Progress
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.policy import GroupsGivenUp, PolicyActive, Restored, StepDone
@@ -41,6 +41,22 @@ def test_the_smallest_of_all_bounds_decides(given: dict[str, int], free: int) ->
         "engine_room": 100,
     }
     assert free_samples(**(plain | given)) == free
+
+
+@pytest.mark.parametrize(
+    ("free", "open_samples", "unjudged", "groups"),
+    [
+        (11, 0, 0, 2),
+        (3, 29, 0, 1),  # the batch of 32 lacks three samples, and nothing comes any more
+        (3, 29, 1, 0),  # something comes
+        (3, 32, 0, 0),  # the batch is there
+        (0, 31, 0, 1),
+    ],
+)
+def test_what_a_batch_lacks_is_issued_even_if_it_is_less_than_a_group(
+    free: int, open_samples: int, unjudged: int, groups: int
+) -> None:
+    assert whole_groups(free, open_samples=open_samples, unjudged=unjudged, needed=32, group=N) == groups
 
 
 @pytest.mark.parametrize(("slots", "under_way", "room"), [(100, 90, 35), (8, 0, 16), (8, 20, -4)])

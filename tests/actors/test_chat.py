@@ -53,7 +53,7 @@ def test_a_dialogue_grows_behind_the_tokens_that_the_model_made(tmp_path: Path) 
 def test_a_template_that_changes_earlier_turns_is_named_with_the_message(tmp_path: Path) -> None:
     chat = make(tmp_path, FORGETS)
     dialogue = said("u 1+1", "a think#2", "u 2+2", "a think#4")
-    with pytest.raises(NotAppendOnly, match="message 2, assistant 'think#2'.*'think#2.*once user '2[+]2' follows") as caught:
+    with pytest.raises(NotAppendOnly, match=r"message 2, assistant 'think#2'.*'think#2.*once user '2[+]2' follows") as caught:
         chat.check(dialogue)
     assert caught.value.index == 1 and "\n" not in str(caught.value)
     with pytest.raises(NotAppendOnly, match="message 2"):
@@ -62,7 +62,9 @@ def test_a_template_that_changes_earlier_turns_is_named_with_the_message(tmp_pat
     make(tmp_path, CHATML).check(dialogue)
 
 
-@pytest.mark.parametrize(("new", "says"), [(said("u 1+1", "a 3", "u x"), "message 2 was rewritten"), (said("u 1"), "message 1 was")])
+@pytest.mark.parametrize(
+    ("new", "says"), [(said("u 1+1", "a 3", "u x"), "message 2 was rewritten"), (said("u 1"), "message 1 was")]
+)
 def test_rewritten_history_is_told_apart_from_the_template(tmp_path: Path, new: list[Any], says: str) -> None:
     with pytest.raises(NotAppendOnly, match=says):
         make(tmp_path, CHATML).follow(said("u 1+1", "a 2"), new, ())
@@ -86,7 +88,7 @@ def test_template_file_keywords_and_tools_reach_the_rendering(tmp_path: Path) ->
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0].content }}")
     assert make(tmp_path, CHATML, template_path=str(own)).text(said("u 1")) == "1"
-    with pytest.raises(BadChat, match="chat-template-path '.*gone.jinja'"):
+    with pytest.raises(BadChat, match=r"chat-template-path '.*gone.jinja'"):
         make(tmp_path, CHATML, template_path=str(tmp_path / "gone.jinja"))
     with pytest.raises(BadChat, match="UndefinedError"):
         make(tmp_path, "{{ messages[9].content.x }}").render(said("u 1"))

@@ -72,6 +72,20 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
             assert len(open_now) == 6, "trained groups stay listed until their checkpoint"
 
 
+async def test_the_last_batch_is_filled_when_a_member_of_a_group_was_dropped(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    async with open_bus(redis_url, run_name, knobs={"over_sampling_batch_size": 0}) as bus:
+        await put(bus, POLICY, StepDone(step=99, version=PolicyVersion(100, 99), trained_on=PolicyVersion(99, 98), groups=()))
+        await activate(bus, 99)  # one step is left: two groups of two
+        async with running(bus, "sampler", run, spec(data)):
+            await until(lambda: _length(bus, 4))
+            for group, members, kept in (("g0000001", (), True), ("g0000002", (0,), True), ("g0000002", (1,), False)):
+                verdict = GroupVerdict(group_id=group, prompt_id="p", kept=kept, reason="zero_std_0", members=members)
+                await put(bus, VERDICTS, verdict)
+            await until(lambda: _length(bus, 6))
+
+
 async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
     redis_url: str, run_name: str, data: DataSpec
 ) -> None:

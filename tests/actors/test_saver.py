@@ -41,7 +41,7 @@ async def test_without_checkpoints_the_policy_log_keeps_its_newest_part(
 ) -> None:
     async with open_bus(redis_url, run_name) as bus:
         context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
-        saver = Saver(context, Intake(context), save=tmp_path, keep_last=1, fingerprint="")
+        saver = Saver(context, Intake(context), asyncio.to_thread, save=tmp_path, keep_last=1, fingerprint="")
         await trained(bus, saver, range(1, KEPT_STEPS))
         assert await bus.length(POLICY) == KEPT_STEPS - 1
         await trained(bus, saver, range(KEPT_STEPS, 3 * KEPT_STEPS + 1))
@@ -51,13 +51,19 @@ async def test_without_checkpoints_the_policy_log_keeps_its_newest_part(
 
 
 class Copy:
-    """What a backend's snapshot is to the saver; tells the thread that asked for it."""
+    """What a backend's checkpoint is to the saver; tells the threads that asked for it and finished it."""
 
-    def __init__(self) -> None:
+    meets = True
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.thread = threading.current_thread().name
 
-    def write(self, directory: Path) -> None:
-        (directory / "thread").write_text(self.thread)
+    def write(self) -> None:
+        (self.directory / "thread").write_text(self.thread)
+
+    def finish(self) -> None:
+        (self.directory / "finished").write_text(threading.current_thread().name)
 
     def write_hf(self, directory: Path) -> None:
         directory.mkdir()  # its parent is not there
@@ -81,7 +87,7 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
         )
         trainer = Trainer(context, msgspec.structs.replace(backend, backend_name="none", save_hf=f"{tmp_path}/hf/{{rollout_id}}"))
         trainer._version = PolicyVersion(id=1, step=1)
-        trainer._backend.snapshot = Copy  # type: ignore[method-assign]
+        trainer._backend.save = Copy  # type: ignore[method-assign]
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(knobs.follow(over))
@@ -89,7 +95,8 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
             over.set()
         [failed] = [e for e in await messages(bus, EVENTS) if e.kind == "export failed"]
         assert f"step 1 not exported to {tmp_path}/hf/0" in failed.text and trainer._saver.saved_step == 1
-        assert next(tmp_path.glob("*/thread")).read_text().startswith("train")
+        for said in ("thread", "finished"):
+            assert next(tmp_path.glob(f"*/{said}")).read_text().startswith("train")
         trainer._thread.shutdown()
 
 
@@ -97,17 +104,24 @@ async def test_a_checkpoint_is_copied_in_the_backends_thread_and_a_failed_export
 
 
 class Files:
-    """A snapshot that writes what it is told to, after it has looked around."""
+    """A checkpoint that writes what it is told to, after it has looked around."""
+
+    meets = False
+    directory: Path
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self._look = look
 
-    async def copy(self) -> Files:
+    def copy(self, directory: Path) -> Files:
+        self.directory = directory
         return self
 
-    def write(self, directory: Path) -> None:
+    def write(self) -> None:
         self._look()
-        (directory / "model").write_bytes(b"weights")
+        (self.directory / "model").write_bytes(b"weights")
+
+    def finish(self) -> None:
+        return
 
     def write_hf(self, directory: Path) -> None:
         raise AssertionError("nobody asked for it")
@@ -120,7 +134,7 @@ async def trained_once(redis_url: str, run_name: str, save: Path) -> AsyncIterat
     async with open_bus(redis_url, run_name, knobs=knobs) as bus, trainer_of(bus) as trainer:
         await arrive(bus, kept(1, 0, 1, 2), kept(2, 0, 1, 2))
         await trainer.train()
-        yield bus, trainer, Saver(trainer.context, trainer.intake, save=save, keep_last=2, fingerprint="f")
+        yield bus, trainer, Saver(trainer.context, trainer.intake, asyncio.to_thread, save=save, keep_last=2, fingerprint="f")
 
 
 async def saved(saver: Saver, files: Files, step: int = 1) -> None:
@@ -188,9 +202,9 @@ async def test_one_checkpoint_is_written_at_a_time(redis_url: str, run_name: str
             assert go_on.wait(30)
 
         class Second(Files):
-            async def copy(self) -> Files:
+            def copy(self, directory: Path) -> Files:
                 durable.append(saver.saved_step)
-                return self
+                return super().copy(directory)
 
         async with asyncio.TaskGroup() as tasks:
             await saver.begin(tasks, Files(look).copy, version=PolicyVersion(2, 1), metrics={})

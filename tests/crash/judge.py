@@ -126,7 +126,7 @@ def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *
     prompts |= {v.group_id: v.prompt_id for v in facts.verdicts if v.prompt_id}
     for group, prompt in prompts.items():
         epoch, position = divmod(int(group[1:]) - 1, n_prompts)
-        row = permutation(n_prompts=n_prompts, run_seed=seed, epoch=epoch, shuffle=True)[position]
+        row = permutation(parts=[(n_prompts, 0.0)], run_seed=seed, epoch=epoch, shuffle=True)[position]
         assert prompt == f"p{row}", f"{group} should be of prompt p{row}, is of {prompt}"
 
 

@@ -24,7 +24,6 @@ THROUGH_OTHERS = {
     "actor_num_nodes": "only 1 is accepted",
     "train_memory_margin_bytes": "memory.py checks the start with it",
     "debug_train_only": "load_debug_rollout_data makes it so",
-    "eval_prompt_data": "Flat.datasets",
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
     "offload_rollout": "colocate.gives_back",
     "offload_rollout_level": "colocate.gives_back",

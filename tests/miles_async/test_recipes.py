@@ -13,9 +13,8 @@ import pytest
 
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.plan import courier_spec
+from miles_async.launcher.preflight import check_prompt_data, preflight
 from miles_async.quickstart.tasks import TASKS
-from miles_async.settings.checks import preflight
-from miles_async.settings.data_checks import check_prompt_data
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.load import load
 from tests.floors.tree import ROOT

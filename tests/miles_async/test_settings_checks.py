@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.runtime.prompts import load_prompts
+from actors.runtime.rows import sources_of, value_at
 from actors.runtime.run import Refused
 from miles_async.launcher.hooks import _sample, check_quantization
+from miles_async.launcher.preflight import check_prompt_data, check_prompt_lengths, preflight
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
-from miles_async.settings.checks import check_prompt_lengths, preflight
-from miles_async.settings.data_checks import check_prompt_data, parse_data_spec, value_at
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
@@ -103,14 +103,14 @@ def test_slices_mean_what_python_means(tmp_path, data, slice_text, expected, suf
 
 
 def test_a_path_may_hold_an_at_sign():
-    assert parse_data_spec("a@b.jsonl") == parse_data_spec("a@b.jsonl@[:]")
+    assert sources_of("a@b.jsonl") == sources_of("a@b.jsonl@[:]")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("none.jsonl", None, ("prompt_data", "no such file")),
-        ("a.csv", b"x", (".csv", ".jsonl or .parquet")),
+        ("a.csv", b"x", (".csv", ".jsonl, .parquet or .arrow")),
         ("empty.jsonl", b"\n\n", ("prompt_data", "holds no rows")),
         ("bad.jsonl", b'{"input": "a"}\nnot json\n', ("line 2", "is not JSON")),
         ("bytes.jsonl", b'{"input": "\xff"}\n', ("line 1", "is not JSON")),
@@ -118,7 +118,7 @@ def test_a_path_may_hold_an_at_sign():
         ("keys.jsonl", b'{"inputs": "a"}\n', ("input_key = 'input'", "Did you mean inputs?")),
         ("blank.jsonl", b'{"input": " "}\n', ("row 1", "non-empty string")),
         ("number.jsonl", b'{"input": 7}\n', ("row 1", "chat messages")),
-        ("late.jsonl", b'{"input": "a"}\n\n{"other": "a"}\n', ("row 3", "no such column")),
+        ("late.jsonl", b'{"input": "a"}\n\n{"other": "a"}\n', ("row 3", "no key")),
         ("bad.parquet", b"not parquet", ("prompt_data", "not a Parquet file")),
     ],
 )
@@ -143,7 +143,7 @@ def test_chat_messages_are_prompts_where_the_template_renders_them(tmp_path):
     path.write_text(json.dumps({"input": [{"role": "user", "content": "1+1"}]}) + "\n")
     assert preflight(make(path, apply_chat_template=True)).prompts.rows == 1
     text = refusal(make(path))
-    assert "input_key = 'input'" in text and "row 1: these are chat messages" in text and "--apply-chat-template" in text
+    assert "input_key = 'input'" in text and "row 1: the prompt is a list" in text and "--apply-chat-template" in text
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"input": "1+1"}) + "\n")
     held = {"eval_interval": 1, "eval_prompt_data": ["held", str(path)]}
@@ -228,7 +228,7 @@ def test_a_prompt_longer_than_the_context_is_refused_unless_it_is_left_out(data)
     def check(**fields: int) -> None:
         settings = make(data, **fields)
         found = preflight(settings)
-        check_prompt_lengths(settings, found.prompts, lambda prompt: 500 if prompt.startswith("7") else 5, found.model_context)
+        check_prompt_lengths(settings, found.prompts, lambda prompt, _: 500 if prompt.startswith("7") else 5, found.model_context)
 
     with pytest.raises(SettingsError, match=r"500 tokens .* Set --rollout-max-prompt-len 299"):
         check(rollout_max_context_len=300)

@@ -16,6 +16,7 @@ from actors.partial.decide import POLICIES
 from actors.reward.rules import RULES
 from actors.reward.scorer import BOXED, REMOTE
 from actors.trainer.objective_estimators import ESTIMATORS
+from actors.trainer.training.ranked import LIBRARIES
 from bus.knobs.kinds import checked
 from miles_async.launcher.plan import objective_config
 from miles_async.launcher.prepare import live_kinds
@@ -213,6 +214,7 @@ def test_shipped_names_are_those_of_the_rooms() -> None:
         "rm_type": sorted(boxed + name for boxed in ("", BOXED) for name in (*RULES, REMOTE)),
         "dynamic_sampling_filter_path": sorted(JUDGES),
         "buffer_filter_path": sorted(POLICIES),
+        "train_backend": sorted(LIBRARIES),
     }
 
 

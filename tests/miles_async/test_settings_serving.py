@@ -190,7 +190,7 @@ def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:
     assert worker.server_args == {
         "enable-deterministic-inference": True, "attention-backend": "fa3", "stream-interval": "8"
     }  # fmt: skip
-    assert backend_config(s, place).true_on_policy_mode and backend_config(s, place).selfcheck_logprob_tolerance < 1e-6
+    assert backend_config(s, place).own.true_on_policy_mode and backend_config(s, place).selfcheck_logprob_tolerance < 1e-6
     for change, says in (
         ({"model_dtype": "float32"}, "model_dtype = 'float32': true_on_policy_mode needs 'bfloat16'"),
         ({"engine": "embedded"}, "engine = 'embedded'"),

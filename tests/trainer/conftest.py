@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from transformers.utils import logging as hf_logging
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
+from actors.trainer.training.ranked import RankedBackend
+from actors.trainer.training.saving import Checkpoint
+from actors.trainer.training.state import TrainingState
 from tests.declared import backend_of, objective_of
 
 VOCAB = 40
@@ -118,6 +122,23 @@ def make_backend(models: dict[str, Path]) -> BackendMaker:
         return backend
 
     return make
+
+
+def saved(backend: RankedBackend, directory: Path) -> Checkpoint:
+    """A complete checkpoint in `directory`."""
+    directory.mkdir(exist_ok=True)
+    checkpoint = backend.save(directory)
+    checkpoint.write()
+    checkpoint.finish()
+    return checkpoint
+
+
+def state_of(backend: RankedBackend) -> TrainingState:
+    """All its training state, whole."""
+    with TemporaryDirectory() as directory:
+        state = saved(backend, Path(directory)).saving.state
+    assert isinstance(state, TrainingState)
+    return state
 
 
 def backend_config(path: Path, *, objective: dict[str, Any] | None = None, **settings: Any) -> BackendConfig:

@@ -17,6 +17,7 @@ from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors
 from bus.errors import CheckpointRefused
+from tests.trainer.conftest import saved, state_of
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -99,7 +100,7 @@ def test_the_first_rollouts_may_be_the_critics_alone(make_backend: Backend, make
     assert backend.core.critic is not None
 
     def weights() -> tuple[str, str]:
-        snapshot = backend.snapshot()
+        snapshot = state_of(backend)
         return hash_tensors(snapshot.weights), hash_tensors(snapshot.critic)
 
     policy, critic = weights()
@@ -137,7 +138,7 @@ def test_restored_training_is_the_same_to_the_last_bit(
     backend = make_backend(objective=PPO, **extra)
     for k in range(3):
         backend.train_step(make_batch(k, step=k))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     for k in (3, 4):
         backend.train_step(make_batch(k, step=k))
     other = make_backend(objective=PPO, **{**extra, "seed": 9})
@@ -146,7 +147,7 @@ def test_restored_training_is_the_same_to_the_last_bit(
     for k in (3, 4):
         other.train_step(make_batch(k, step=k))
     assert other.weights_hash() == backend.weights_hash()
-    got, want = other.snapshot(), backend.snapshot()
+    got, want = state_of(other), state_of(backend)
     assert hash_tensors(got.critic_optimizer) == hash_tensors(want.critic_optimizer)
     assert hash_tensors(got.optimizer) == hash_tensors(want.optimizer)
 
@@ -163,10 +164,10 @@ def test_the_weights_hash_sees_the_critic(make_backend: Backend) -> None:
 def test_a_checkpoint_without_a_critic_or_with_a_damaged_one_is_refused(
     tmp_path: Path, make_backend: Backend, make_batch: Batch
 ) -> None:
-    make_backend().snapshot().write(tmp_path / "none")
+    saved(make_backend(), tmp_path / "none")
     backend = make_backend(objective=PPO)
     backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     before = backend.weights_hash()
     with pytest.raises(CheckpointRefused, match=r"no critic\.safetensors.*advantage_estimator"):
         backend.load(tmp_path / "none")
@@ -191,7 +192,7 @@ def test_a_head_of_another_shape_is_refused(
 def test_a_checkpoint_is_a_model_directory(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend("llama", objective=PPO)
     backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     for name, p in backend.core.weights.params.items():
         assert torch.equal(loaded.state_dict()[name], p.detach())

@@ -19,7 +19,7 @@ from actors.trainer.torch_backend import TorchBackend
 from bus.messages.base import pack_floats
 from bus.messages.samples import Scored
 from tests.actors.house import rollout
-from tests.trainer.conftest import SHAPE
+from tests.trainer.conftest import SHAPE, saved
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -159,7 +159,7 @@ def test_restored_distillation_is_the_same_to_the_last_bit(
     settings = {"objective": OPD, "opd_teacher_load": str(models["qwen3_wide"])}
     backend = make_backend(**settings)
     backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     backend.train_step(make_batch(1, step=1))
     other = make_backend(**settings)
     other.load(tmp_path / "c")

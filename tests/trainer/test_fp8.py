@@ -22,6 +22,7 @@ from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.fp8 import MAX, dequantized, quantize, quantized, scheme_of
 from actors.trainer.transports.flat import FlatBuffers
 from bus.errors import InvariantBroken
+from tests.trainer.conftest import saved
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -168,7 +169,7 @@ def test_what_is_published_is_the_fp8_of_the_trained_weights(
             assert torch.equal(tensors[name], p) and name + "_scale_inv" not in tensors, name
     assert sum(t.dtype == torch.float8_e4m3fn for t in tensors.values()) == 2 * 7 - 1
     snapshot = tmp_path / "c"
-    backend.snapshot().write(snapshot)
+    saved(backend, snapshot)
     assert "quantization_config" not in json.loads((snapshot / "config.json").read_text() or "{}")
 
 

@@ -12,6 +12,7 @@ import pytest
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
+from tests.trainer.conftest import saved
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -63,7 +64,7 @@ def test_resumed_from_a_checkpoint_it_trains_the_same(tmp_path: Path, make_backe
     first = make_backend(objective=STALE, lr=0.02)
     for step in (0, 1):
         first.train_step(make_batch(step, step=step))
-    first.snapshot().write(tmp_path / "c")
+    saved(first, tmp_path / "c")
     second = make_backend(objective=STALE, lr=0.02)
     second.load(tmp_path / "c")
     assert first.core.old_actors.steps == second.core.old_actors.steps == (0, 1)

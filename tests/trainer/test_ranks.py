@@ -19,6 +19,7 @@ from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors
 from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
 from bus.errors import CheckpointRefused
+from tests.trainer.conftest import saved, state_of
 
 Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
@@ -36,7 +37,7 @@ def pair() -> Iterator[TorchBackend]:
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         shared["MASTER_PORT"] = str(port.getsockname()[1])
         follower = subprocess.Popen(
-            [sys.executable, "-m", "actors.trainer.torch_backend.follower"], env={**os.environ, **shared, "RANK": "1"}
+            [sys.executable, "-m", "actors.trainer.follower"], env={**os.environ, **shared, "RANK": "1"}
         )
         backend = TorchBackend()
         for name, value in {**shared, "RANK": "0"}.items():
@@ -52,7 +53,7 @@ def pair() -> Iterator[TorchBackend]:
 
 def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
     """Gradients of the first step, read off Adam's first moment."""
-    state = backend.snapshot()
+    state = state_of(backend)
     moments = state.optimizer | {f"{n}/critic": t for n, t in state.critic_optimizer.items()}
     return {n.split("/", 1)[1]: t / 0.1 for n, t in moments.items() if n.startswith("exp_avg/")}
 
@@ -116,7 +117,7 @@ def test_two_ranks_that_slept_train_as_if_they_had_not(
             if away:
                 pair.sleep()
                 with pytest.raises(RuntimeError, match="its memory is away"):
-                    pair.snapshot()
+                    state_of(pair)
                 pair.wake()
         hashes.append(pair.weights_hash())
     assert hashes[0] == hashes[1]
@@ -172,7 +173,7 @@ def test_two_ranks_keep_the_old_actors_of_one(
     for step in (0, 1):
         for backend in (pair, one):
             backend.train_step(make_batch(step, step=step))
-    pair.snapshot().write(tmp_path / "two")
+    saved(pair, tmp_path / "two")
     resumed = alone(make_backend, **settings)
     resumed.load(tmp_path / "two")
     batch = make_batch(7, step=2)
@@ -202,16 +203,16 @@ def test_checkpoints_move_between_one_and_two_ranks(
 ) -> None:
     one = alone(make_backend, **settings)
     one.train_step(make_batch(0))
-    one.snapshot().write(tmp_path / "one")
+    saved(one, tmp_path / "one")
     pair.setup(make_config(seed=4, **settings))
     pair.load(tmp_path / "one")
     assert pair.weights_hash() == one.weights_hash()
-    assert hash_tensors(pair.snapshot().optimizer) == hash_tensors(one.snapshot().optimizer)
-    assert hash_tensors(pair.snapshot().critic_optimizer) == hash_tensors(one.snapshot().critic_optimizer)
+    assert hash_tensors(state_of(pair).optimizer) == hash_tensors(state_of(one).optimizer)
+    assert hash_tensors(state_of(pair).critic_optimizer) == hash_tensors(state_of(one).critic_optimizer)
 
     for k in (1, 2):
         pair.train_step(make_batch(k, step=k))
-    pair.snapshot().write(tmp_path / "two")
+    saved(pair, tmp_path / "two")
     pair.train_step(make_batch(3, step=3))
     after = pair.weights_hash()
     pair.load(tmp_path / "two")
@@ -219,7 +220,7 @@ def test_checkpoints_move_between_one_and_two_ranks(
     assert pair.weights_hash() == after
     one.load(tmp_path / "two")
     one.train_step(make_batch(3, step=3))
-    got, want = pair.snapshot(), one.snapshot()
+    got, want = state_of(pair), state_of(one)
     for name, p in (want.weights | want.critic).items():
         torch.testing.assert_close((got.weights | got.critic)[name], p, rtol=1e-4, atol=1e-5)
 
@@ -254,7 +255,7 @@ def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
 def test_a_follower_alone_refuses_to_run() -> None:
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "actors.trainer.torch_backend.follower"],
+        [sys.executable, "-m", "actors.trainer.follower"],
         env=env,
         capture_output=True,
         timeout=60,

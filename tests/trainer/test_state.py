@@ -25,6 +25,7 @@ from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors, read_tensors, write_tensors
 from bus.errors import CheckpointRefused
 from tests.declared import backend_of
+from tests.trainer.conftest import saved, state_of
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -50,7 +51,7 @@ def test_exported_weights_are_a_model_directory(
 
 def test_a_copy_is_not_touched_by_later_steps(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend()
-    copied, snapshot, before = backend.copy_weights(), backend.snapshot(), backend.weights_hash()
+    copied, snapshot, before = backend.copy_weights(), state_of(backend), backend.weights_hash()
     backend.train_step(make_batch(0))
     assert hash_tensors(copied.tensors) == hash_tensors(snapshot.weights) == before != backend.weights_hash()
 
@@ -85,7 +86,7 @@ def test_restored_training_is_the_same_to_the_last_bit(
     backend = make_backend(**extra)
     for k in range(3):
         backend.train_step(make_batch(k, step=k))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     for k in (3, 4):
         backend.train_step(make_batch(k, step=k))
     other = make_backend(**{**extra, "seed": 9})
@@ -94,12 +95,12 @@ def test_restored_training_is_the_same_to_the_last_bit(
     for k in (3, 4):
         other.train_step(make_batch(k, step=k))
     assert other.weights_hash() == backend.weights_hash()
-    assert hash_tensors(other.snapshot().optimizer) == hash_tensors(backend.snapshot().optimizer)
+    assert hash_tensors(state_of(other).optimizer) == hash_tensors(state_of(backend).optimizer)
 
 
 def test_a_snapshot_before_the_first_step_is_complete(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend()
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     backend.train_step(make_batch(0))
     after = backend.weights_hash()
     backend.load(tmp_path / "c")
@@ -125,14 +126,14 @@ def test_a_checkpoint_with_a_broken_file_is_refused_before_anything_changes(
 ) -> None:
     backend = make_backend()
     backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     backend.train_step(make_batch(1, step=1))
-    before = backend.weights_hash(), hash_tensors(backend.snapshot().optimizer), backend.core.optimizer.steps
+    before = backend.weights_hash(), hash_tensors(state_of(backend).optimizer), backend.core.optimizer.steps
     harm(tmp_path / "c" / name)
     with pytest.raises(CheckpointRefused) as refusal:
         backend.load(tmp_path / "c")
     assert "\n" not in str(refusal.value) and str(tmp_path / "c") in str(refusal.value)
-    assert before == (backend.weights_hash(), hash_tensors(backend.snapshot().optimizer), backend.core.optimizer.steps)
+    assert before == (backend.weights_hash(), hash_tensors(state_of(backend).optimizer), backend.core.optimizer.steps)
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
 ) -> None:
     backend = make_backend()
     backend.train_step(make_batch(0))
-    backend.snapshot().write(tmp_path / "c")
+    saved(backend, tmp_path / "c")
     for other in (make_backend("qwen3_wide"), make_backend("llama"), make_backend(optimizer="muon")):
         before = other.weights_hash()
         with pytest.raises(CheckpointRefused):
@@ -225,9 +226,8 @@ def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
     backend = TorchBackend()
     backend.setup(backend_of(hf_checkpoint=str(with_tokenizer), model_dtype=str(dtype).removeprefix("torch."), device="cpu"))
     backend.train_step(make_batch(0))
-    snapshot, served = backend.snapshot(), backend.copy_weights().tensors
-    snapshot.write(tmp_path / "c")
-    snapshot.write_hf(tmp_path / "hf" / "0")
+    served = backend.copy_weights().tensors
+    saved(backend, tmp_path / "c").write_hf(tmp_path / "hf" / "0")
     for directory, kind in ((tmp_path / "c", torch.float32), (tmp_path / "hf" / "0", dtype)):
         tokenizer = AutoTokenizer.from_pretrained(directory)
         assert len(tokenizer) == 40 and tokenizer("w3 w7")["input_ids"] == [3, 7] and tokenizer.eos_token == "w1"
@@ -241,11 +241,11 @@ def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
 
 
 def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path, make_backend: Backend, models: dict[str, Path]) -> None:
-    snapshot = make_backend().snapshot()
+    checkpoint = saved(make_backend(), tmp_path / "c")
     for _ in range(2):
-        snapshot.write_hf(tmp_path / "hf")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+        checkpoint.write_hf(tmp_path / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "hf"]
     before = sorted(p.name for p in models["llama"].iterdir())
     with pytest.raises(FileExistsError, match="no earlier export"):
-        snapshot.write_hf(models["llama"])
+        checkpoint.write_hf(models["llama"])
     assert sorted(p.name for p in models["llama"].iterdir()) == before

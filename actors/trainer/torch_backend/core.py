@@ -1,7 +1,7 @@
 """One rank's share of the training: models, optimizers, what is loaded and stored (`Passes` computes with them).
 
-Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `TorchBackend` or the
-follower. Always true: after `restore` (and only if it did not raise) everything that training depends on is as it was.
+Owns all device memory. Talks to nobody but the other ranks; what arrives from rank 0 arrives through `RankedBackend`
+or the follower. Always true: after `load` (and only if it did not raise) everything that training depends on is as it was.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
-from actors.trainer.backend import BackendConfig
+from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
-from actors.trainer.objective import ObjectiveConfig, check, learning_rate
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
-from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.training.files import hash_tensors
+from actors.trainer.torch_backend.shards import Shards
+from actors.trainer.training.files import Identity, hash_tensors, shape_fingerprint
 from actors.trainer.training.offload import Offload, storages
 from actors.trainer.training.old_actors import OldActors
-from actors.trainer.training.state import Scalars, TrainingState, WeightFiles, read_state
-from actors.trainer.training.verbs import Rates
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.state import Scalars, StateFiles, TrainingState, read_state
+from actors.trainer.training.step import settle_objective
 
 
 class Core(Passes):
@@ -40,18 +40,21 @@ class Core(Passes):
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
+        if not isinstance(config.own, TorchConfig):
+            raise Refused(f"the torch backend got {type(config.own).__name__}. Start it with --train-backend torch.")
+        self.own = config.own
+        hf_logging.disable_progress_bar()
         install(config.objective)
         self.objective = settle_objective(config)
         torch.set_num_threads(config.trainer_threads)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.model_dtype, self.device)
-        ranks.make_mesh(self.device)
-        self.updates = 0  # optimizer steps that this process made
+        self.shards = Shards(ranks, self.device)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)
-        if config.true_on_policy_mode and self.fp8 is not None:
+        if self.own.true_on_policy_mode and self.fp8 is not None:
             raise Refused("true_on_policy_mode: engines that serve FP8 compute other log-probs. Leave the mode out.")
         self.reference: Policy | None = None
         if self.objective.needs_ref_logp:
@@ -67,19 +70,19 @@ class Core(Passes):
         self.old_actors = OldActors(on_host=ranks.alone)
         self.critic: CriticTraining | None = None
         if self.objective.estimator.critic:
-            self.critic = CriticTraining(config, self._place, masters=masters)
+            self.critic = CriticTraining(config, self._place, masters=masters, checkpointing=self.own.gradient_checkpointing)
             if masters:
                 narrow(self.critic.model, self.dtype)
         self._offload = Offload(config.offload_train_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
-            path, trainable=trainable, gradient_checkpointing=self.config.gradient_checkpointing and trainable
+            path, trainable=trainable, gradient_checkpointing=self.own.gradient_checkpointing and trainable
         )
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
-        return MatchedPolicy(policy.hf) if self.config.true_on_policy_mode else policy
+        return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
 
     def _load_teacher(self) -> Policy | None:
         """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""
@@ -96,39 +99,11 @@ class Core(Passes):
 
     def _place(self, module: nn.Module) -> None:
         if not self.ranks.alone:
-            self.ranks.shard(module, self.dtype)
+            self.shards.shard(module, self.dtype)
         module.to(self.device)
 
-    # -- what a step runs under ---------------------------------------------------------------------------------
-
-    def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
-        """The objective with this step's live settings, which have the names of its fields."""
-        changes = {name: knobs[name] for name in ObjectiveConfig.__struct_fields__ if name in knobs}
-        if "max_weight_staleness" in knobs:  # in steps
-            changes["max_staleness"] = knobs["max_weight_staleness"]
-        return msgspec.structs.replace(self.objective, **changes)
-
-    def rate(self, step: int, knobs: Mapping[str, Any]) -> float:
-        """Learning rate of rollout batch `step`: the schedule, with the live knob as its peak."""
-        c = self.config
-        peak = float(knobs.get("lr", c.lr))
-        return learning_rate(
-            step,
-            lr=peak,
-            style=c.lr_decay_style,
-            total=c.num_rollout,
-            warmup=c.lr_warmup_iters,
-            min_lr=min(c.min_lr, peak),
-        )
-
-    def rates(self, step: int, knobs: Mapping[str, Any]) -> Rates:
-        """Of rollout batch `step`; the first ones may be the critic's alone."""
-        return Rates(
-            lr=self.rate(step, knobs),
-            critic_lr=self.critic.rate(step) if self.critic else 0.0,
-            clip=float(knobs.get("clip_grad", self.config.clip_grad)),
-            policy_learns=self.critic is None or step >= self.config.num_critic_only_steps,
-        )
+    def critic_rate(self, step: int) -> float | None:
+        return self.critic.rate(step) if self.critic else None
 
     # -- the device, and others who want it ------------------------------------------------------------------------
 
@@ -144,6 +119,10 @@ class Core(Passes):
     def wake(self) -> None:
         """Everything back, to the last bit."""
         self._offload.fetch()
+
+    @property
+    def less_memory(self) -> tuple[str, ...]:
+        return () if self.own.gradient_checkpointing else ("set --gradient-checkpointing",)
 
     def resident_bytes(self) -> int:
         """Bytes on the device between steps, of this rank."""
@@ -164,21 +143,31 @@ class Core(Passes):
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def copy_weights(self, *, live: bool = False) -> WeightFiles | None:
-        """Weights as engines load them: in the computing type, or FP8 where that is served; None on other ranks than 0.
-        `live`: on the device, perhaps the weights themselves."""
-        source: Mapping[str, Tensor] = self.policy.named_weights()
-        if self.fp8 is not None and self.ranks.alone:  # where they are: that is fast, and half as much is copied
-            fp8 = quantized({name: p.detach().to(self.dtype) for name, p in source.items()}, self.fp8)
-            tensors = fp8 if live else {name: t.to("cpu", copy=True) for name, t in fp8.items()}
-        else:
-            tensors = self._whole(source, self.dtype, live=live)
-            if self.ranks.rank != 0:
-                return None
-            tensors = tensors if self.fp8 is None else quantized(tensors, self.fp8)
-        return WeightFiles(tensors, export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None))
+    @property
+    def exporters(self) -> tuple[int, ...]:
+        return (0,)
 
-    def snapshot(self) -> TrainingState | None:
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights in the computing type, or FP8 where that is served; nothing on other ranks than 0."""
+        for name, p in self.policy.named_weights().items():
+            whole = self.shards.whole(p, self.dtype, live=True)
+            if whole is not None and self.fp8 is not None:
+                yield from quantized({name: whole}, self.fp8).items()
+            elif whole is not None:
+                yield name, whole
+
+    def beside(self) -> dict[str, bytes]:
+        return export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)
+
+    def save(self, directory: Path) -> StateFiles:
+        return StateFiles(self._copied(), directory)
+
+    def identity(self) -> Identity:
+        n_params = sum(p.numel() for p in self.weights.params.values())
+        return Identity(model_type=self.policy.hf.config.model_type, n_params=n_params, fingerprint=shape_fingerprint(self.shapes))
+
+    def _copied(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
         weights = self._whole(self.weights.params, torch.float32)
         optimizer = self._whole(self.optimizer.state(), torch.float32)
@@ -220,8 +209,8 @@ class Core(Passes):
             tensors |= {f"critic/{name}": t for name, t in values.items()}
         return hash_tensors(tensors) if self.ranks.rank == 0 else ""
 
-    def _whole(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, live: bool = False) -> dict[str, Tensor]:
-        whole = {name: self.ranks.whole(t, dtype, live=live) for name, t in tensors.items()}
+    def _whole(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        whole = {name: self.shards.whole(t, dtype) for name, t in tensors.items()}
         return {name: t for name, t in whole.items() if t is not None}
 
     def _moving_reference(self) -> dict[str, Tensor]:
@@ -245,18 +234,20 @@ class Core(Passes):
         )
 
     @torch.no_grad()
-    def restore(self, state: TrainingState | None, scalars: Scalars) -> None:
-        """Take over rank 0's verified state; on other ranks `state` is None."""
+    def load(self, directory: Path, read: TrainingState | None) -> None:
+        """Take over rank 0's verified state, which alone has read it; on other ranks `read` is None."""
+        state = read
+        scalars = msgspec.json.decode(self.ranks.broadcast(msgspec.json.encode(state.scalars) if state else None), type=Scalars)
         weights, moments = (state.weights, state.optimizer) if state else ({}, {})
         self._take(self.weights, self.optimizer, scalars.optimizer_steps, weights, moments)
         for name, ref in self._moving_reference().items():
-            ref.copy_(self.ranks.part(state.reference[name] if state else None, ref))
+            ref.copy_(self.shards.part(state.reference[name] if state else None, ref))
         self.old_actors.clear()
         if self.objective.keep_old_actor:
             own = self.policy.named_weights()
             for step in scalars.old_actors:
                 given = {n: state.old_actors[f"{step}/{n}"] if state else None for n in own}
-                self.old_actors.put(step, {n: self.ranks.part(given[n], p) for n, p in own.items()})
+                self.old_actors.put(step, {n: self.shards.part(given[n], p) for n, p in own.items()})
         if self.critic is not None:
             weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
             self._take(self.critic.weights, self.critic.optimizer, scalars.critic_steps, weights, moments)
@@ -273,7 +264,7 @@ class Core(Passes):
         moments: Mapping[str, Tensor],
     ) -> None:
         """Whole tensors of rank 0 into `weights` and `optimizer`; nothing is given on other ranks."""
-        part, params = self.ranks.part, weights.params
+        part, params = self.shards.part, weights.params
         for name, p in params.items():
             p.copy_(part(given.get(name), p))
         weights.publish()
@@ -282,21 +273,6 @@ class Core(Passes):
         for key in sorted(optimizer.expected(steps)):
             restored[key] = part(moments.get(key), params[key.split("/", 1)[1]])
         optimizer.restore(steps, restored)
-
-
-def settle_objective(config: BackendConfig) -> ObjectiveConfig:
-    """The objective as this backend runs it.
-
-    With one optimizer step per rollout batch the policy before the step *is* the policy in the step, so its own log-probs,
-    detached, replace the extra pass: the ratio is 1 and corrections compare the same numbers. The pass stays where the
-    objective needs log-probs before the step (KL in the reward, distillation, batch-normalised weights).
-    """
-    objective = check(config.objective)
-    several = config.num_steps_per_rollout > 1
-    early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
-    if objective.proximal == "recompute" and not several and not early:
-        return msgspec.structs.replace(objective, proximal="current")
-    return objective
 
 
 @torch.no_grad()

@@ -84,11 +84,9 @@ def _stored_head(directory: Path) -> Tensor | None:
 class CriticTraining:
     """The critic, its float32 weights and its optimizer; lives beside the policy's in `Core`."""
 
-    def __init__(self, config: BackendConfig, place: Place, *, masters: bool) -> None:
+    def __init__(self, config: BackendConfig, place: Place, *, masters: bool, checkpointing: bool) -> None:
         self._config = config
-        self.model = load_critic(
-            config.critic_load or config.hf_checkpoint, gradient_checkpointing=config.gradient_checkpointing
-        )
+        self.model = load_critic(config.critic_load or config.hf_checkpoint, gradient_checkpointing=checkpointing)
         place(self.model)
         self.weights = Weights(self.model.named_weights(), masters=masters)
         self.optimizer = Optimizer(self.weights, msgspec.structs.replace(config, optimizer="adam"))

@@ -10,24 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.trainer.backend import BackendConfig, BatchSample
+from actors.trainer.backend import BatchSample
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
-from actors.trainer.torch_backend.ranks import Ranks
-from actors.trainer.training.clockwork import Stopwatch
+from actors.trainer.training.base import CoreBase
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
 
-class Passes:
+class Passes(CoreBase):
     """The half of `Core` that computes; the other half loads and stores what is named here."""
 
-    config: BackendConfig
-    device: torch.device
-    ranks: Ranks
     policy: Policy
     reference: Policy | None
     teacher: Policy | None
@@ -35,7 +31,6 @@ class Passes:
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
-    updates: int
 
     @property
     def rank(self) -> int:
@@ -49,17 +44,8 @@ class Passes:
     def average_over(self) -> float:
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
-    def watch(self) -> Stopwatch:
-        return Stopwatch(self.device)
-
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
         return PackedBatch(samples)
-
-    def total(self, x: Tensor) -> Tensor:
-        return self.ranks.total(x)
-
-    def largest(self, x: Tensor) -> Tensor:
-        return self.ranks.largest(x)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,15 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model a checkpoint holds."""
+
+    model_type: str
+    n_params: int
+    fingerprint: str
+    """blake2b-128 over names and shapes of the weights"""
+
+
 class Index(msgspec.Struct, frozen=True, kw_only=True):
     """`index.json`, written last: without it the directory is no checkpoint."""
 
@@ -43,7 +52,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     n_params: int
     fingerprint: str
-    """blake2b-128 over names and shapes of the weights"""
     files: dict[str, FileEntry]
 
 
@@ -113,6 +121,14 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool) -
     return FileEntry(size, total.hexdigest())
 
 
+def write_index(directory: Path, identity: Identity, files: dict[str, FileEntry]) -> None:
+    """After all files: with this the directory is a checkpoint, durably. Raises OSError."""
+    index = Index(files=files, **msgspec.structs.asdict(identity))
+    write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)
+    fsync_dir(directory)
+    fsync_dir(directory.parent)
+
+
 def fsync_dir(directory: Path) -> None:
     """Make names inside a directory durable."""
     handle = os.open(directory, os.O_RDONLY)
@@ -132,7 +148,7 @@ def read_index(directory: Path) -> Index:
     except msgspec.MsgspecError as error:
         raise _refused(directory, f"{INDEX} is damaged ({error})") from error
     for name, entry in index.files.items():
-        if "/" in name or name.startswith("."):
+        if "/" in name or name in ("", ".", ".."):
             raise _refused(directory, f"{INDEX} names a file outside ({name!r})")
         _verify(directory, name, entry)
     return index

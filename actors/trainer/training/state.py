@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.training.files import (
-    INDEX,
     FileEntry,
-    Index,
     fsync_dir,
     read_index,
     read_tensors,
@@ -92,7 +90,7 @@ class WeightFiles:
 
 @dataclass(slots=True)
 class TrainingState:
-    """`Snapshot`: all of a training's state in host memory, float32."""
+    """All of a training's state in host memory, float32. A copy of it is what lets training go on while it is written."""
 
     model_type: str
     weights: dict[str, Tensor]
@@ -110,10 +108,8 @@ class TrainingState:
     hf_beside: dict[str, bytes] = field(default_factory=dict)
     """`beside` for weights of that type"""
 
-    def write(self, directory: Path) -> None:
-        """Write every file, flush each, the index last. A file of an earlier attempt is replaced. Raises OSError."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / INDEX).unlink(missing_ok=True)
+    def write(self, directory: Path) -> dict[str, FileEntry]:
+        """Write every file but the index, flush each. A file of an earlier attempt is replaced. Raises OSError."""
         files: dict[str, FileEntry] = {}
         for name, tensors in (
             (MODEL, self.weights),
@@ -128,16 +124,7 @@ class TrainingState:
         for name, data in self.beside.items():
             files[name] = write_bytes(directory / name, data, durable=True)
         files[SCALARS] = write_bytes(directory / SCALARS, msgspec.json.encode(self.scalars), durable=True)
-        index = Index(
-            model_type=self.model_type,
-            n_params=sum(t.numel() for t in self.weights.values()),
-            fingerprint=shape_fingerprint({n: tuple(t.shape) for n, t in self.weights.items()}),
-            files=files,
-        )
-        write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)
-        fsync_dir(directory)
-        fsync_dir(directory.parent)
-
+        return files
 
     def write_hf(self, directory: Path) -> None:
         """The model alone, in the type it computes in, as a Hugging Face directory with tokenizer and chat template. It appears
@@ -154,6 +141,26 @@ class TrainingState:
         shutil.rmtree(directory, ignore_errors=True)
         os.rename(part, directory)
         fsync_dir(directory.parent)
+
+
+class StateFiles:
+    """`Saving` of a library whose rank 0 has it all, whole; `state` is None elsewhere."""
+
+    meets = False
+
+    def __init__(self, state: TrainingState | None, directory: Path) -> None:
+        self.state = state
+        self._directory = directory
+
+    def write(self) -> dict[str, FileEntry]:
+        return self.state.write(self._directory) if self.state else {}
+
+    def finish(self) -> dict[str, FileEntry]:
+        return {}
+
+    def write_hf(self, directory: Path) -> None:
+        assert self.state is not None
+        self.state.write_hf(directory)
 
 
 def read_state(

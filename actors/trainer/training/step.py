@@ -23,6 +23,7 @@ from actors.trainer.objective import (
     ObjectiveConfig,
     PreparedBatch,
     TrainSample,
+    check,
     finish,
     flatten,
     merge,
@@ -44,6 +45,21 @@ class _Tally:
     flags: dict[str, list[str]] = field(default_factory=dict)
     updates: int = 0
     skipped: list[StepPlan] = field(default_factory=list)
+
+
+def settle_objective(config: BackendConfig) -> ObjectiveConfig:
+    """The objective as a backend runs it.
+
+    With one optimizer step per rollout batch the policy before the step *is* the policy in the step, so its own log-probs,
+    detached, replace the extra pass: the ratio is 1 and corrections compare the same numbers. The pass stays where the
+    objective needs log-probs before the step (KL in the reward, distillation, batch-normalised weights).
+    """
+    objective = check(config.objective)
+    several = config.num_steps_per_rollout > 1
+    early = objective.keep_old_actor or objective.kl_coef != 0 or objective.needs_student_logp or objective.tis_batch_normalize
+    if objective.proximal == "recompute" and not several and not early:
+        return msgspec.structs.replace(objective, proximal="current")
+    return objective
 
 
 def train_batch(core: Verbs, batch: StepBatch) -> StepResult:

@@ -1,13 +1,15 @@
-"""The verbs that a training step asks of a library. Every rank enters each, in the same order, with the same batch.
+"""What the trainer asks of a library: `Verbs` by a training step, `Core` by everything else. Every rank enters each, in the same
+order, with the same batch; what is for rank 0 alone says so.
 
-Always true: between two verbs every rank holds the same sums; only `apply` moves weights.
+Always true: between two verbs every rank holds the same sums; only `apply` and `load` move weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig
+from actors.trainer.training.files import FileEntry, Identity
 
 
 class Packed(Protocol):
@@ -136,4 +139,93 @@ class Verbs(Protocol):
 
     def refresh_reference(self) -> None:
         """The reference becomes the present policy."""
+        ...
+
+
+class Saving(Protocol):
+    """A rank's part of one checkpoint, copied to the host: training goes on while it is written."""
+
+    meets: bool
+    """whether `finish` needs all ranks, in the training's thread; the same on each"""
+
+    def write(self) -> dict[str, FileEntry]:
+        """Write and fsync this rank's files: name -> size and checksum. In a thread beside the training, so nothing that the
+        training's ranks meet in. Raises OSError."""
+        ...
+
+    def finish(self) -> dict[str, FileEntry]:
+        """When every rank has written; on all of them if it `meets`, else on rank 0. The files that it wrote."""
+        ...
+
+    def write_hf(self, directory: Path) -> None:
+        """Rank 0, in a thread, after `write`: the model as a Hugging Face directory with tokenizer, all at once. Raises OSError,
+        FileExistsError for a directory that is no earlier export."""
+        ...
+
+
+class Core(Verbs, Protocol):
+    """One rank's share of a training: what `core_of` (training/ranked.py) makes, of (config, connected ranks)."""
+
+    updates: int
+    """optimizer steps that this process made"""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether training state is off the device."""
+        ...
+
+    @property
+    def less_memory(self) -> tuple[str, ...]:
+        """What would make a step fit that does not, each a change of settings."""
+        ...
+
+    def resident_bytes(self) -> int:
+        """Bytes on this rank's device between steps."""
+        ...
+
+    @property
+    def exporters(self) -> tuple[int, ...]:
+        """Ranks that hold what `export` yields, in order, 0 first: one for each pipeline stage."""
+        ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as engines load them, tensor by tensor: Hugging Face names, tied ones once, in the type that is served. Ranks
+        that are no exporters yield what they like or nothing, and take part in what gathers. A tensor may be the weight itself, and
+        is let go of when its bucket is used up."""
+        ...
+
+    def beside(self) -> dict[str, bytes]:
+        """Small files of a published version, config.json first of all. Rank 0."""
+        ...
+
+    def save(self, directory: Path) -> Saving:
+        """Copy all training state of this rank. The directory exists and is empty; hosts share it if more than rank 0 write."""
+        ...
+
+    def identity(self) -> Identity:
+        """Which model a checkpoint holds. Rank 0."""
+        ...
+
+    def read(self, directory: Path) -> Any:
+        """Rank 0 alone, before anything changes: what `load` needs of a checkpoint, found fit. Raises CheckpointRefused."""
+        ...
+
+    def load(self, directory: Path, read: Any) -> None:
+        """Take over a checkpoint, whatever number of ranks wrote it. `read`: what rank 0 has read, None on the others."""
+        ...
+
+    def sleep(self) -> None:
+        """Training state off the device."""
+        ...
+
+    def wake(self) -> None:
+        """Everything back, to the last bit. Raises NoRoom."""
+        ...
+
+    def weights_hash(self) -> str:
+        """XXH3-128 over the float32 weights, names, types and shapes; empty on other ranks than 0."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the ranks do not own."""
         ...

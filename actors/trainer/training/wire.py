@@ -11,7 +11,6 @@ import numpy as np
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.objective.samples import FLOAT_FIELDS
-from actors.trainer.training.state import Scalars
 
 
 class WireSample(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +32,7 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
+    library: str
     config: BackendConfig
 
 
@@ -43,20 +43,31 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     knobs: dict[str, Any]
 
 
-class Restore(msgspec.Struct, frozen=True, tag="restore"):
-    """Receive rank 0's verified state."""
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Take over a checkpoint that rank 0 found fit."""
 
-    scalars: Scalars
+    directory: str
+
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """Copy all state, and write this rank's part in a thread."""
+
+    directory: str
+
+
+class Export(msgspec.Struct, frozen=True, tag="export"):
+    """Take part in the export, in buckets of so many bytes."""
+
+    limit_bytes: int
 
 
 class Do(msgspec.Struct, frozen=True, tag="do"):
-    """Enter a verb without a batch. `live`: copies on rank 0's device."""
+    """Enter a verb that needs nothing more."""
 
-    verb: Literal["copy_weights", "snapshot", "weights_hash", "sleep", "wake", "stop"]
-    live: bool = False
+    verb: Literal["finish", "weights_hash", "sleep", "wake", "stop"]
 
 
-Command = Setup | Step | Restore | Do
+Command = Setup | Step | Load | Save | Export | Do
 _decoder = msgspec.msgpack.Decoder(Command)
 
 

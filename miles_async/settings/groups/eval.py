@@ -32,6 +32,7 @@ class EvalSettings(Group, frozen=True, kw_only=True):
     ] = ()
     eval_input_key: Annotated[str, doc("Column with the prompt in eval_prompt_data.", derived="input_key")]
     eval_label_key: Annotated[str | None, doc("Column with the answer in eval_prompt_data.", derived="label_key")]
+    eval_tool_key: Annotated[str | None, doc("Column with tools in eval_prompt_data.", derived="tool_key")]
     n_samples_per_eval_prompt: Annotated[int, doc("Samples per held-out prompt.", unit="samples", ge=1)] = 1
     eval_temperature: Annotated[
         float, doc("Sampling temperature in evaluation; 0 is greedy.", derived="rollout_temperature", ge=0, le=100)

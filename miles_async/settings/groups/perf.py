@@ -36,6 +36,14 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ]
+    train_backend: Annotated[
+        str,
+        doc(
+            "Library that trains: torch (transformers and FSDP2; fsdp is another name of it), megatron (megatron-core), or a "
+            "dotted path of your own: (BackendConfig, Ranks) -> Core.",
+            shipped=("torch", "fsdp", "megatron"),
+        ),
+    ] = "torch"
     actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
     actor_num_gpus_per_node: Annotated[
         int,

@@ -17,14 +17,27 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     """From prompts to scored groups."""
 
     prompt_data: Annotated[
-        str, doc("Training prompts, .jsonl or .parquet; path@[a:b] takes rows a to b as Python slices do.")
+        str,
+        doc(
+            "Training prompts: a .jsonl or .parquet file, a folder of such, a saved data set, or "
+            "reasoning_gym:NAME?size=500&seed=1. "
+            "path@[a:b] takes rows a to b as Python slices do; 3*PATH, 1*PATH mixes several by weight."
+        ),
     ]
+    data_source_path: Annotated[
+        str | None, doc("Dotted path of a function(path) that gives the rows in place of reading prompt_data.")
+    ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
     metadata_key: Annotated[
         str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
     ] = None
+    tool_key: Annotated[str | None, doc("Column with descriptions of tools, a list of objects, shown by the chat template.")] = None
     apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
+    apply_chat_template_kwargs: Annotated[
+        str | None, doc("Arguments of the chat template as a JSON object, as in {\"enable_thinking\": false}.")
+    ] = None
+    chat_template_path: Annotated[str | None, doc("File with a chat template (Jinja) in place of the tokenizer's own.")] = None
     rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
     num_rollout: Annotated[

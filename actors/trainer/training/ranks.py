@@ -1,22 +1,18 @@
-"""The processes of one trainer: who we are, small sums over all of us, whole tensors from shards, commands from rank 0.
+"""The processes of one trainer: who we are, commands of rank 0, small sums over all of us, tensors on their way to rank 0.
 
 With one process everything here is the identity and no process group exists. With several (WORLD_SIZE > 1, addresses in
-the usual variables RANK, MASTER_ADDR, MASTER_PORT, LOCAL_RANK) weights and optimizer state are sharded with FSDP2; tensors of a
-step travel over nccl on GPUs and gloo elsewhere, commands and metrics always over gloo. Nothing is pickled.
+the usual variables RANK, MASTER_ADDR, MASTER_PORT, LOCAL_RANK) tensors of a step travel over nccl on GPUs and gloo elsewhere,
+commands and metrics always over gloo. Nothing is pickled. What is computed with the ranks is each library's own.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
 
 from actors.runtime.run import Refused
 
@@ -24,6 +20,8 @@ STEP_DEADLINE = timedelta(minutes=10)
 """Longest wait for a peer inside a step; then the process stops and the supervisor restarts all ranks."""
 COMMAND_DEADLINE = timedelta(hours=24)
 """Longest wait of a follower for rank 0's next command. A rank 0 that dies closes its socket and ends the wait at once."""
+FILES_DEADLINE = timedelta(hours=2)
+"""Longest wait for the slowest rank's files of a checkpoint."""
 
 
 class Ranks:
@@ -32,8 +30,8 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.mesh: DeviceMesh | None = None
         self._commands: dist.ProcessGroup | None = None
+        self._files: dist.ProcessGroup | None = None
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -64,16 +62,12 @@ class Ranks:
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=STEP_DEADLINE)
         self._commands = dist.new_group(backend="gloo", timeout=COMMAND_DEADLINE)
-
-    def make_mesh(self, device: torch.device) -> None:
-        """The one dimension over which everything is sharded."""
-        if not self.alone:
-            self.mesh = init_device_mesh(device.type, (self.size,))
+        self._files = dist.new_group(backend="gloo", timeout=FILES_DEADLINE)
 
     def close(self) -> None:
         """Part from the other ranks; harmless twice."""
         if self._commands is not None:
-            self._commands, self.mesh = None, None
+            self._commands, self._files = None, None
             dist.destroy_process_group()
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -101,33 +95,34 @@ class Ranks:
             dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
 
-    def shard(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Shard every decoder layer (`module.blocks`), and the rest as one: float32 shards, computing and gathering in
-        `dtype`."""
-        narrow = None if dtype == torch.float32 else dtype
-        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None)
-        blocks: Any = module.blocks
-        for block in blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=precision)
-        fully_shard(module, mesh=self.mesh, mp_policy=precision)
+    def gather_written(self, data: bytes) -> list[bytes]:
+        """What every rank said, by rank. Of a group of its own: for the threads that write, beside the training."""
+        if self.alone:
+            return [data]
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._files)
+        body = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        body[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        bodies = [torch.empty_like(body) for _ in range(self.size)]
+        dist.all_gather(bodies, body, group=self._files)
+        return [b[: int(n)].numpy().tobytes() for b, n in zip(bodies, lengths, strict=True)]
 
-    def whole(self, x: Tensor, dtype: torch.dtype, *, live: bool = False) -> Tensor | None:
-        """A copy of `x` on the CPU in `dtype`, whole; None on other ranks than 0. Every rank must call it. `live`: where it
-        is, and `x` itself where it is whole and of that type."""
-        x = x.detach()
-        if isinstance(x, DTensor):
-            x = x.full_tensor()
-            if self.rank != 0:
-                return None
-        return x.to(dtype) if live else x.to(device="cpu", dtype=dtype, copy=True)
+    def send(self, header: bytes, body: Tensor | None = None) -> None:
+        """To rank 0, which calls `receive`; `body`: uint8 [n], on any device."""
+        dist.send(torch.tensor([len(header), -1 if body is None else body.numel()], dtype=torch.int64), 0, group=self._commands)
+        dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0, group=self._commands)
+        if body is not None:
+            dist.send(body, 0)
 
-    def part(self, whole: Tensor | None, like: Tensor) -> Tensor:
-        """Inverse of `whole`: rank 0's tensor with device and sharding of `like`. Every rank must call it."""
-        if not isinstance(like, DTensor):
-            assert whole is not None
-            return whole.to(device=like.device, dtype=like.dtype, copy=True)
-        device: Any = like.device_mesh.device_type
-        full = (
-            torch.empty(like.shape, dtype=like.dtype, device=device) if whole is None else whole.to(device, like.dtype)
-        )
-        return distribute_tensor(full, like.device_mesh, like.placements)
+    def receive(self, source: int, device: torch.device) -> tuple[bytes, Tensor | None]:
+        """What rank `source` sends, its body on `device`."""
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, source, group=self._commands)
+        header = torch.empty(int(sizes[0]), dtype=torch.uint8)
+        dist.recv(header, source, group=self._commands)
+        if sizes[1] < 0:
+            return header.numpy().tobytes(), None
+        body = torch.empty(int(sizes[1]), dtype=torch.uint8, device=device)
+        dist.recv(body, source)
+        return header.numpy().tobytes(), body

@@ -1,7 +1,8 @@
-"""`python -m actors.trainer.torch_backend.follower`: a rank of the trainer other than 0.
+"""`python -m actors.trainer.follower`: a rank of the trainer other than 0, of any training library.
 
-Needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK on hosts with several GPUs) as rank 0 has them; everything
-else comes from rank 0. It never touches the bus. Arguments are for process lists only.
+Needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK on hosts with several GPUs) as rank 0 has them: whoever starts it
+gives them, the trainer itself, torchrun or Ray. Everything else comes from rank 0. It never touches the bus. Arguments are for
+process lists only.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from actors.trainer.torch_backend.backend import follow
-from actors.trainer.torch_backend.ranks import Ranks
+from actors.trainer.training.ranked import Follower
+from actors.trainer.training.ranks import Ranks
 
 log = logging.getLogger("trainer.follower")
 
@@ -24,7 +25,7 @@ def main() -> int:
         return 2
     ranks.connect()
     try:
-        follow(ranks)
+        Follower(ranks).follow()
     finally:
         ranks.close()
     return 0

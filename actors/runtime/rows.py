@@ -1,0 +1,227 @@
+"""Rows of data sets, whatever holds them: JSONL, Parquet, a folder of either, a data set saved by `datasets`, a generator of
+reasoning-gym, or a function of the user's.
+
+`0.7*a.jsonl@[0:500], 0.3*b.parquet` names two sources with weights and a slice. Always true: the same text gives the same rows in
+the same order, so that a number tells a row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from actors.runtime.run import Refused
+
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
+GYM = "reasoning_gym:"
+MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
+_SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")
+Row = dict[str, Any]
+Numbered = Iterator[tuple[int, Row]]
+
+
+class BadData(Refused):
+    """A source that is none, or a row that cannot be read. One sentence each: what is wrong, what to do."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}. {remedy}".strip())
+        self.problem, self.remedy = problem, remedy
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One source and the rows of it, with Python's slice meaning. `weight`: its share of prompts, against the others'; 0 = none is
+    given, and all rows of all sources are taken."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+    weight: float = 0.0
+
+
+def sources_of(text: str) -> tuple[Source, ...]:
+    """The sources that a --prompt-data names."""
+    found = []
+    for part in [text] if Path(text).exists() else text.split(","):
+        match = _SOURCE.fullmatch(part.strip())
+        if match is None:
+            raise BadData("an empty source", "Write PATH, or WEIGHT*PATH, WEIGHT*PATH.")
+        start, stop, weight = (match[name] for name in ("start", "stop", "weight"))
+        found.append(Source(match["path"], int(start) if start else None, int(stop) if stop else None, float(weight or 0)))
+        if weight and not found[-1].weight:
+            raise BadData(f"weight {weight} of {match['path']}", "A weight is above 0; leave the source out instead.")
+    if len({bool(source.weight) for source in found}) > 1:
+        raise BadData("some sources have a weight and some have none", "Give each one, as in 3*a.jsonl, 1*b.jsonl.")
+    return tuple(found)
+
+
+def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Numbered:
+    """(number, row) of the rows that a source selects. Numbers count from 1: lines of JSONL, else rows. `function`: of the user's,
+    gets the path. Raises BadData."""
+    start, stop = source.start or 0, source.stop
+    if start < 0 or (stop or 0) < 0:
+        total = sum(1 for _ in _numbered(source.path, function))
+        start, stop, _ = slice(source.start, stop).indices(total)
+    return islice(_numbered(source.path, function), start, stop)
+
+
+def count(source: Source) -> tuple[int, int]:
+    """(rows selected, rows in all), without parsing them. Raises BadData."""
+    if source.path.startswith(GYM):
+        total = len(gym(source.path))
+    else:
+        total = sum(_count(file) for file in _files(source.path))
+    return len(range(total)[source.start : source.stop]), total
+
+
+def value_at(row: Any, key: str) -> Any:
+    """What lies in a row under a key, or under a path of keys with dots between. KeyError when nothing does."""
+    found, rest = row, key
+    while isinstance(found, dict):
+        if rest in found:
+            return found[rest]
+        head, dot, rest = rest.partition(".")
+        if not dot or head not in found:
+            break
+        found = found[head]
+    raise KeyError(key)
+
+
+def gym(text: str) -> Any:
+    """The reasoning-gym data set `reasoning_gym:NAME?size=500&seed=1`, the same in every process. Raises BadData."""
+    name, _, query = text.removeprefix(GYM).partition("?")
+    try:
+        reasoning_gym = import_module("reasoning_gym")
+    except ImportError:
+        raise BadData(f"{text} needs reasoning-gym", "pip install 'miles-async[gym]'.") from None
+    options = {"seed": 0} | {key: _number(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    try:
+        return reasoning_gym.create_dataset(name, **options)
+    except Exception as error:  # its configurations raise what they like
+        raise BadData(f"{text}: {type(error).__name__}: {error}", "Write reasoning_gym:NAME?size=500&seed=1.") from error
+
+
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _numbered(path: str, function: Callable[[str], Iterable[Any]] | None) -> Numbered:
+    if function is not None:
+        for number, row in enumerate(function(path), 1):
+            if number > MOST_ROWS:
+                raise BadData(f"{path}: more than {MOST_ROWS} rows", "A data source ends: an epoch is its rows.")
+            yield number, row
+    elif path.startswith(GYM):
+        made = gym(path)
+        for index in range(len(made)):
+            item = made[index]
+            metadata = {"rm_type": "reasoning_gym", "source": path, "index": index}
+            yield index + 1, {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
+    else:
+        before = 0
+        for file in _files(path):
+            if file.suffix == ".jsonl":
+                yield from _lines_of(file)
+                continue
+            number = before
+            for number, row in enumerate(_table_rows(file), before + 1):
+                yield number, row
+            before = number
+
+
+def _files(path: str) -> list[Path]:
+    """The files of a source, in order."""
+    place = Path(path)
+    if not place.exists():
+        if "@[" in path:
+            raise BadData("not a slice", "Write path@[a:b] with whole numbers.")
+        raise BadData(f"no such file (looked in {Path.cwd()})", "Give the path of a data set.")
+    known = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
+    if place.is_file():
+        if place.suffix not in SUFFIXES:
+            raise BadData(f"{place.suffix or 'no suffix'} is not a known data format", f"Give a {known} file.")
+        return [place]
+    try:
+        if (place / "dataset_dict.json").is_file():
+            splits = json.loads((place / "dataset_dict.json").read_bytes())["splits"]
+            raise BadData(f"the folder holds the splits {', '.join(splits)}", f"Give one, as in {place / splits[0]}.")
+        if (place / "state.json").is_file():
+            state = json.loads((place / "state.json").read_bytes())
+            if state.get("_indices_data_files"):
+                raise BadData("it was saved with an order beside its rows", "Call flatten_indices() before save_to_disk().")
+            return [place / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise BadData(f"{place} is no saved data set: {error!r}", "Save it again with save_to_disk().") from error
+    found = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
+    if len({file.suffix for file in found}) != 1:
+        raise BadData("a folder without files of one data format", f"Give a {known} file, or a folder of such.")
+    return found
+
+
+def _lines_of(file: Path) -> Numbered:
+    for number, line in _lines(file):
+        try:
+            row = json.loads(line)
+        except ValueError:  # JSONDecodeError and UnicodeDecodeError
+            raise BadData(f"{file}, line {number}, is not JSON", "Each line must be one JSON object.") from None
+        if not isinstance(row, dict):
+            raise BadData(f"{file}, line {number}, is not a JSON object", "Each line must be one.")
+        yield number, row
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, line) without blank lines."""
+    try:
+        with file.open("rb") as opened:
+            for number, line in enumerate(opened, 1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise BadData(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _table_rows(file: Path) -> Iterator[Row]:
+    for batch in _batches(file):
+        yield from batch.to_pylist()
+
+
+def _batches(file: Path) -> Iterator[Any]:
+    """Record batches of a Parquet or Arrow file, one in memory at a time."""
+    import pyarrow
+
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(file) as table:
+                yield from table.iter_batches(batch_size=1000)
+        else:
+            with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                yield from stream
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        kind = "a Parquet" if file.suffix == ".parquet" else "an Arrow stream"
+        raise BadData(f"{file} is not {kind} file: {str(error)[:100]}") from None
+
+
+def _count(file: Path) -> int:
+    if file.suffix == ".jsonl":
+        return sum(1 for _ in _lines(file))
+    if file.suffix == ".arrow":
+        return sum(batch.num_rows for batch in _batches(file))
+    import pyarrow
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return int(read_metadata(file).num_rows)
+    except (pyarrow.ArrowInvalid, OSError):
+        raise BadData(f"{file} is not a Parquet file") from None

@@ -1,0 +1,187 @@
+"""The families of models that the Megatron backend builds from config.json, one record each (pure).
+
+A record says what config.json means in Megatron's terms and which Hugging Face tensors each parameter holds. `tested`
+in docs/megatron.md means: forward pass equal to transformers', weights bit-equal in both directions (tests/megatron).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend import mapping
+from actors.trainer.megatron_backend.architecture import Architecture, Reader
+
+PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+MOE = {
+    # As the engine computes it; balancing losses are off unless their flag says otherwise.
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def llama(c: Reader) -> Architecture:
+    if c.get("attention_bias", False):
+        raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
+    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=False), *mapping.mlp()]
+    return c.dense(rules, transformer={})
+
+
+def qwen2(c: Reader) -> Architecture:
+    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=True, qk_norm=False), *mapping.mlp()]
+    return c.dense(rules, transformer={"add_qkv_bias": True})
+
+
+def qwen3(c: Reader) -> Architecture:
+    if c.get("attention_bias", False):
+        raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
+    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=True), *mapping.mlp()]
+    return c.dense(rules, transformer={"qk_layernorm": True})
+
+
+def qwen3_moe(c: Reader) -> Architecture:
+    if c.get("attention_bias", False):
+        raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
+    step, plain = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
+    pattern = [int(n not in plain and (n + 1) % step == 0) for n in range(c["num_hidden_layers"])]
+    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=True), *_feed_forward(pattern)]
+    return c.dense(rules, transformer={
+        **MOE, "qk_layernorm": True, "moe_layer_freq": pattern,
+        "num_moe_experts": c.config.get("num_experts") or c["num_local_experts"],
+        "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": c["moe_intermediate_size"],
+        "moe_router_pre_softmax": not c.get("norm_topk_prob", False),
+    })  # fmt: skip
+
+
+def glm4(c: Reader) -> Architecture:
+    names = {"input_layernorm": "input_layernorm", "post_self_attn_layernorm": "post_self_attn_layernorm",
+             "pre_mlp_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_mlp_layernorm"}  # fmt: skip
+    bias = c.get("attention_bias", False)
+    rules = [*mapping.norms(**names), *mapping.attention(bias=bias, qk_norm=False), *mapping.mlp(fused=True)]
+    rotary = {
+        **c.rotary(),
+        "partial_rotary_factor": c.get("partial_rotary_factor", c.rotary().get("partial_rotary_factor", 0.5)),
+    }
+    return c.dense(
+        rules, transformer={"add_qkv_bias": bias, "rotary_interleaved": True}, post_norms=True, rotary=rotary
+    )
+
+
+def glm4_moe(c: Reader) -> Architecture:
+    bias, qk_norm = c.get("attention_bias", False), c.get("use_qk_norm", False)
+    pattern = _after_dense(c)
+    rules = [
+        *mapping.norms(**PRE_NORMS),
+        *mapping.attention(bias=bias, qk_norm=qk_norm),
+        *_feed_forward(pattern, bias=True, shared=True),
+    ]
+    return c.dense(rules, transformer={"add_qkv_bias": bias, "qk_layernorm": qk_norm, **_sigmoid_experts(c, pattern)})
+
+
+def deepseek_v2(c: Reader) -> Architecture:
+    if (method := c.get("topk_method", "greedy")) != "greedy":
+        raise c.refuse("topk_method", f"Megatron ranks groups of experts by a sum of scores, {method} by their maximum")
+    if c.get("norm_topk_prob", False):
+        raise c.refuse("norm_topk_prob", "DeepSeek-V2 in transformers doesn't read it")
+    pattern = _after_dense(c)
+    rules = [*mapping.norms(**PRE_NORMS), *_latent(c), *_feed_forward(pattern, shared=True)]
+    scale = c.get("routed_scaling_factor", 1.0)
+    return c.dense(rules, transformer={
+        **MOE, **_latent_config(c), "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"],
+        "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": c["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
+        "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
+    })  # fmt: skip
+
+
+def deepseek_v3(c: Reader) -> Architecture:
+    pattern = _after_dense(c)
+    rules = [*mapping.norms(**PRE_NORMS), *_latent(c), *_feed_forward(pattern, bias=True, shared=True)]
+    return c.dense(rules, transformer={**_latent_config(c), **_sigmoid_experts(c, pattern)})
+
+
+def _after_dense(c: Reader) -> list[int]:
+    """1 for each layer with experts: all after the first few."""
+    dense = c.get("first_k_dense_replace", 0)
+    return [int(n >= dense) for n in range(c["num_hidden_layers"])]
+
+
+def _feed_forward(pattern: list[int], *, bias: bool = False, shared: bool = False) -> list[mapping.Rule]:
+    return [
+        *(mapping.mlp() if 0 in pattern else []),
+        *(mapping.experts(bias=bias, shared=shared) if 1 in pattern else []),
+    ]
+
+
+def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
+    if not c.get("norm_topk_prob", True):
+        raise c.refuse("norm_topk_prob", "Megatron always normalises sigmoid scores")
+    groups, of = c.get("n_group", 1), c.get("topk_group", 1)
+    if groups > 1 and c["num_experts_per_tok"] // of != 2:
+        raise c.refuse(
+            "topk_group",
+            "Megatron ranks groups by their num_experts_per_tok / topk_group best scores, the model by two",
+        )
+    return {
+        **MOE, "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"], "moe_router_topk": c["num_experts_per_tok"],
+        "moe_ffn_hidden_size": c["moe_intermediate_size"], "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
+        "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": c.get("routed_scaling_factor", 1.0),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": of} if groups > 1 else {}),
+    }  # fmt: skip
+
+
+def _latent(c: Reader) -> list[mapping.Rule]:
+    return mapping.latent_attention(q_lora=c.config.get("q_lora_rank") is not None)
+
+
+def _latent_config(c: Reader) -> dict[str, Any]:
+    if c.get("attention_bias", False):
+        raise c.refuse("attention_bias", "biases of latent attention are not mapped")
+    rope = c.rotary()
+    scaled: Mapping[str, Any] = {"rope_type": "rope"}
+    if rope["rope_type"] == "yarn":
+        scaled = {
+            "rope_type": "yarn", "rotary_scaling_factor": rope["factor"], "beta_fast": rope.get("beta_fast", 32),
+            "original_max_position_embeddings": rope["original_max_position_embeddings"], "beta_slow": rope.get("beta_slow", 1),
+            "mscale": rope.get("mscale", 1.0), "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        }  # fmt: skip
+    return {
+        "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": c["num_attention_heads"],
+        "q_lora_rank": c.config.get("q_lora_rank"), "kv_lora_rank": c["kv_lora_rank"], "qk_head_dim": c["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": c["qk_rope_head_dim"], "v_head_dim": c["v_head_dim"], "kv_channels": c["v_head_dim"],
+        "rotary_base": rope["rope_theta"], **scaled,
+    }  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[Reader], Architecture]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+}
+REFUSED = {
+    "gemma2": "megatron-core's attention has no soft cap on its logits",
+    "gemma3_text": "megatron-core has one rotary base for all layers, Gemma 3 two",
+    "gemma3": "megatron-core has one rotary base for all layers, Gemma 3 two",
+    "minimax_m2": "megatron-core norms each head of queries apart, MiniMax-M2 all heads together",
+}
+
+
+def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
+    """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
+    family = str(config.get("model_type"))
+    if family in REFUSED:
+        raise Refused(
+            f"{where}: the Megatron backend can't train {family}: {REFUSED[family]}; use --train-backend torch"
+        )
+    if family not in FAMILIES:
+        raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")
+    return FAMILIES[family](Reader(config, where))

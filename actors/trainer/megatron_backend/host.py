@@ -1,0 +1,69 @@
+"""megatron-core where there is no CUDA: the same code path on the CPU under gloo, for small models, conversion and tests.
+
+Megatron asks CUDA for the current device and for random states of its own. Without a GPU the answers are the CPU and nothing:
+dropout is off in what is trained here, so no random state is drawn on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class _NoRandomStates:
+    """In place of Megatron's tracker of CUDA random states."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        if states:
+            raise ValueError(
+                f"random states of {sorted(states)} were saved on a GPU and can't be restored on a host without one"
+            )
+
+
+def prepare() -> torch.device:
+    """Make megatron-core usable in this process; returns the device that models are built on. Once per process, before a model is
+    built; without effect where CUDA is there."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    from megatron.core.tensor_parallel import random as states
+
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    states.initialize_rng_tracker()
+    states._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
+    states._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    _without_streams()
+    return cpu
+
+
+def _without_streams() -> None:
+    """Experts and latent attention without what they want from CUDA and Transformer Engine."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    multi_latent_attention.HAVE_TE = False  # true without Transformer Engine as well, and then asks for its classes
+    moe_utils.te_general_gemm = None  # a name that is not bound without it
+
+    def counts_on_the_host(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        # On a GPU this copies the counts of tokens on a stream of its own. Here they lie on the host already, as tensors.
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(splits := getattr(self, name, None), torch.Tensor):
+                setattr(self, name, splits.numpy())
+        return tokens_per_expert
+
+    Dispatcher.cuda_dtoh_stream = Dispatcher  # anything: a stream would be made where there is none
+    Dispatcher._maybe_dtoh_and_synchronize = counts_on_the_host

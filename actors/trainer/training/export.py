@@ -1,0 +1,78 @@
+"""Weights on their way out, bucket after bucket: gathered, converted and freed again, so that nowhere a second model stands.
+
+Every rank enters. A library yields tensors one by one (`Core.export`) on the ranks that hold them (`Core.exporters`, one for each
+pipeline stage); here they become buckets, and rank 0 gets those of the others in turn. A holder whose turn has not come waits
+with one bucket in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.verbs import Core
+
+Bucket = list[tuple[str, Tensor]]
+"""Names and tensors, all of one type, on one device. They are good until the next bucket is asked for, and may be the weights
+themselves."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What a bucket of another rank holds, in order: name and shape; none: it was the last."""
+
+    dtype: str = ""
+    tensors: list[tuple[str, list[int]]] = []
+
+
+def bucketed(tensors: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
+    """Buckets of one type each. At most `limit_bytes`, and the one tensor that came last, are held; a larger tensor goes alone."""
+    held: dict[torch.dtype, Bucket] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for name, tensor in tensors:
+        n_bytes = tensor.numel() * tensor.element_size()
+        while sizes and sum(sizes.values()) + n_bytes > limit_bytes:
+            largest = max(sizes, key=lambda dtype: sizes[dtype])
+            del sizes[largest]
+            yield held.pop(largest)
+        held.setdefault(tensor.dtype, []).append((name, tensor))
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + n_bytes
+    while held:
+        yield held.pop(next(iter(held)))
+
+
+def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Iterator[Bucket]:
+    """On rank 0 all buckets of the model; on the others nothing, once theirs are sent. Left early, it still takes what the others
+    send: they are in the middle of it."""
+    mine = bucketed(core.export(), limit_bytes)
+    if ranks.rank != 0:
+        for bucket in mine:
+            if ranks.rank in core.exporters:
+                names = [(name, list(t.shape)) for name, t in bucket]
+                body = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in bucket])
+                ranks.send(msgspec.msgpack.encode(Sent(str(bucket[0][1].dtype).removeprefix("torch."), names)), body)
+        if ranks.rank in core.exporters:
+            ranks.send(msgspec.msgpack.encode(Sent()))
+        return
+    every = (b for holder in core.exporters for b in (mine if holder == 0 else _received(ranks, holder, core.device)))
+    try:
+        for bucket in every:  # not `yield from`, which would end `every` too
+            yield bucket
+    finally:
+        for _ in every if not ranks.alone else ():
+            pass
+
+
+def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[Bucket]:
+    while True:
+        header, body = ranks.receive(holder, device)
+        if body is None:
+            return
+        sent = msgspec.msgpack.decode(header, type=Sent)
+        dtype: torch.dtype = getattr(torch, sent.dtype)
+        sizes = [dtype.itemsize * int(torch.Size(shape).numel()) for _, shape in sent.tensors]
+        parts = zip(sent.tensors, body.split(sizes), strict=True)
+        yield [(name, part.view(dtype).view(shape)) for (name, shape), part in parts]

@@ -1,0 +1,254 @@
+"""`RankedBackend`: the training backend of rank 0, the one the trainer's actor calls, over any library's `Core`.
+
+With several ranks each verb is first sent to the followers (`python -m actors.trainer.follower`), then run here too; the ranks
+meet in the collectives inside. Always true: what rank 0 can refuse alone it refuses before the others are told anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from actors.runtime.hooks import load_hook
+from actors.runtime.run import Refused
+from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.batch.packing import BatchingError
+from actors.trainer.hooks import probe
+from actors.trainer.objective import MissingInputError, ObjectiveConfigError
+from actors.trainer.objective_hooks import HookError
+from actors.trainer.training.export import Bucket, gathered
+from actors.trainer.training.offload import NoRoom
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.saving import Checkpoint, write_apart
+from actors.trainer.training.state import WeightFiles
+from actors.trainer.training.step import examine, settle_objective, train_batch
+from actors.trainer.training.verbs import Core, Saving
+from actors.trainer.training.wire import (
+    Command,
+    Do,
+    Export,
+    Load,
+    Save,
+    Setup,
+    Step,
+    decode,
+    encode,
+    pack_step,
+    unpack_step,
+)
+
+log = logging.getLogger(__name__)
+LIBRARIES = {
+    "torch": "actors.trainer.torch_backend.core.Core",
+    "fsdp": "actors.trainer.torch_backend.core.Core",
+    "megatron": "actors.trainer.megatron_backend.core.MegatronCore",
+}
+_SHARD = "shard over more GPUs with --actor-num-gpus-per-node"
+STOP = Do("stop")
+REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
+"""Raised from the batch alone, before anything changed, so on every rank or on none."""
+CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
+"""What numbers that fit nothing raise, wherever they are met. Of several ranks the others would wait: there it ends the process."""
+
+
+def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
+    """What makes one rank's `Core` of a config and connected ranks. `library`: torch (fsdp is the same), megatron, or a dotted path
+    of the user's. Raises Refused."""
+    return cast("Callable[[BackendConfig, Ranks], Core]", load_hook(LIBRARIES.get(library, library)))
+
+
+class RankedBackend:
+    """Implements `TrainBackend`. `library`: see `core_of`."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+        self._ranks = Ranks()
+        self._core: Core | None = None
+
+    @property
+    def core(self) -> Core:
+        """The parts, after `setup` and while their memory is here; asked for before other ranks are told anything."""
+        if self._core is None:
+            raise RuntimeError(f"the {self._library} backend is used before setup(); call setup(config) first.")
+        if self._core.asleep:
+            raise RuntimeError(f"the {self._library} backend is used while its memory is away; call wake() first.")
+        return self._core
+
+    def setup(self, config: BackendConfig) -> None:
+        """Load everything; may be called again, which starts anew. Waits for all ranks. Raises Refused for what cannot be
+        trained: hooks are tried and settings checked before any model loads."""
+        try:
+            probe(config.objective)
+            settle_objective(config)
+        except (HookError, ObjectiveConfigError) as error:
+            raise Refused(" ".join(str(error).split())) from error
+        core_of(self._library)
+        if not self._ranks.connected:
+            self._ranks = Ranks.from_environment()
+            self._ranks.connect()
+        self._tell(Setup(self._library, config))
+        self._core = _load(self._library, config, self._ranks)
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """All optimizer steps of one rollout batch. Raises BatchRefused, StaleTokenError (a bug; nothing changed) and NoRoom (a
+        step may be half done: the process is over)."""
+        core = self.core
+        if not self._ranks.alone:
+            self._tell(pack_step(batch))
+        made = core.updates
+        try:
+            return _train(core, batch)
+        except REFUSALS as error:
+            raise BatchRefused(_line(error)) from error
+        except CONTENT as error:
+            if not self._ranks.alone:
+                raise
+            raise BatchRefused(f"{type(error).__name__}: {_line(error)}", half_done=core.updates != made) from error
+
+    def refuses(self, batch: StepBatch) -> str:
+        """Why a batch cannot be trained; of several ranks the first looks alone, and runs no model."""
+        try:
+            examine(self.core, batch, forward=self._ranks.alone)
+        except (*REFUSALS, *CONTENT) as error:
+            return f"{type(error).__name__}: {_line(error)}"
+        return ""
+
+    def export(self, limit_bytes: int) -> Iterator[Bucket]:
+        """The weights as engines load them, of all ranks, in buckets of at most `limit_bytes`; in this thread, to the end."""
+        core = self.core
+        self._tell(Export(limit_bytes))
+        return gathered(core, self._ranks, limit_bytes)
+
+    def copy_weights(self, *, live: bool = False) -> WeightFiles:
+        """The weights as engines load them: the type the model computes in, tied tensors once."""
+        tensors = {
+            name: t if live else t.to("cpu", copy=True) for bucket in self.export(1 << 30) for name, t in bucket
+        }
+        return WeightFiles(tensors, self.core.beside())
+
+    def save(self, directory: Path) -> Checkpoint:
+        """All training state of all ranks, copied; its files are written beside the training."""
+        core = self.core
+        self._tell(Save(str(directory)))
+        return Checkpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
+
+    def load(self, directory: Path) -> None:
+        """Restore a checkpoint; CheckpointRefused, before anything changes, when it does not fit or is damaged."""
+        read = self.core.read(directory)
+        self._tell(Load(str(directory)))
+        self.core.load(directory, read)
+
+    def sleep(self) -> None:
+        """Training state of all ranks off their devices."""
+        core = self.core
+        self._tell(Do("sleep"))
+        core.sleep()
+
+    def wake(self) -> None:
+        """Training state of all ranks back. Raises NoRoom."""
+        assert self._core is not None
+        self._tell(Do("wake"))
+        self._core.wake()
+
+    def weights_hash(self) -> str:
+        """XXH3-128 over the float32 weights, names, types and shapes."""
+        core = self.core
+        self._tell(Do("weights_hash"))
+        return core.weights_hash()
+
+    def close(self) -> None:
+        """Send the followers home and part. Not needed with one process; harmless twice."""
+        core, self._core = self._core, None
+        if core is not None:
+            self._tell(STOP)
+            core.close()
+        self._ranks.close()
+
+    def _tell(self, command: Command) -> None:
+        if not self._ranks.alone:
+            self._ranks.broadcast(encode(command))
+
+
+class Follower:
+    """A rank other than 0: it obeys until Stop.
+
+    What a batch itself is refused for is refused on every rank alike, and rank 0 reports it. Anything else that fails
+    here ends the process, and with it the step on every rank; whoever started them starts all of them again.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._core: Core | None = None
+        self._saving: Saving | None = None
+
+    def follow(self) -> None:
+        """Until Stop, which ends the wait for the next command too; else COMMAND_DEADLINE does."""
+        while (command := decode(self._ranks.broadcast(None))) != STOP:
+            if isinstance(command, Setup):
+                self._core = _load(command.library, command.config, self._ranks)
+                continue
+            if self._core is None:
+                raise RuntimeError(f"rank 0 sent {type(command).__name__} before Setup; start all ranks together.")
+            try:
+                self._obey(self._core, command)
+            except REFUSALS as error:
+                log.warning("rank %d: %s", self._ranks.rank, error)
+        if self._core is not None:
+            self._core.close()
+
+    def _obey(self, core: Core, command: Command) -> None:
+        match command:
+            case Step():
+                _train(core, unpack_step(command))
+            case Load(directory=directory):
+                core.load(Path(directory), None)
+            case Export(limit_bytes=limit_bytes):
+                for _ in gathered(core, self._ranks, limit_bytes):
+                    pass
+            case Save(directory=directory):
+                self._saving = core.save(Path(directory))
+                write_apart(self._saving, self._ranks)
+            case Do(verb="finish"):
+                assert self._saving is not None
+                self._saving.finish()
+                self._saving = None
+            case Do(verb=verb):
+                getattr(core, verb)()
+
+
+def _load(library: str, config: BackendConfig, ranks: Ranks) -> Core:
+    try:
+        return core_of(library)(config, ranks)
+    except torch.OutOfMemoryError as error:
+        raise NoRoom(f"the models and their masters do not fit: {_said(error)} {_either(_SHARD)}") from None
+
+
+def _train(core: Core, batch: StepBatch) -> StepResult:
+    try:
+        return train_batch(core, batch)
+    except torch.OutOfMemoryError as error:
+        c = core.config
+        dynamic = c.use_dynamic_batch_size
+        cap = f"max-tokens-per-gpu (now {c.max_tokens_per_gpu})" if dynamic else f"micro-batch-size (now {c.micro_batch_size})"
+        raise NoRoom(
+            f"step {batch.step + 1} does not fit into {core.device}, where {core.resident_bytes() / 2**30:.1f} GiB are weights and "
+            f"optimizer state: {_said(error)} {_either(*core.less_memory, f'lower --{cap}', _SHARD)}"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _said(error: torch.OutOfMemoryError) -> str:
+    """Without the processes and hints that torch lists."""
+    return str(error).split(" Process ")[0].split(" Including ")[0]
+
+
+def _either(*ways: str) -> str:
+    text = ", or ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."

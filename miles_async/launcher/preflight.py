@@ -1,0 +1,152 @@
+"""Preflight: the settings against the outside, before any model loads and any process starts.
+
+Reads files and asks the probes it is given; changes nothing. Every failure is a SettingsError, one line. Of prompt data all rows
+are counted, and the first CHECKED_ROWS of each source read as the rooms read them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from actors.runtime.prompts import BadRow, parts_of
+from actors.runtime.rows import BadData, count, read, sources_of
+from actors.runtime.run import Refused
+from miles_async.settings.checks import check_model, model_context
+from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.memory import check_memory
+from miles_async.settings.run import RunSettings
+from miles_async.settings.serving import check_programs
+
+Probe = Callable[[RunSettings], None]
+CountTokens = Callable[[Any, Sequence[Any] | None], int]
+CHECKED_ROWS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DataInfo:
+    """What the check found: rows selected by the slices, and the first rows themselves for further checks."""
+
+    rows: int
+    head: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin), and what
+    is allowed but worth knowing."""
+
+    prompts: DataInfo
+    held_out: Mapping[str, DataInfo]
+    model_context: int | None
+    notes: tuple[str, ...] = ()
+
+
+def preflight(
+    settings: RunSettings,
+    *,
+    probes: Iterable[Probe] = (),
+    dry_run: bool = False,
+) -> Preflight:
+    """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
+
+    probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
+    """
+    refused = Refusals()
+    config = refused.attempt(check_model, settings) or {}
+    hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
+    hints += refused.attempt(check_memory, settings, config) or ()
+    data = refused.attempt(check_data, settings)
+    for probe in probes:
+        refused.attempt(probe, settings)
+    refused.raise_all()
+    assert data is not None
+    return Preflight(*data, model_context(config), tuple(hints))
+
+
+def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
+    """Training prompts and every held-out set."""
+    r, e = settings.rollout, settings.eval
+    keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+    prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
+    if r.data_source_path is None:
+        prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, chat=r.apply_chat_template)
+    if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
+        raise SettingsError(
+            f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
+            field="rollout_batch_size",
+            value=r.rollout_batch_size,
+            remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
+        )
+    eval_keys = {name: getattr(e, name) for name in ("eval_input_key", "eval_label_key", "eval_tool_key")}
+    held_out = {
+        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys, chat=r.apply_chat_template)
+        for name, path in settings.flat.datasets
+    }
+    return prompts, held_out
+
+
+def check_prompt_lengths(
+    settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None
+) -> None:
+    """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out. count_tokens: of
+    one value of input_key, with its tools."""
+    r = settings.rollout
+    limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
+    context = min(limits, default=None)
+    if not prompts.head:
+        return
+    try:
+        keys = {"input_key": r.input_key, "tool_key": r.tool_key}
+        rows = (parts_of(row, keys, chat=r.apply_chat_template) for row in prompts.head)
+        lengths = [count_tokens(row.prompt, row.tools) for row in rows]
+    except Refused as error:
+        raise SettingsError(str(error), field="prompt_data", value=r.prompt_data) from None
+    if r.rollout_max_prompt_len is not None:
+        lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
+        if not lengths:
+            raise SettingsError(
+                f"every prompt checked in {r.prompt_data} is longer",
+                field="rollout_max_prompt_len",
+                value=r.rollout_max_prompt_len,
+                remedy="Raise it.",
+            )
+    longest = max(lengths)
+    if context is not None and longest >= context:
+        raise SettingsError(
+            f"a prompt of {longest} tokens leaves no room for a response in a context of {context}",
+            field="prompt_data",
+            value=r.prompt_data,
+            remedy=f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out.",
+        )
+
+
+def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None], chat: bool = True) -> DataInfo:
+    """Check what one setting names. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether
+    prompts may be chat messages."""
+    rows, head = 0, []
+    try:
+        for source in sources_of(text):
+            chosen, total = count(source)
+            if not chosen:
+                why = "holds no rows" if total == 0 else f"selects none of the {total} rows"
+                raise SettingsError(f"{source.path} {why}", field=field, value=text, remedy="A run needs at least one prompt.")
+            rows += chosen
+            for number, row in islice(read(source), CHECKED_ROWS):
+                _check_row(row, keys, f"{field} {source.path}, row {number}", chat=chat)
+                head.append(row)
+    except BadData as error:
+        raise SettingsError(error.problem, field=field, value=text, remedy=error.remedy) from None
+    return DataInfo(rows, tuple(head))
+
+
+def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, chat: bool) -> None:
+    """SettingsError under the field that names the column."""
+    fields = {name.removeprefix("eval_"): name for name in keys}
+    try:
+        parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True)
+    except BadRow as error:
+        hint = nearest(error.key, row) if "has no key" in error.problem else ""
+        raise SettingsError(
+            f"{where}: {error.problem}", field=fields[error.setting], value=error.key, remedy=hint or error.remedy
+        ) from None
