@@ -31,6 +31,9 @@ class AgentProgram:
         self._run, self._endpoint, self._idle_s = run, endpoint, idle_s
         self.resumable = bool(getattr(run, "resumable", True))
 
+    def __str__(self) -> str:
+        return f"agent {getattr(self._run, '__name__', self._run)}"
+
     async def __call__(self, task: Task, session: Session) -> list[Trajectory]:
         async with self._endpoint.episode(task, session) as (episode, key):
             agent = asyncio.ensure_future(self._call(task, key))

@@ -25,6 +25,9 @@ class ToolLoop:
     ) -> None:
         self._chat, self._kind, self._toolbox, self._max_turns, self._count = chat, kind, toolbox, max_turns, count
 
+    def __str__(self) -> str:
+        return "tool loop"
+
     async def __call__(self, task: Task, session: Session) -> list[Trajectory]:
         tokens, segments, text = list(task.prompt), [], ""
         for left in range(self._max_turns - 1, -1, -1):

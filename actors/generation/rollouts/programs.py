@@ -34,13 +34,13 @@ class ProgramFailed(Transient):
 
 
 class Programs:
-    """One worker's. `path`: dotted path, empty = the shipped program. Raises Refused when it cannot be loaded."""
+    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. Raises Refused when it cannot be loaded."""
 
-    def __init__(self, context: Context, path: str, deadline_s: float) -> None:
+    def __init__(self, context: Context, path: str, deadline_s: float, program: Program | None = None) -> None:
         self._context = context
-        self._name = path or "single turn"
-        self._program: Program = load_hook(path) if path else single.rollout
-        self._deadline_s = deadline_s if path else None
+        self._name = path or str(program or "single turn")
+        self._program: Program = load_hook(path) if path else program or single.rollout
+        self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
         self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
