@@ -44,7 +44,7 @@ def result(
 ) -> EvalDone:
     """The result of one data set, reported under the version that made most of its tokens (the older one if two made as many):
     weights may be updated during an evaluation, and neither waits for the other."""
-    spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.response.spans]
+    spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.made]
     made: Counter[int] = Counter()
     for span in spans:
         made[span.version] += span.n

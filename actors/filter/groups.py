@@ -58,7 +58,7 @@ class Half:
 
     def age(self, step: int) -> int:
         """Staleness at `step` of the oldest token here, 0 without tokens."""
-        made = [s.step for m in self.members.values() if isinstance(m, Scored) for s in m.rollout.response.spans]
+        made = [s.step for m in self.members.values() if isinstance(m, Scored) for s in m.rollout.made]
         return max(staleness(step, min(made)), staleness(step, max(made))) if made else 0
 
 
@@ -149,4 +149,4 @@ class GroupTable:
 
 def tokens_of(member: Member) -> int:
     """Generated tokens that a member stands for."""
-    return member.tokens_made if isinstance(member, RolloutLost) else member.rollout.response.n_tokens
+    return member.tokens_made if isinstance(member, RolloutLost) else member.rollout.n_made

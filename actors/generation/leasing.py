@@ -96,7 +96,12 @@ class Leases:
                 if entry.stream is TAIL:
                     context.count("tail/in_lane" if self._pace.in_lane else "tail/elsewhere")
                 self._count(entry)
-                samples.create_task(handle(entry), name=entry.fields.get("id", entry.id))
+                work = handle(entry)
+                try:
+                    samples.create_task(work, name=entry.fields.get("id", entry.id))
+                except RuntimeError:  # a sample has ended the run while the read was under way
+                    work.close()
+                    raise
 
     async def _read(self, free: int) -> list[Entry]:
         streams = self._streams()

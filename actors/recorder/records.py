@@ -60,12 +60,12 @@ def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], st
         "step": step,
         "sample": task.sample_id,
         "group": task.group_id,
-        "version": response.spans[-1].version if response.spans else -1,
+        "version": rollout.header().version,
         "reward": scored.reward,
         "label": _bounded(task.label),
         "tokens": response.n_tokens,
         "finish": rollout.finish,
-        "prompt": _bounded(task.prompt_text or decode(unpack_ints(task.prompt_tokens))),
+        "prompt": _bounded(task.prompt_text or decode(unpack_ints(rollout.prompt_tokens))),
         "response": _bounded(decode(unpack_ints(response.tokens))),
     }
     return Event(actor="recorder", kind="sample", text=task.sample_id, wall=wall, data=data)

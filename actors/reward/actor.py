@@ -27,7 +27,7 @@ from actors.runtime.run import Refused
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed, unpack_ints
-from bus.messages.samples import RolloutDone, RolloutLost, Scored
+from bus.messages.samples import Episode, RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
@@ -124,9 +124,13 @@ class RewardRoom:
             key = self._spec.eval_reward_key
         taught: Packed | msgspec.UnsetType = msgspec.UNSET
         try:
-            scorer = self._scorers.named(rollout.task.rm_type)
-            value = await scorer.score(self._sample(rollout), timeout_s)
-            reward = settle(value, key or scorer.default_key, scorer.name)
+            given = rollout.episode.reward if rollout.episode else msgspec.UNSET
+            if given is not msgspec.UNSET:  # by the rollout program
+                name, reward = "program", settle(given, key, "rollout program")
+            else:
+                scorer = self._scorers.named(rollout.task.rm_type)
+                value = await scorer.score(self._sample(rollout), timeout_s)
+                name, reward = scorer.name, settle(value, key or scorer.default_key, scorer.name)
             if self._teacher is not None and not rollout.task.eval_name:
                 taught = await self._teacher.logprobs(rollout, timeout_s)
         except (Transient, Poison) as error:
@@ -138,16 +142,17 @@ class RewardRoom:
                 raise
             raise Poison(f"attempt {entry.deliveries} was the last: {error}") from error
         self._failing.worked()
-        return reward, scorer.name, taught
+        return reward, name, taught
 
     def _sample(self, rollout: RolloutDone) -> Sample:
-        task = rollout.task
+        task, episode = rollout.task, rollout.episode or Episode()
+        answer = episode.answer
         return Sample(
             sample_id=task.sample_id,
             prompt=task.prompt_text or self._text(task.prompt_tokens),
-            response=self._text(rollout.response.tokens),
+            response=self._text(rollout.response.tokens) if answer is msgspec.UNSET else answer,
             label=task.label,
-            metadata=task.metadata,
+            metadata=episode.metadata | task.metadata,
             n_tokens=rollout.response.n_tokens,
             finish=rollout.finish,
             run_seed=self._context.spec.run_seed,

@@ -54,7 +54,7 @@ class Teacher:
         task, response = rollout.task, unpack_ints(rollout.response.tokens)
         if not response:
             return EMPTY
-        prompt = unpack_ints(task.prompt_tokens)
+        prompt = unpack_ints(rollout.prompt_tokens)
         url = self._urls[seed_for(0, "teacher", task.sample_id) % len(self._urls)]
         body = {
             "input_ids": prompt + response,

@@ -7,7 +7,8 @@ after it had waited here), `masked` (anything else, such as a prefix that is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -16,7 +17,7 @@ from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Entry
 from bus.messages.groups import GroupKept, OpenGroup, part_key
-from bus.messages.versions import staleness
+from bus.messages.versions import VersionSpan, staleness
 
 MOST_PARTS = 4096  # looked for; a larger number is no group's
 
@@ -36,14 +37,21 @@ def consumed_by(
     found: list[Consumed] = []
     position = 0
     for key, part, group in batch:
-        trained = result.trained_spans[position : position + len(group.samples)]
-        position += len(group.samples)
+        trained: list[Iterator[tuple[VersionSpan, int]]] = []  # by sample: its trajectories' spans, with their trained tokens
+        for scored in group.samples:
+            strands = scored.rollout.strands
+            kept = result.trained_spans[position : position + len(strands)]
+            trained.append(chain(*(zip(s.response.spans, k, strict=True) for s, k in zip(strands, kept, strict=True))))
+            position += len(strands)
         reason = "outlasted" if part.came == step else "stale"
         aged_samples = aged_tokens = masked_samples = masked_tokens = 0
         versions: dict[int, int] = {}
-        for scored, kept in zip(group.samples, trained, strict=True):
-            old = 0
-            for span, n in zip(scored.rollout.response.spans, kept, strict=True):
+        for spans in trained:
+            old = learnt = 0
+            for span, n in spans:
+                if not span.made:
+                    continue
+                learnt += n
                 if staleness(step, span.step) > bound:
                     old += span.n - n
                 else:
@@ -51,7 +59,7 @@ def consumed_by(
                 if n:
                     versions[span.version] = versions.get(span.version, 0) + n
             aged_tokens += old
-            if not any(kept):
+            if not learnt:
                 aged_samples += old > 0
                 masked_samples += old == 0
         found.append(
@@ -88,9 +96,9 @@ def inside_of(group: GroupKept, among: Mapping[str, Consumed]) -> Consumed | Non
         group.key,
         len(held),
         0,
-        sum(s.rollout.response.n_tokens for s in samples),
+        sum(s.rollout.n_made for s in samples),
         0,
-        tuple((span.version, span.n) for s in samples for span in s.rollout.response.spans),
+        tuple((span.version, span.n) for s in samples for span in s.rollout.made),
         tuple(held),
         rewards=tuple(s.reward for s in samples),
     )

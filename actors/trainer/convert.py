@@ -11,37 +11,56 @@ from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.spread import spread_metrics
 from bus.messages.groups import GroupKept
-from bus.messages.samples import Scored
+from bus.messages.samples import Response, Scored, Strand
 from bus.messages.versions import staleness
 
 
-def to_sample(scored: Scored, *, known: tuple[float, ...] = ()) -> BatchSample:
-    """One scored rollout; `known`: see GroupKept."""
-    rollout = scored.rollout
-    response, task = rollout.response, rollout.task
-    tokens, taught = np.frombuffer(response.tokens, dtype=np.int32), scored.teacher_logprobs
+def to_trajectories(scored: Scored, *, known: tuple[float, ...] = ()) -> list[BatchSample]:
+    """One scored rollout: a training sample for each of its trajectories, which share its reward and count once in the statistics
+    of their group and in the averages of the loss. `known`: see GroupKept."""
+    strands, taught = scored.rollout.strands, scored.teacher_logprobs
+    found = [_of_strand(scored, at, strand, known) for at, strand in enumerate(strands)]
+    if taught is not msgspec.UNSET:  # the teacher was asked for the last one
+        found[-1].train.teacher_logp = np.frombuffer(taught, dtype=np.float32)
+    return found
+
+
+def _of_strand(scored: Scored, at: int, strand: Strand, known: tuple[float, ...]) -> BatchSample:
+    task, response, several = scored.rollout.task, strand.response, scored.rollout.several
+    tokens = np.frombuffer(response.tokens, dtype=np.int32)
     return BatchSample(
-        prompt_tokens=np.frombuffer(task.prompt_tokens, dtype=np.int32),
+        prompt_tokens=np.frombuffer(strand.prompt_tokens, dtype=np.int32),
         response_tokens=tokens,
         temperature=task.sampling.temperature,
         train=TrainSample(
-            sample_id=task.sample_id,
+            sample_id=f"{task.sample_id}#{at}" if several else task.sample_id,
             group=task.group_id,
+            rollout=task.index if several else None,
             response_length=len(tokens),
             reward=scored.reward,
-            prompt_length=len(task.prompt_tokens) // 4,
+            prompt_length=len(strand.prompt_tokens) // 4,
             loss_mask=np.frombuffer(response.loss_mask, dtype=np.uint8),
             rollout_logp=np.frombuffer(response.logprobs, dtype=np.float32),
-            teacher_logp=None if taught is msgspec.UNSET else np.frombuffer(taught, dtype=np.float32),
-            spans=[(s.step, s.n) for s in response.spans],
+            spans=_steps(response),
             known_rewards=known,
         ),
     )
 
 
+def _steps(response: Response) -> list[tuple[int, int]]:
+    """Step and tokens of each span. What nobody made is as old as what was made before it (or, at the start, after it): it has no
+    gradient, and must not look stale."""
+    steps: list[tuple[int, int]] = []
+    last = next((span.step for span in response.made), 0)
+    for span in response.spans:
+        last = span.step if span.made else last
+        steps.append((last, span.n))
+    return steps
+
+
 def to_samples(groups: Sequence[GroupKept]) -> list[BatchSample]:
-    """All samples in group order."""
-    return [to_sample(scored, known=group.known) for group in groups for scored in group.samples]
+    """All trajectories of all samples in group order."""
+    return [one for group in groups for scored in group.samples for one in to_trajectories(scored, known=group.known)]
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:
@@ -49,7 +68,8 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict
     mean, maximum), and how much was over it before the mask. `bound` in steps."""
     samples = [s for g in groups for s in g.samples]
     lengths = [s.rollout.response.n_tokens for s in samples]
-    spans = [(staleness(step, span.step), span.n) for s in samples for span in s.rollout.response.spans]
+    turns = [s.rollout.episode.turns if s.rollout.episode is not msgspec.UNSET else 1 for s in samples]
+    spans = [(staleness(step, span.step), span.n) for s in samples for span in s.rollout.made]
     fresh = [(age, n) for age, n in spans if age <= bound]
     tokens, trained = max(1, sum(n for _, n in spans)), max(1, sum(n for _, n in fresh))
     n = max(1, len(samples))
@@ -64,7 +84,9 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict
         "rollout/fully_async/oldest_token": float(max((age for age, _ in spans), default=0)),
         "rollout/masked_fraction": sum(k for age, k in spans if age > bound) / tokens,
         "rollout/part_samples": float(sum(len(g.samples) for g in groups if g.known)),
-        "rollout/tokens": float(sum(lengths)),
+        "rollout/tokens": float(sum(s.rollout.n_made for s in samples)),
+        "rollout/turns/mean": sum(turns) / n,
+        "rollout/trajectories": float(sum(len(s.rollout.strands) for s in samples)),
         "rollout/resumed_tokens": float(sum(s.rollout.resumed_tokens for s in samples)),
-        "rollout/mixed_version_ratio": sum(len(s.rollout.response.spans) > 1 for s in samples) / n,
+        "rollout/mixed_version_ratio": sum(len({v.version for v in s.rollout.made}) > 1 for s in samples) / n,
     }

@@ -73,7 +73,7 @@ class Part(msgspec.Struct):
 
 def steps_of(scored: Scored) -> Span | None:
     """First and last step that made tokens of a sample; None without tokens."""
-    made = [span.step for span in scored.rollout.response.spans]
+    made = [span.step for span in scored.rollout.made]
     return (min(made), max(made)) if made else None
 
 

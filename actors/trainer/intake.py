@@ -149,7 +149,7 @@ class Intake:
             pairs.append((part.group.group_id, reason))
             left = [part.group.samples[at] for at in part.left]
             samples += [s.rollout.task.sample_id for s in left]
-            tokens = sum(s.rollout.response.n_tokens for s in left)
+            tokens = sum(s.rollout.n_made for s in left)
             members = tuple(s.rollout.task.index for s in left)
             consumed = Consumed(key, 0, 0, 0, 0, members=members, aged={reason: (len(left), tokens)})
             done.append(Trained(step=-1, entry=self._entries.pop(key), consumed=consumed))

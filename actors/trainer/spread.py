@@ -29,9 +29,9 @@ MOST = 8
 
 def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]:
     """Spreads over the samples of a batch that is trained on weights of `step` updates."""
-    rollouts = [[s.rollout for s in g.samples if s.rollout.response.spans] for g in groups]
+    rollouts = [[s.rollout for s in g.samples if s.rollout.made] for g in groups]
     flat = [rollout for group in rollouts for rollout in group]
-    spans = [r.response.spans for r in flat]
+    spans = [r.made for r in flat]
     seconds = [list(map(whole_seconds, group)) for group in rollouts]
     timed = [group for group in seconds if len(group) > 1 and sum(group) > 0]
     return {
@@ -46,15 +46,15 @@ def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float
 
 def whole_seconds(rollout: RolloutDone) -> float:
     """Seconds on engines, the tokens taken over from a prefix at the pace of those made since; 0 where that is not known."""
-    made = rollout.response.n_tokens - rollout.resumed_tokens
-    return rollout.generate_s * rollout.response.n_tokens / made if made > 0 else 0.0
+    made = rollout.n_made - rollout.resumed_tokens
+    return rollout.generate_s * rollout.n_made / made if made > 0 else 0.0
 
 
 def _pace(rollouts: Sequence[RolloutDone]) -> dict[str, float]:
     told = [
-        (r.response.n_tokens - r.resumed_tokens, r.running, r.generate_s)
+        (r.n_made - r.resumed_tokens, r.running, r.generate_s)
         for r in rollouts
-        if r.running is not msgspec.UNSET and r.generate_s > 0 and r.response.n_tokens > r.resumed_tokens
+        if r.running is not msgspec.UNSET and r.generate_s > 0 and r.n_made > r.resumed_tokens
     ]
     if not told:
         return {}

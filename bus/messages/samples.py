@@ -123,6 +123,11 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
         return (*self.episode.earlier, Strand(own, self.response))
 
     @property
+    def several(self) -> bool:
+        """Whether it has more than one trajectory."""
+        return self.episode is not msgspec.UNSET and bool(self.episode.earlier)
+
+    @property
     def prompt_tokens(self) -> Packed:
         """What its `response` follows."""
         return self.strands[-1].prompt_tokens

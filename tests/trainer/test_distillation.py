@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BatchRefused, BatchSample, StepBatch
-from actors.trainer.convert import to_sample
+from actors.trainer.convert import to_trajectories
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
 from bus.messages.base import pack_floats
@@ -127,9 +127,9 @@ def test_teachers_log_probs_may_come_with_the_samples(
 
 def test_a_served_teachers_log_probs_reach_the_sample() -> None:
     done = rollout(1, 0)
-    plain = to_sample(Scored(rollout=done, reward=0.0))
+    [plain] = to_trajectories(Scored(rollout=done, reward=0.0))
     numbers = [-0.5] * done.response.n_tokens
-    taught = to_sample(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)))
+    [taught] = to_trajectories(Scored(rollout=done, reward=0.0, teacher_logprobs=pack_floats(numbers)))
     assert plain.train.teacher_logp is None and list(taught.train.teacher_logp) == numbers
 
 

@@ -41,7 +41,7 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     if not strands:
         return Outcome(Response(), "length", UNSET, discarded)
     last, prompt = found[-1], strands[-1].prompt_tokens
-    ends = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
+    ends: Literal["stop", "length"] = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
     own = prompt == running.task.prompt_tokens
     plain = own and len(found) == 1 == len(running.turns) and not (last.metadata or last.response or last.reward is not None)
     episode = Episode(
