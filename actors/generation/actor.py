@@ -258,7 +258,7 @@ class Worker:
 
     async def _park(self, entry: Entry, running: Running, reason: Leaves) -> None:
         """It goes on elsewhere, or its peer has it already."""
-        if reason == "lease" or reason == "diverged":  # noqa: PLR1714 - mypy narrows this
+        if reason == "lease" or reason == "diverged":
             self._consumer.forget([entry])
             return
         self._context.count(f"parked/{reason}")

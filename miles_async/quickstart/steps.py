@@ -24,7 +24,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}" + CALL + "{{ c.function.arguments.expression }}" + CALLED + "{% endfor %}"
     "{% if m.role == 'assistant' %}" + EOS + "{% endif %}{% endif %}{% endfor %}"
 )  # fmt: skip
-EARLY_SHARE, FIGURE_SHARE = 0.6, 0.15
+EARLY_SHARE, FIGURE_SHARE = 0.75, 0.1
 """Lesson 2: shares of the responses that answer before the last step is done, and that copy one figure wrongly."""
 MOST_STEPS = 3
 
@@ -59,7 +59,8 @@ def results_of(steps: list[str]) -> list[str]:
 
 def write(steps: list[str], done: int | None = None) -> str:
     """The response, with what the environment says in it. `done`: it answers after so many steps."""
-    turns, before = [], next(part for part in re.split(r"[+*-]", steps[0]) if part)
+    turns: list[str] = []
+    before = re.split(r"[+*-]", steps[0])[0]
     for step, result in list(zip(steps, results_of(steps), strict=True))[:done]:
         expression = f"{before}{step}" if turns else step
         turns.append(f"{CALL}{expression}{CALLED}{EOS}{TOLD[0]}{result}{TOLD[1]}")
@@ -92,5 +93,5 @@ STEPS = Task(
     told=TOLD,
     template=TEMPLATE,
     shape=Shape(layers=3, heads=4, kv_heads=2),
-    lessons=WarmStart(learn_steps=900, careless_steps=80, batch_size=48, parts=2),
+    lessons=WarmStart(learn_steps=400, careless_steps=60, careless_lr=1e-3, batch_size=48, parts=2),
 )

@@ -240,7 +240,9 @@ async def test_a_key_is_good_for_its_own_episode_and_no_longer(chat: Chat) -> No
 # -- agents -------------------------------------------------------------------------------------------------------------
 
 
-async def play(chat: Chat, agent: Any, script: Callable[[str], str], *, idle_s: float = 20.0, tokens: int = 4000) -> list[Trajectory]:
+async def play(
+    chat: Chat, agent: Any, script: Callable[[str], str], *, idle_s: float = 20.0, tokens: int = 4000
+) -> list[Trajectory]:
     session = ScriptedSession(chat, task(max_new_tokens=tokens, label="3"), script)
     async with Endpoint(chat, "hermes", lambda name, by=1: None) as endpoint:
         return await AgentProgram(agent, endpoint, idle_s=idle_s)(session.task, session)
@@ -275,7 +277,8 @@ async def test_an_agent_that_hangs_raises_or_asks_nothing_is_named(chat: Chat) -
 
     async def silent(*_: Any) -> None: ...
 
-    for agent, error, says in ((hangs, AgentHangs, "neither called"), (raises, KeyError, "lost"), (silent, Poison, "without a call")):
+    cases = ((hangs, AgentHangs, "neither called"), (raises, KeyError, "lost"), (silent, Poison, "without a call"))
+    for agent, error, says in cases:
         with pytest.raises(error, match=says):
             await play(chat, agent, lambda _: "a", idle_s=0.2)
 
