@@ -161,9 +161,18 @@ class Tokenizer:
 
 def vocabulary_of(model_dir: str) -> int:
     """Number of token ids of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "vocab_size")
+
+
+def context_of(model_dir: str) -> int:
+    """Most tokens of one sequence of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "max_position_embeddings")
+
+
+def _configured(model_dir: str, name: str) -> int:
     try:
         config = json.loads((Path(model_dir) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
+        size = config.get(name) or config.get("text_config", {}).get(name) or 0
     except (OSError, ValueError, AttributeError):
         return 0
     return size if isinstance(size, int) and size > 0 else 0

@@ -85,7 +85,7 @@ STEPS = Task(
     draw_lesson=draw_lesson,
     careless=careless,
     vocabulary=(*SPECIAL, *"0123456789+-*;=", CALL, CALLED, *TOLD),
-    max_tokens=160,
+    max_tokens=256,
     data_seed=20261123,
     train=2400,
     held_out=240,

@@ -291,6 +291,15 @@ def checkpoint_options_agree(s: Flat) -> None:
         raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
 
 
+def tools_and_agents_have_what_they_need(s: Flat) -> None:
+    if s.tools and s.custom_agent_function_path:
+        raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
+    if s.tools and not s.apply_chat_template:
+        raise refusal("tools", s.tools, "the chat template shows them to the model", "Add --apply-chat-template.")
+    if ("search" in s.tools) != (s.tool_corpus is not None):
+        raise refusal("tool_corpus", s.tool_corpus, "the tool search looks into it", "Give both or neither.")
+
+
 def debug_modes_exclude_each_other(s: Flat) -> None:
     if s.debug_rollout_only and (s.debug_train_only or s.load_debug_rollout_data):
         raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
@@ -319,6 +328,7 @@ RULES: tuple[Rule, ...] = (
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
+    tools_and_agents_have_what_they_need,
     the_template_has_what_it_takes,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,

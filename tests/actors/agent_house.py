@@ -51,8 +51,8 @@ class ScriptedSession:
 
     replaying = False
 
-    def __init__(self, chat: Chat, of: Task, script: Callable[[str], str], *, chunk: int = 3, ended: bool = True) -> None:
-        self.task, self._chat, self._script, self._chunk, self._ended = of, chat, script, chunk, ended
+    def __init__(self, chat: Chat, of: Task, script: Callable[[str], str], *, chunk: int = 3) -> None:
+        self.task, self._chat, self._script, self._chunk = of, chat, script, chunk
         self.left = of.sampling.max_new_tokens
         self.seen: list[list[int]] = []
         self.made: list[Segment] = []
@@ -65,7 +65,7 @@ class ScriptedSession:
         sampling, call = sampling or self.task.sampling, len(self.seen)
         self.seen.append(list(tokens))
         self.asked.append(sampling)
-        answer = self._chat.encode(self._script(self._chat.decode(tokens))) + ([END] if self._ended else [])
+        answer = [*self._chat.encode(self._script(self._chat.decode(tokens))), END]
         most = min(self.left, sampling.max_new_tokens)
         ids, finish = answer[:most], "stop" if len(answer) <= most else "length"
         for n in range(self._chunk, len(ids) + self._chunk, self._chunk):

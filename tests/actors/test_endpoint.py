@@ -47,11 +47,11 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    chat: Chat, script: Callable[[str], str], of: Task | None = None, *, ended: bool = True
+    chat: Chat, script: Callable[[str], str], of: Task | None = None, *, context: int = 0
 ) -> AsyncIterator[Served]:
     counts: Counter[str] = Counter()
-    session = ScriptedSession(chat, of or task(), script, ended=ended)
-    async with Endpoint(chat, "hermes", lambda name, by=1: counts.update({name: by})) as endpoint:
+    session = ScriptedSession(chat, of or task(), script)
+    async with Endpoint(chat, "hermes", lambda name, by=1: counts.update({name: by}), context=context) as endpoint:
         async with endpoint.episode(session.task, session) as (episode, key):
             async with AsyncOpenAI(base_url=endpoint.url, api_key=key, max_retries=0) as client:
                 yield Served(client, session, episode, counts)
@@ -189,6 +189,12 @@ async def test_log_probs_are_the_tokens_own_and_limits_hold(chat: Chat) -> None:
         with pytest.raises(openai.BadRequestError, match="used up its 6 tokens"):
             await served.ask([user("?")])
         assert served.episode.spent
+    async with serving(chat, lambda _: "abc", context=30) as served:
+        used = (await served.ask([user("?")])).usage.prompt_tokens
+        await served.ask([user("?" * (29 - used + 1))])
+        assert served.session.asked[1].max_new_tokens == 1
+        with pytest.raises(openai.BadRequestError, match="30 tokens leave no room of 30"):
+            await served.ask([user("?" * (30 - used + 1))])
 
 
 async def test_training_draws_as_the_run_does_and_evaluation_as_asked(chat: Chat) -> None:

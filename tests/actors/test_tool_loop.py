@@ -1,4 +1,4 @@
-"""The shipped program of several turns: calls are answered behind the model's own tokens, and what is wrong is told to the model."""
+"""The shipped program of several turns: calls are answered behind the model's own tokens, and the model is told what is wrong."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def play(
-    chat: Chat, script: Callable[[str], str], *, max_turns: int = 4, tokens: int = 4000
+    chat: Chat, script: Callable[[str], str], *, max_turns: int = 4, tokens: int = 4000, context: int = 0
 ) -> tuple[Trajectory, ScriptedSession, Counter[str]]:
     counts: Counter[str] = Counter()
     of = task(chat.render([{"role": "user", "content": "3*4?"}]), max_new_tokens=tokens)
     session = ScriptedSession(chat, of, script)
     async with Toolbox(["calculator"]) as toolbox:
-        loop = ToolLoop(chat, "hermes", toolbox, max_turns=max_turns, count=lambda name, by=1: counts.update({name: by}))
+        loop = ToolLoop(
+            *(chat, "hermes", toolbox), max_turns=max_turns, context=context, count=lambda name, by=1: counts.update({name: by})
+        )
         [found] = await loop(of, session)
     return found, session, counts
 
 
 async def test_calls_are_answered_until_the_model_answers_without_one(chat: Chat) -> None:
     def script(text: str) -> str:
-        return "It is 12." if "12<e>" in text else f"First {call('calculator', expression='3*4')}{call('calculator', expression='1/0')}"
+        calls = call("calculator", expression="3*4") + call("calculator", expression="1/0")
+        return "It is 12." if "12<e>" in text else f"First {calls}"
 
     found, session, counts = await play(chat, script)
     assert [s.kind for s in found.segments] == ["model", "env", "model"] and found.response == "It is 12."
@@ -73,6 +76,15 @@ async def test_a_model_that_calls_for_ever_is_stopped_by_turns_and_by_tokens(cha
     assert found.segments[-1].finish == "length" and found.segments[-1].kind == "model"
 
 
+@pytest.mark.parametrize("context", [120, 140, 200])
+async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat, context: int) -> None:
+    found, session, counts = await play(chat, lambda _: call("calculator", expression="1+1"), max_turns=9, context=context)
+    length = len(found.prompt) + sum(len(segment.tokens) for segment in found.segments)
+    assert length <= context and found.segments[-1].kind == "model"
+    assert all(len(seen) + asked.max_new_tokens <= context for seen, asked in zip(session.seen, session.asked, strict=True))
+    assert counts["context_used_up"] == (found.segments[-1].finish == "stop")
+
+
 async def test_the_quickstart_s_right_answers_are_what_the_loop_plays(tmp_path: Path) -> None:
     """Token by token: the warm start teaches what generation will ask for, and the environment's part is what the tool says."""
     save_tokenizer(tmp_path, STEPS)
@@ -82,7 +94,7 @@ async def test_the_quickstart_s_right_answers_are_what_the_loop_plays(tmp_path: 
         loop = ToolLoop(chat, "hermes", toolbox, max_turns=5, count=lambda *_: None)
         for problem in STEPS.different(30, seed=3):
             written = STEPS.encode(problem.written)
-            turns = [part for part in problem.written.split("<eos>")]
+            turns = problem.written.split("<eos>")
             said = iter([turn.rpartition("</tool_response>")[2] for turn in turns])
             prompt = chat.render([{"role": "user", "content": problem.prompt}])
             assert prompt == STEPS.encode(problem.prompt)

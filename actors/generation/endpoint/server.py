@@ -21,6 +21,7 @@ from actors.generation.endpoint import request as wire
 from actors.generation.endpoint.calls import OPENINGS, parse
 from actors.generation.endpoint.dialogue import BadMessages, Dialogues, Message, Place, plain
 from actors.generation.endpoint.request import BadRequest, ChatBody, Json
+from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.runtime.chat import BadChat, Chat
 from bus.errors import Poison
@@ -43,10 +44,10 @@ class Episode:
 
 class Endpoint:
     """One worker's. `kind`: the format of tool calls. `count`: called with a name for what an operator should see the number of.
-    Use as `async with`."""
+    `context`: most tokens of a sequence, 0 = any. Use as `async with`."""
 
-    def __init__(self, chat: Chat, kind: str, count: Count, model: str = "policy") -> None:
-        self._chat, self._kind, self._count, self._model = chat, kind, count, model
+    def __init__(self, chat: Chat, kind: str, count: Count, *, context: int = 0, model: str = "policy") -> None:
+        self._chat, self._kind, self._count, self._context, self._model = chat, kind, count, context, model
         self._episodes: dict[str, Episode] = {}
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -117,7 +118,11 @@ class Endpoint:
             return _error(400, f"the episode has used up its {task.sampling.max_new_tokens} tokens", "context_length_exceeded")
         messages = plain(body.messages)
         place = episode.dialogues.place(messages, body.offered)
-        sampling, overruled = wire.sampling_of(body, task.sampling, as_asked=bool(task.eval_name))
+        if 0 < self._context <= len(place.tokens):
+            self._count("context_used_up")
+            return _error(400, f"{len(place.tokens)} tokens leave no room of {self._context}", "context_length_exceeded")
+        room = within(task.sampling, place.tokens, self._context)
+        sampling, overruled = wire.sampling_of(body, room, as_asked=bool(task.eval_name))
         if overruled:
             self._count("sampling_overruled")
         number, episode.answers = episode.answers, episode.answers + 1
