@@ -135,7 +135,7 @@ async def worker(url: str, bus_url: str, run: str, name: str, n: int) -> dict[st
 
 async def fill(bus_url: str, run: str, n: int, tokens: int, at_once: int) -> None:
     """A run with `n` samples to generate and a version to serve."""
-    knobs = plain_knobs(sglang_server_concurrency=at_once, partial_save_tokens=SAVE_TOKENS)
+    knobs = plain_knobs(sglang_server_concurrency=at_once, partial_rollout=True, partial_save_tokens=SAVE_TOKENS)
     async with Bus(BusConfig(url=bus_url, run=run)) as bus:
         await bus.make_readers()
         await publish_initial(bus, knobs, plain_kinds())

@@ -56,7 +56,9 @@ class Worker:
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        self._programs = Programs(context, spec.program, spec.program_deadline_s, program)
+        self._programs = Programs(
+            context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
+        )
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set())
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None

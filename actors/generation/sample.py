@@ -157,10 +157,6 @@ class Running:
         """Whether any call was answered, wholly or in part."""
         return bool(self.told) or any(turn.tokens for turn in self.turns.values())
 
-    def knows(self, no: int) -> bool:
-        """Whether a call of this number was begun before."""
-        return no in self.turns or no in self.told
-
     def open(self, no: int, asked: array[int]) -> Turn:
         """A new turn."""
         turn = Turn(no, asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     mask_offpolicy: bool = False
     program: str = ""
     """Rollout program by dotted path; empty = one turn in answer to the prompt."""
+    program_values: dict[str, Any] = {}
+    """What a program of Miles' signature finds on its `args`, beside the settings."""
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
     agent: AgentSpec | None = None

@@ -11,6 +11,7 @@ from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.settings.colocate import engine_args, gives_back
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
 
@@ -52,6 +53,9 @@ def generation_spec(
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
+        program=settings.rollout.custom_generate_function_path or "",
+        program_deadline_s=settings.rollout.rollout_timeout_s,
+        program_values=custom_config(settings.rollout.custom_config_path),
         agent=_agent(settings.rollout),
     )
 

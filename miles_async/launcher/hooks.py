@@ -16,11 +16,15 @@ from actors.runtime.rows import value_at
 from miles_async.launcher.plan import objective_config, training_data
 from miles_async.launcher.preflight import check_prompt_data
 from miles_async.settings.catalog import catalog
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
-CALLED = ("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path")
+CALLED = (
+    *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
+    *("custom_generate_function_path", "custom_agent_function_path"),
+)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -38,6 +42,11 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
+    values: dict[str, object] = {}
+    try:
+        values = custom_config(s.custom_config_path)
+    except SettingsError as error:
+        refused.found.append(error)
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
@@ -46,6 +55,7 @@ def check_hooks(settings: RunSettings) -> None:
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
             "data": training_data(settings, ""),
+            "values": values,
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()

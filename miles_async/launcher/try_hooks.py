@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from actors.generation.rollouts.adapters import SIGNATURE, program_of
+from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
@@ -29,6 +31,8 @@ SIGNATURES = {
     "custom_rm_path": "(sample: dict) -> number or table, may be async",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named",
+    "custom_generate_function_path": SIGNATURE,
+    "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
 FIRST_ROWS = 100
@@ -44,6 +48,7 @@ class Ask(msgspec.Struct):
     reward_key: str = ""
     deadline_s: float = 30.0
     data: DataSpec | None = None
+    values: dict[str, Any] = {}
 
 
 def problem_of(field: str, path: str, ask: Ask) -> str:
@@ -52,6 +57,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         hook = load_hook(path)
     except Exception as error:  # noqa: BLE001 - the user's module runs while it is imported
         return f"cannot be loaded: {type(error).__name__}: {error}"
+    if field == "custom_generate_function_path":
+        return _rollout_problem(path, ask)
     given = _given(field, ask)
     try:
         inspect.signature(hook).bind(*given)
@@ -59,6 +66,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be called as it will be: {error}"
     except ValueError:
         pass  # a builtin that tells no signature
+    if field == "custom_agent_function_path":
+        return ""  # what it needs is a model that answers
     try:
         answer = _answer(hook, given, ask.deadline_s)
     except (OSError, TimeoutError):
@@ -72,9 +81,19 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return str(error)
 
 
+def _rollout_problem(path: str, ask: Ask) -> str:
+    """A program is run on an engine that says two tokens a turn."""
+    s = ask.sample
+    program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
+    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s)
+    return asyncio.run(asked)
+
+
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
         return (ask.sample.as_dict(),)
+    if field == "custom_agent_function_path":
+        return None, "http://127.0.0.1/v1", "sk"
     if field == "data_source_path":
         assert ask.data is not None
         return (sources_of(ask.data.path)[0].path,)

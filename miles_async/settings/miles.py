@@ -9,6 +9,8 @@ OTHERWISE: dict[str, str] = {
     "actor_num_nodes": "only 1",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
+    "custom_config_path": "only what generate functions find on args",
+    "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
@@ -33,7 +35,7 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    "custom_advantage_function_path",
+    *("custom_advantage_function_path", "rollout_timeout_s"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
@@ -59,9 +61,19 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
-        "Samples are one answer to one prompt: there are no agents, tools or pictures.",
-        "--custom-generate-function-path --custom-agent-function-path --generate-* --multimodal-keys --session-* "
-        "--use-session-server --tito-model --rollout-function-path --rollout-task-type --log-multi-turn "
+        "There is no batch that one function could make: samples begin and end each for itself. Give "
+        "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
+        "--rollout-function-path --rollout-all-samples-process-path --rollout-stop",
+    ),
+    (
+        "What is trained of a sample follows from its segments (docs/rollouts.md); its reward is changed by "
+        "--custom-reward-post-process-path, whole samples are left out by --dynamic-sampling-filter-path.",
+        "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
+    ),
+    (
+        "Tools are --tools; there are no pictures.",
+        "--generate-* --multimodal-keys --session-* "
+        "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
     ),
     ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "

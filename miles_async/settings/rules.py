@@ -191,7 +191,8 @@ def data_of_a_function_has_a_known_end(s: Flat) -> None:
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    own = {name: path for name in ("custom_rm_path", "data_source_path") if (path := getattr(s, name)) is not None}
+    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
+    own = {name: path for name in names if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
             raise refusal(name, path, "not a dotted path", "Write package.module.function.")
@@ -294,6 +295,9 @@ def checkpoint_options_agree(s: Flat) -> None:
 def tools_and_agents_have_what_they_need(s: Flat) -> None:
     if s.tools and s.custom_agent_function_path:
         raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
+    own = s.custom_generate_function_path
+    if own and (s.tools or s.custom_agent_function_path):
+        raise refusal("custom_generate_function_path", own, "it is the rollout, and so are tools and an agent", "Keep one of them.")
     if s.tools and not s.apply_chat_template:
         raise refusal("tools", s.tools, "the chat template shows them to the model", "Add --apply-chat-template.")
     if ("search" in s.tools) != (s.tool_corpus is not None):

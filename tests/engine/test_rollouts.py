@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import pytest
 
 from actors.generation import turns
 from actors.generation.actor import Worker
-from actors.generation.engine import Chunk, Engine, GenerateRequest
-from actors.generation.rollouts import Session, Task, Trajectory, env, live
+from actors.generation.engine import Engine
+from actors.generation.rollouts import Session, live
 from actors.generation.spec import GenerationSpec
+from actors.reward.sample import Sample
 from actors.runtime import consume
 from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
@@ -25,102 +26,12 @@ from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
+from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.engine.scripted import ScriptedEngine, sample
+from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Talker, token_at
+from tests.engine.scripted import sample
 from tests.engine.workers import order
-
-ASKED: list[tuple[Any, ...]] = []  # what the environment was asked, in all lives of a worker
-STATE: dict[str, Any] = {}
-PLUS = 40
-HERE = "tests.engine.test_rollouts"
-
-
-class Talker(ScriptedEngine):
-    """Each token follows from its position; every fourth one ends the turn."""
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        self.starts.append((request.rid, frozenset()))
-        for made in range(1, request.max_new_tokens + 1):
-            await asyncio.sleep(0)
-            await self._goes.wait()
-            token = token_at(len(request.input_ids) + made - 1)
-            finish = "stop" if token == 0 else "length" if made == request.max_new_tokens else None
-            yield Chunk([token], [-token / 64], self.version, finish)  # type: ignore[arg-type]
-            if finish:
-                return
-
-
-def token_at(position: int) -> int:
-    return 0 if position % 4 == 3 else 10 + position % 50
-
-
-def add(sample_id: str, turn: int, tokens: list[int]) -> int:
-    """The environment: plain and slow enough to run in a thread."""
-    ASKED.append((sample_id, turn, tuple(tokens)))
-    return sum(tokens) % 30
-
-
-async def calculator(task: Task, session: Session) -> list[Trajectory]:
-    """Three turns of the model with an answer of a tool between two of them."""
-    ids, segments = list(task.prompt), []
-    for turn in range(3):
-        said = await session.generate(ids)
-        segments.append(said)
-        if turn < 2:
-            told = env([PLUS, await session.tell("add", add, task.sample_id, turn, said.tokens)])
-            segments.append(told)
-            ids += said.tokens + told.tokens
-        if gate := STATE.get(f"behind turn {turn}"):
-            await gate(session)
-    return [Trajectory(task.prompt, segments)]
-
-
-async def capricious(task: Task, session: Session) -> list[Trajectory]:
-    """Asks for something else each time it is run."""
-    STATE["runs"] = STATE.get("runs", 0) + 1
-    said = await session.generate([*task.prompt, STATE["runs"]])
-    await session.tell("once", add, task.sample_id, 0, [])
-    if STATE["runs"] == 1:
-        raise RuntimeError("the network was away")
-    return [Trajectory(task.prompt, [env([STATE["runs"]]), said])]
-
-
-async def forgetful(task: Task, session: Session) -> list[Trajectory]:
-    """Its environment is gone with the process."""
-    STATE["runs"] = STATE.get("runs", 0) + 1
-    said = await session.generate(task.prompt)
-    told = await session.tell("once", add, task.sample_id, STATE["runs"], [])
-    if STATE["runs"] == 1:
-        raise RuntimeError("the browser died")
-    again = await session.generate([*task.prompt, *said.tokens, told])
-    return [Trajectory(task.prompt, [said, env([told]), again], reward=0.5, metadata={"told": told})]
-
-
-forgetful.resumable = False  # type: ignore[attr-defined]
-
-
-async def broken(task: Task, session: Session) -> list[Trajectory]:
-    raise KeyError("no such tool")
-
-
-async def rewriting(task: Task, session: Session) -> list[Trajectory]:
-    """Two histories, and a turn that is thrown away."""
-    first = await session.generate(task.prompt)
-    await session.generate([9, 9])
-    prompt = [*task.prompt, PLUS, *first.tokens[:1]]
-    second = await session.generate(prompt)
-    return [Trajectory(task.prompt, [first]), Trajectory(prompt, [second.first(2)])]
-
-
-async def twice(task: Task, session: Session) -> list[Trajectory]:
-    said = await session.generate(task.prompt)
-    return [Trajectory(task.prompt, [said, said])]
-
-
-async def invented(task: Task, session: Session) -> list[Trajectory]:
-    said = await session.generate(task.prompt)
-    return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +50,8 @@ async def house(
     redis_url: str, run_name: str, program: str, group: str = "g", **knobs: Any
 ) -> AsyncIterator[tuple[Bus, GenerationSpec]]:
     """A bus with a version served and one sample to generate."""
-    spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.{program}")
+    path = f"{HERE}.{program}"
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=path, program_values={"plus": PLUS})
     async with open_bus(redis_url, run_name, groups=(group,), knobs={"partial_save_tokens": 2, **knobs}) as bus:
         await put(bus, PROMPTS, with_stop(task(group)))
         yield bus, spec
@@ -370,8 +282,9 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at test_rollouts.py:"),
+        ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at rollout_programs.py:"),
         ("twice", "is in two trajectories, or twice in one"),
+        ("retokenised", "are not what args.post answered"),
         ("invented", "as the model's that no call of this session made"),
     ],
 )
@@ -380,6 +293,15 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
 ) -> None:
     rollout, _, [letter] = await played(redis_url, run_name, program)
     assert isinstance(rollout, RolloutLost) and said in letter.error
+
+
+@pytest.mark.parametrize("program", ["generate", "newer"])
+async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str, run_name: str, program: str) -> None:
+    rollout, accounts, dead = await played(redis_url, run_name, program)
+    assert not dead and [(span.made, span.n) for span in rollout.response.spans] == [(True, 2), (False, 1), (True, 3)]
+    assert unpack_ints(rollout.response.tokens) == [token_at(2), 0, PLUS, *map(token_at, (5, 6, 7))]
+    assert (rollout.episode.reward, rollout.episode.metadata) == ({"score": 1.0}, {"turns": 2})
+    assert accounts.tokens_generated == rollout.n_made == 5
 
 
 async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str, run_name: str) -> None:
@@ -401,3 +323,24 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("rollout_programs.calculator", ""),
+        ("rollout_programs.generate", ""),
+        ("rollout_programs.broken", "raised KeyError: 'no such tool' at rollout_programs.py:"),
+        ("rollout_programs.twice", "in two trajectories"),
+        ("rollout_programs.retokenised", "not what args.post answered"),
+        ("rollout_programs.add", "raised TypeError"),
+        ("rollout_programs.hanging", "did not end within its deadline (0.5 s) at rollout_programs.py:"),
+        ("rollout_programs.nowhere", "cannot be loaded"),
+    ],
+)
+def test_each_program_is_tried_before_a_run_starts(name: str, problem: str) -> None:
+    made = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
+    field = "custom_generate_function_path"
+    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=0.5, values={"plus": 7})
+    found = problem_of(field, ask.paths[field], ask)
+    assert problem in found and bool(problem) == bool(found)

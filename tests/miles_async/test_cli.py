@@ -130,13 +130,16 @@ def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
         "def words(sample):\n    return 'good'\n"
         "def raises(samples):\n    return samples[0]['reward']\n"
         "def none(step, waiting):\n    return None\n"
+        "async def nothing(task, session):\n    return None\n"
     )
     words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --wandb-project x --rm-type none "
     words += "--custom-rm-path mine.two --dynamic-sampling-filter-path mine.raises --buffer-filter-path mine.none"
+    words += " --custom-generate-function-path mine.nothing --custom-config-path gone.yaml"
     done = in_process("train", "c.toml", "--dry-run", *words.split(), cwd=tmp_path)
     said = [line.removeprefix("miles-async train: ").split(" ")[0] for line in done.stderr.splitlines()]
     fields = ["--wandb-project", "min_lr", "hf_checkpoint", "prompt_data"]
-    assert (done.returncode, said) == (2, [*fields, "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"])
+    fields += ["custom_config_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"]
+    assert (done.returncode, said) == (2, [*fields, "custom_generate_function_path"])
     assert "(sample: dict) -> number or table" in done.stderr and "raised TypeError" in done.stderr
     done = in_process("train", "c.toml", "--dry-run", "--rm-type", "none", "--custom-rm-path", "mine.words", cwd=tmp_path)
     assert done.returncode == 2 and "it gave str 'good', not a number" in done.stderr

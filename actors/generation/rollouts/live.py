@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from actors.generation.rollouts.session import Program, Segment, Task, Trajectory, Watch
+from actors.generation.rollouts import Program, Segment, Task, Trajectory
+from actors.generation.rollouts.session import Watch
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
@@ -110,10 +111,6 @@ class Live:
     @property
     def left(self) -> int:
         return max(0, self._running.remaining)
-
-    @property
-    def replaying(self) -> bool:
-        return self._running.knows(self._next)
 
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None

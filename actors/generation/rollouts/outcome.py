@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET
 
-from actors.generation.rollouts.session import Segment, Trajectory
+from actors.generation.rollouts import Segment, Trajectory
 from actors.generation.sample import Running
 from actors.runtime.content import tokens_fault
 from bus.errors import Poison

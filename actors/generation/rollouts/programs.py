@@ -7,18 +7,21 @@ letter. One that fails for every sample costs none: they wait, and the run ends 
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from actors.generation.rollouts import single
+from actors.generation.rollouts import Program, Trajectory, single
+from actors.generation.rollouts.adapters import Decode, program_of
 from actors.generation.rollouts.live import Live
-from actors.generation.rollouts.session import Program, Trajectory
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
 from actors.runtime.context import Context
-from actors.runtime.hooks import load_hook
+from actors.runtime.prompts import Tokenizer
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
 from bus import Entry
@@ -26,7 +29,7 @@ from bus.errors import Poison, Transient
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 MOST_TRIES = 4  # of one sample
-ROOT = str(Path(__file__).parents[3])
+NOT_THEIRS = (*(str(Path(__file__).parents[3] / name) for name in ("actors", "bus")), sysconfig.get_path("stdlib"))
 
 
 class ProgramFailed(Transient):
@@ -34,12 +37,23 @@ class ProgramFailed(Transient):
 
 
 class Programs:
-    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. Raises Refused when it cannot be loaded."""
+    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. `extra`: the user's own values for Miles'
+    `args`. Raises Refused when it cannot be loaded."""
 
-    def __init__(self, context: Context, path: str, deadline_s: float, program: Program | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        path: str,
+        deadline_s: float,
+        extra: Mapping[str, Any],
+        model_dir: str,
+        program: Program | None = None,
+    ) -> None:
         self._context = context
         self._name = path or str(program or "single turn")
-        self._program: Program = load_hook(path) if path else program or single.rollout
+        self._program: Program = program or single.rollout
+        if path:
+            self._program = program_of(path, lambda: {**context.knobs.values, **extra}, _decoder(model_dir))
         self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
@@ -72,10 +86,21 @@ class Programs:
         return running.again()
 
 
+def _decoder(model_dir: str) -> Decode:
+    """Token ids to text, by the model's tokenizer, which is loaded when it is first asked; no text where no model is known."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer(model_dir)
+
+    return lambda ids: tokenizer().decode(ids) if model_dir else ""
+
+
 def said(error: BaseException, deadline_s: Any = None) -> str:
     """An exception in one line, with the place in the user's own code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((ROOT + "/actors", ROOT + "/bus"))] or frames
+    inner = error.__cause__ if isinstance(error, TimeoutError) and error.__cause__ is not None else error
+    frames = traceback.extract_tb(inner.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
     where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
     if isinstance(error, TimeoutError) and not str(error):
         return f"did not end within its deadline ({deadline_s} s){where}"

@@ -90,11 +90,6 @@ class Session(Protocol):
         """Tokens of the model that the sample's `max_new_tokens` still leaves."""
         ...
 
-    @property
-    def replaying(self) -> bool:
-        """Whether the next call is answered from the journal."""
-        ...
-
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
     ) -> Segment:

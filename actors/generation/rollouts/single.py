@@ -1,6 +1,6 @@
 """The shipped program: one turn in answer to the prompt."""
 
-from actors.generation.rollouts.session import Session, Task, Trajectory
+from actors.generation.rollouts import Session, Task, Trajectory
 
 
 async def rollout(task: Task, session: Session) -> list[Trajectory]:

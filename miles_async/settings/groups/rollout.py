@@ -148,6 +148,17 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     ] = 3
     num_reward_workers: Annotated[int, doc("Reward scorer processes.", unit="processes", ge=1)] = 1
 
+    custom_generate_function_path: Annotated[
+        str | None,
+        doc("Dotted path of your own rollout program (docs/rollouts.md), or of a generate function written for Miles."),
+    ] = None
+    rollout_timeout_s: Annotated[
+        float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0)
+    ] = 3600.0
+    custom_config_path: Annotated[
+        str | None, doc("TOML, JSON or YAML file with a table of values that generate functions written for Miles find on args.")
+    ] = None
+
     dynamic_sampling_filter_path: Annotated[
         str,
         doc(

@@ -1,0 +1,55 @@
+"""Runs a rollout program once, on a made-up sample and an engine that answers two tokens, before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from actors.generation.engine import Chunk
+from actors.generation.rollouts import Program
+from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.outcome import outcome_of
+from actors.generation.rollouts.programs import said
+from actors.generation.sample import Running, Turn
+from actors.generation.turns import Turns
+from bus import Entry
+from bus.messages.base import pack_ints
+from bus.messages.samples import SampleTask, Sampling
+from bus.messages.versions import PolicyVersion
+from bus.topology import PROMPTS
+
+VERSIONS = {"1": PolicyVersion(1, 0)}
+
+
+class _Answers:
+    """An engine that says two tokens a turn."""
+
+    worker = "probe"
+
+    async def run(self, entry: Entry, running: Running, turn: Turn, sampling: Sampling, more: Any = None) -> None:
+        running.take(turn, Chunk([1, 2], [-0.5, -0.5], "1"), VERSIONS)
+        turn.finish = "stop"
+        if more is not None:
+            more(turn)
+        await asyncio.sleep(0)
+
+
+async def problem_of(program: Program, *, prompt: str, label: str, metadata: dict[str, Any], deadline_s: float) -> str:
+    """Why a program cannot be used; empty when it can."""
+    task = SampleTask(
+        sample_id="try/0", group_id="try", index=0, n_samples=1, prompt_id="try", prompt_tokens=pack_ints([1]), label=label,
+        prompt_text=prompt, metadata=metadata, sampling=Sampling(max_new_tokens=64),
+    )  # fmt: skip
+    running = Running(task)
+
+    async def admit(_: Running) -> None:
+        return None
+
+    entry = Entry("0-1", PROMPTS, "generation", {}, b"", 0)
+    live = Live(cast(Turns, _Answers()), admit, entry, running, saves=False)
+    try:
+        found = await live.play(program, deadline_s)
+        outcome_of(found, running)
+    except Exception as error:  # noqa: BLE001 - whatever the user's program raises
+        return said(error, deadline_s)
+    return ""

@@ -1,0 +1,139 @@
+"""Rollout programs that tests name by their path, the environment that they ask, and an engine whose tokens follow from their
+position."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from actors.generation.engine import Chunk, GenerateRequest
+from actors.generation.rollouts import Session, Task, Trajectory, env
+from tests.engine.scripted import ScriptedEngine
+
+ASKED: list[tuple[Any, ...]] = []  # what the environment was asked, in all lives of a worker
+STATE: dict[str, Any] = {}
+PLUS = 40
+HERE = __name__
+
+
+class Talker(ScriptedEngine):
+    """Each token follows from its position; every fourth one ends the turn."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.starts.append((request.rid, frozenset()))
+        for made in range(1, request.max_new_tokens + 1):
+            await asyncio.sleep(0)
+            await self._goes.wait()
+            token = token_at(len(request.input_ids) + made - 1)
+            finish = "stop" if token == 0 else "length" if made == request.max_new_tokens else None
+            yield Chunk([token], [-token / 64], self.version, finish)  # type: ignore[arg-type]
+            if finish:
+                return
+
+
+def token_at(position: int) -> int:
+    return 0 if position % 4 == 3 else 10 + position % 50
+
+
+def add(sample_id: str, turn: int, tokens: list[int]) -> int:
+    """The environment: plain and slow enough to run in a thread."""
+    ASKED.append((sample_id, turn, tuple(tokens)))
+    return sum(tokens) % 30
+
+
+async def calculator(task: Task, session: Session) -> list[Trajectory]:
+    """Three turns of the model with an answer of a tool between two of them."""
+    ids, segments = list(task.prompt), []
+    for turn in range(3):
+        said = await session.generate(ids)
+        segments.append(said)
+        if turn < 2:
+            told = env([PLUS, await session.tell("add", add, task.sample_id, turn, said.tokens)])
+            segments.append(told)
+            ids += said.tokens + told.tokens
+        if gate := STATE.get(f"behind turn {turn}"):
+            await gate(session)
+    return [Trajectory(task.prompt, segments)]
+
+
+async def capricious(task: Task, session: Session) -> list[Trajectory]:
+    """Asks for something else each time it is run."""
+    STATE["runs"] = STATE.get("runs", 0) + 1
+    said = await session.generate([*task.prompt, STATE["runs"]])
+    await session.tell("once", add, task.sample_id, 0, [])
+    if STATE["runs"] == 1:
+        raise RuntimeError("the network was away")
+    return [Trajectory(task.prompt, [env([STATE["runs"]]), said])]
+
+
+async def forgetful(task: Task, session: Session) -> list[Trajectory]:
+    """Its environment is gone with the process."""
+    STATE["runs"] = STATE.get("runs", 0) + 1
+    said = await session.generate(task.prompt)
+    told = await session.tell("once", add, task.sample_id, STATE["runs"], [])
+    if STATE["runs"] == 1:
+        raise RuntimeError("the browser died")
+    again = await session.generate([*task.prompt, *said.tokens, told])
+    return [Trajectory(task.prompt, [said, env([told]), again], reward=0.5, metadata={"told": told})]
+
+
+forgetful.resumable = False  # type: ignore[attr-defined]
+
+
+async def hanging(task: Task, session: Session) -> list[Trajectory]:
+    await asyncio.sleep(60)
+    return []
+
+
+async def broken(task: Task, session: Session) -> list[Trajectory]:
+    raise KeyError("no such tool")
+
+
+async def rewriting(task: Task, session: Session) -> list[Trajectory]:
+    """Two histories, and a turn that is thrown away."""
+    first = await session.generate(task.prompt)
+    await session.generate([9, 9])
+    prompt = [*task.prompt, PLUS, *first.tokens[:1]]
+    second = await session.generate(prompt)
+    return [Trajectory(task.prompt, [first]), Trajectory(prompt, [second.first(2)])]
+
+
+async def twice(task: Task, session: Session) -> list[Trajectory]:
+    said = await session.generate(task.prompt)
+    return [Trajectory(task.prompt, [said, said])]
+
+
+async def invented(task: Task, session: Session) -> list[Trajectory]:
+    said = await session.generate(task.prompt)
+    return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """As written for Miles, but for `args.post`: two answers of the engine with a tool's between them."""
+    response: list[int] = []
+    mask: list[int] = []
+    for turn in range(2):
+        payload = {"input_ids": sample.tokens + response, "sampling_params": sampling_params, "return_logprob": True}
+        output = await args.post("http://router/generate", payload)
+        said = [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+        response, mask = response + said, mask + [1] * len(said)
+        if turn == 0:
+            response, mask = [*response, args.plus], [*mask, 0]
+    sample.tokens, sample.response_length, sample.loss_mask = sample.tokens + response, len(response), mask
+    sample.reward = {"score": 1.0}
+    sample.metadata["turns"] = 2
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
+async def newer(given: Any) -> Any:
+    """The newer signature."""
+    return SimpleNamespace(samples=await generate(given.args, given.sample, given.sampling_params))
+
+
+async def retokenised(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    done = await generate(args, sample, sampling_params)
+    done.tokens[-1] += 1
+    return done
