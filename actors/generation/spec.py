@@ -20,17 +20,17 @@ from actors.runtime.context import Context
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout of several turns: with the tools that ship, or an agent of the user's behind the OpenAI interface."""
 
-    tools: tuple[str, ...] = ()
-    corpus: str = ""
-    max_turns: int = 8
-    parser: str = "auto"
+    tools: tuple[str, ...]
+    corpus: str
+    max_turns: int
+    parser: str
     """Format of tool calls; auto = the one of the chat template."""
-    function: str = ""
+    function: str
     """The agent's dotted path; empty = the tools."""
-    idle_s: float = 600.0
-    template_path: str = ""
+    idle_s: float
+    template_path: str
     """File with a chat template; empty = the model's own."""
-    template_kwargs: str = ""
+    template_kwargs: str
     """Arguments of the template, a JSON object."""
 
 

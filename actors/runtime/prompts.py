@@ -28,7 +28,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template: bool
     apply_chat_template_kwargs: str  # JSON
     chat_template_path: str
-    tools: tuple[str, ...] = ()  # that ship; shown by the chat template to rows without tools of their own
+    tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
     data_source_path: str  # function(path) -> rows, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
 

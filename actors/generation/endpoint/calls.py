@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 Tool = Mapping[str, Any]
 """A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(NamedTuple):
     """One call in text[start:end]. `error`: why it cannot be read, for the model; then name and arguments may be empty."""
 
     start: int
