@@ -144,7 +144,8 @@ def _fp8_directory(b: Any, seed: int) -> Path:
     from safetensors.torch import load_file
 
     from actors.trainer.torch_backend.fp8 import quantized, scheme_of
-    from actors.trainer.training.state import WeightFiles
+    from actors.trainer.transports.files import copied
+    from actors.trainer.transports.flat import bucketed
 
     source: Path = b.model(seed)
     target = source.with_name(f"{source.name}-fp8")
@@ -163,7 +164,7 @@ def _fp8_directory(b: Any, seed: int) -> Path:
     assert scheme is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = quantized(load_file(source / "model.safetensors", device=device), scheme)
-    WeightFiles({n: t.cpu() for n, t in tensors.items()}, {"config.json": json.dumps(config).encode()}).write(target)
+    copied(bucketed(tensors.items()), {"config.json": json.dumps(config).encode()}, target).finish()
     shutil.rmtree(beside)
     return target
 
@@ -210,11 +211,11 @@ async def _push(b: Any, client: SGLangClient, url: str, directory: Path) -> dict
     """Checksums after an FP8 version came by ipc, by SGLang's own loader and by ours (which is asked twice)."""
     from safetensors.torch import load_file
 
-    from actors.trainer.transports.flat import FlatBuffers
+    from actors.trainer.transports.flat import FlatBuffers, bucketed
     from actors.trainer.transports.ipc import IpcSender
 
     buffers = FlatBuffers()
-    buffers.fill(load_file(directory / "model.safetensors", device=f"cuda:{b.args.gpu}"))
+    buffers.fill(bucketed(load_file(directory / "model.safetensors", device=f"cuda:{b.args.gpu}").items()))
     sender = IpcSender(buffers=buffers)
     plan = sender.plan()
     await client.info()

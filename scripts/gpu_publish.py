@@ -133,12 +133,13 @@ def _write_time(model: Path, target: Path) -> float:
     """Seconds to write the weights once, as the trainer does, with their checksum."""
     from safetensors.torch import load_file
 
-    from actors.trainer.training.state import WeightFiles
+    from actors.trainer.transports.files import copied
+    from actors.trainer.transports.flat import bucketed
 
     tensors = load_file(model / "model.safetensors")
     shutil.rmtree(target, ignore_errors=True)
     began = time.monotonic()
-    WeightFiles(tensors, {}).write(target)
+    copied(bucketed(tensors.items()), {}, target).finish()
     seconds = time.monotonic() - began
     shutil.rmtree(target, ignore_errors=True)
     return round(seconds, 3)
@@ -171,7 +172,7 @@ def _versions(b: Any, device: str) -> list[dict[str, Any]]:
 
 async def ipc(b: Any) -> None:
     """CUDA IPC with trainer and engine on one GPU; then the engine's checksums against those after a load from disk."""
-    from actors.trainer.transports.flat import FlatBuffers
+    from actors.trainer.transports.flat import FlatBuffers, bucketed
     from actors.trainer.transports.ipc import IpcSender
 
     device = "cpu" if b.args.engine == "embedded" else f"cuda:{b.args.gpu}"
@@ -181,11 +182,11 @@ async def ipc(b: Any) -> None:
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
-        buffers = FlatBuffers(b.args.bucket_mib << 20, shared=b.scratch / "ipc-flat")
+        buffers = FlatBuffers(shared=b.scratch / "ipc-flat")
         sender = IpcSender(buffers=buffers)
 
         async def prepare(number: int) -> WeightManifest:
-            await asyncio.to_thread(buffers.fill, versions[number % 2])
+            await asyncio.to_thread(buffers.fill, bucketed(versions[number % 2].items(), b.args.bucket_mib << 20))
             return await put_plan(house.bus, await asyncio.to_thread(sender.plan))
 
         found, _ = await _measure(b, house, url, prepare, "ipc", first=2)
@@ -292,7 +293,7 @@ async def nccl(b: Any) -> None:
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # before torch makes its first communicator
     import torch
 
-    from actors.trainer.transports.flat import FlatBuffers
+    from actors.trainer.transports.flat import FlatBuffers, bucketed
     from actors.trainer.transports.nccl import NcclSender
 
     on_cpu = not torch.cuda.is_available()
@@ -303,7 +304,7 @@ async def nccl(b: Any) -> None:
     ):
         await _worker(house, url, b.model(0), facts)
         versions = await asyncio.to_thread(_versions, b, device)
-        buffers = FlatBuffers(b.args.bucket_mib << 20)
+        buffers = FlatBuffers()
         backend = "gloo" if on_cpu else "nccl"
         sender = NcclSender({"generation-0": 1}, name="bench", backend=backend, buffers=buffers)
         sending: list[asyncio.Task[None]] = []
@@ -322,7 +323,7 @@ async def nccl(b: Any) -> None:
             for task in sending:
                 await task
             sending.clear()
-            await asyncio.to_thread(buffers.fill, versions[number % 2])
+            await asyncio.to_thread(buffers.fill, bucketed(versions[number % 2].items(), b.args.bucket_mib << 20))
             made = await put_plan(house.bus, sender.plan())
             sending.append(asyncio.create_task(asyncio.to_thread(send)))
             return made

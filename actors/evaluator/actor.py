@@ -1,12 +1,17 @@
 """Evaluator: measures active versions on held-out prompts, beside training, on a share of its slots.
 
 Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
-Owns   what it issued last (state field `eval`); collected scores are its pending entries until the set is complete.
+Owns   what it issued last (state field `eval`), eval_samples/; collected scores are its pending entries until the set is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
+import glob
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +20,8 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
-from actors.runtime.prompts import DataSpec, Prompt, load_prompts
+from actors.runtime.prompts import DataSpec, Prompt, Tokenizer, load_prompts
+from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.errors import Poison
@@ -32,10 +38,16 @@ HEARD = ("active.state", "policy.finished")
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out data set."""
+    """One held-out data set, and how it is measured. `metadata` is laid over that of each prompt."""
 
     name: str
     data: DataSpec
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_response_len: int = 128
+    metadata: dict[str, Any] = {}
 
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +55,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     sets: tuple[EvalSet, ...]
     num_rollout: int
-    n_samples_per_prompt: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_response_len: int = 128
+    max_in_flight: int = 0  # samples; 0 = all at once
+    keep: int = 20  # evaluations whose samples are kept, for each data set
     stop_token_ids: tuple[int, ...] = ()
     rm_type: str
     before_train: bool = True
@@ -60,8 +69,11 @@ class Evaluator:
     def __init__(self, context: Context, spec: EvaluatorSpec) -> None:
         self._context = context
         self._spec = spec
-        self._prompts: list[tuple[str, Prompt]] = [(s.name, p) for s in spec.sets for p in load_prompts(s.data).prompts]
-        self._total = len(self._prompts) * spec.n_samples_per_prompt
+        self._samples: list[tuple[EvalSet, Prompt]] = []  # by number; those of a prompt stand together
+        for data in spec.sets:
+            for prompt in load_prompts(data.data).prompts:
+                self._samples += [(data, prompt)] * data.samples_per_prompt
+        self._total = len(self._samples)
         self._active: PolicyVersion | None = None
         self._final_step = -1
         self._done_step = -1
@@ -133,6 +145,10 @@ class Evaluator:
         """Put the samples of one evaluation on the bus, in guarded pieces."""
         while start.offset < self._total:
             stop = min(self._total, start.offset + TASKS_PER_COMMIT)
+            if self._spec.max_in_flight:  # the rest follows as scores come
+                stop = min(stop, len(self._members.get(f"e{start.step}", ())) + self._spec.max_in_flight)
+            if stop <= start.offset:
+                return
             then = msgspec.structs.replace(start, offset=stop)
             before = self._issued.text() if self._issued.step >= 0 else ""
             outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
@@ -143,9 +159,9 @@ class Evaluator:
             self._issued = start = then
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
-        spec = self._spec
-        name, prompt = self._prompt(number)
+        data, prompt = self._samples[number]
         sample_id = f"e{issued.step}/{number}"
+        metadata = prompt.metadata | data.metadata
         return SampleTask(
             sample_id=sample_id,
             group_id=f"e{issued.step}",
@@ -155,18 +171,18 @@ class Evaluator:
             prompt_tokens=pack_ints(prompt.token_ids),
             prompt_text=prompt.text,
             label=prompt.label,
-            rm_type=str(prompt.metadata.get("rm_type", spec.rm_type)),
-            metadata=prompt.metadata,
+            rm_type=str(metadata.get("rm_type", self._spec.rm_type)),
+            metadata=metadata,
             sampling=Sampling(
-                temperature=spec.temperature,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                max_new_tokens=spec.max_response_len,
-                stop_token_ids=spec.stop_token_ids,
-                seed=seed_for(self._context.spec.run_seed, name, sample_id) & 0x7FFFFFFF,
+                temperature=data.temperature,
+                top_p=data.top_p,
+                top_k=data.top_k,
+                max_new_tokens=data.max_response_len,
+                stop_token_ids=self._spec.stop_token_ids,
+                seed=seed_for(self._context.spec.run_seed, data.name, sample_id) & 0x7FFFFFFF,
             ),
             step=issued.step,
-            eval_name=name,
+            eval_name=data.name,
             pinned=issued.version,
         )
 
@@ -191,19 +207,17 @@ class Evaluator:
         now = self._context.clock.monotonic()
         duration_s = now - self._began.pop(group_id, now)
         issued = Issued(step, self._issued.version)
-        outs = [
-            Out(
-                EVAL_RESULTS,
-                result(
-                    data.name,
-                    [m for n, (_, m) in sorted(members.items()) if self._prompt(n)[0] == data.name],
-                    issued=issued,
-                    wall=self._context.clock.wall(),
-                    duration_s=duration_s,
-                ),
-            )
-            for data in self._spec.sets
-        ]
+        outs = []
+        for data in self._spec.sets:
+            by_prompt: dict[int, list[Scored | RolloutLost]] = {}
+            for n, (_, one) in sorted(members.items()):
+                of, prompt = self._samples[n]
+                if of is data:
+                    by_prompt.setdefault(prompt.index, []).append(one)
+            await asyncio.to_thread(self._keep, data, step, by_prompt.values())
+            wall = self._context.clock.wall()
+            measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
+            outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured)))
         commit = Commit(ack=[e for e, _ in members.values()], append=outs)
         if await self._consumer.commit(commit):
             self._done_step = max(self._done_step, step)
@@ -217,9 +231,16 @@ class Evaluator:
         if group_id != f"e{step}" or step <= self._done_step or not 0 <= number < self._total:
             raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 
-    def _prompt(self, number: int) -> tuple[str, Prompt]:
-        """Data set and prompt of a sample, by its number in the evaluation."""
-        return self._prompts[number // self._spec.n_samples_per_prompt]
+    def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:
+        """The samples of one data set as text, one JSON object a line, the worst first; the oldest evaluations' go."""
+        folder = Path(self._context.spec.run_dir) / "eval_samples"
+        folder.mkdir(exist_ok=True)
+        tokenizer = Tokenizer(data.data.tokenizer_dir)
+        scored = sorted((m for of in by_prompt for m in of if isinstance(m, Scored)), key=lambda m: m.reward)
+        lines = [msgspec.json.encode({"step": step, **readable(m, tokenizer.decode)}) + b"\n" for m in scored]
+        (folder / f"{data.name}_{step:07d}.jsonl").write_bytes(b"".join(lines))
+        for old in sorted(folder.glob(f"{glob.escape(data.name)}_{'[0-9]' * 7}.jsonl"))[: -self._spec.keep]:
+            old.unlink(missing_ok=True)
 
 
 def _dead(entry: Entry, lost: RolloutLost) -> Commit:

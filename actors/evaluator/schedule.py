@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from actors.evaluator.estimates import at_k, interval
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
 
@@ -39,17 +40,21 @@ def due(*, active_step: int, last_step: int, interval: int, before_train: bool, 
     return active_step // interval > max(last_step, 0) // interval
 
 
+Member = Scored | RolloutLost
+
+
 def result(
-    name: str, members: Sequence[Scored | RolloutLost], *, issued: Issued, wall: float, duration_s: float
+    name: str, by_prompt: Sequence[Sequence[Member]], *, issued: Issued, wall: float, duration_s: float
 ) -> EvalDone:
-    """The result of one data set, reported under the version that made most of its tokens (the older one if two made as many):
-    weights may be updated during an evaluation, and neither waits for the other."""
+    """The result of one data set, from its members by prompt, under the version that made most of its tokens (the older one if two
+    made as many): weights may be updated during an evaluation, and neither waits for the other."""
+    members = [m for of in by_prompt for m in of]
     spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.made]
     made: Counter[int] = Counter()
     for span in spans:
         made[span.version] += span.n
     version = min(made, key=lambda v: (-made[v], v)) if made else issued.version
-    metrics = summarize(name, members)
+    metrics = summarize(name, by_prompt)
     if made:
         metrics[f"eval/{name}/version_share"] = made[version] / made.total()
     return EvalDone(
@@ -76,16 +81,23 @@ def losses(members: Sequence[Scored | RolloutLost]) -> str:
     return f"{len(lost)} of {len(members)} samples lost ({reasons})" + (f", the first: {first}"[:200] if first else "")
 
 
-def summarize(name: str, members: Sequence[Scored | RolloutLost]) -> dict[str, float]:
-    """Metrics of one data set: mean reward, share truncated, share lost, mean length. Lost samples count as reward 0; if
-    all are lost there is no mean reward, because nothing was measured."""
+def summarize(name: str, by_prompt: Sequence[Sequence[Member]]) -> dict[str, float]:
+    """Metrics of one data set: mean reward with its confidence interval, pass@k and maj@k, share truncated, share lost, mean
+    length. Lost samples count as reward 0; if all are lost there is no mean reward, because nothing was measured."""
+    members = [m for of in by_prompt for m in of]
     scored = [m for m in members if isinstance(m, Scored)]
     n = max(1, len(members))
     lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}
     if not scored:
         return lost
+    rewards = [[m.reward if isinstance(m, Scored) else 0.0 for m in of] for of in by_prompt]
+    answers = [[(m.answer or "") if isinstance(m, Scored) else "" for m in of] for of in by_prompt]
+    low, high = interval(rewards)
     return {
         f"eval/{name}": sum(s.reward for s in scored) / n,
+        f"eval/{name}/ci95_low": low,
+        f"eval/{name}/ci95_high": high,
+        **{f"eval/{name}/{key}": value for key, value in at_k(rewards, answers).items()},
         f"eval/{name}-truncated_ratio": sum(s.rollout.finish == "length" for s in scored) / n,
         **lost,
         f"eval/{name}/response_len/mean": sum(s.rollout.response.n_tokens for s in scored) / len(scored),

@@ -22,6 +22,7 @@ from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 
 TRANSPORTS = ("ipc", "nccl")  # what has a plan
+FILES = ("disk", "network")  # whole files: of this host, or to be fetched first
 
 
 class WeightsUnusable(MilesAsyncError):
@@ -168,13 +169,14 @@ class Loader:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Compare the weight file with its manifest's checksum; WeightsUnusable when it is damaged or gone."""
+    """Compare the weight files with their manifest's checksum; WeightsUnusable when one is damaged or gone."""
     if not manifest.checksum:
         return
-    file = Path(manifest.path) / "model.safetensors"
+    whole = Path(manifest.path) / "model.safetensors"
+    files = sorted(whole.parent.glob("model*.safetensors")) or [whole]
     try:
-        found = checksum_of(file)
+        found = checksum_of(*files)
     except OSError as error:
-        raise WeightsUnusable(f"weights {file} not readable: {error.strerror}") from error
+        raise WeightsUnusable(f"weights {error.filename} not readable: {error.strerror}") from error
     if found != manifest.checksum:
-        raise WeightsUnusable(f"weights {file} do not match their checksum; the version is not activated")
+        raise WeightsUnusable(f"weights {files[0]} do not match their checksum; the version is not activated")

@@ -15,19 +15,31 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.generation.activation import Compared, Loader, NotCounted, TransportFailed, WeightsUnusable, check_manifest
+import msgspec
+
+from actors.generation.activation import (
+    FILES,
+    Compared,
+    Loader,
+    NotCounted,
+    TransportFailed,
+    WeightsUnusable,
+    check_manifest,
+)
 from actors.generation.attach import Attached, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, RequestRefused
 from actors.generation.pausing import pause, pause_to_count
 from actors.generation.process import EngineServer
 from actors.generation.routed import RoutedEngine
+from actors.generation.supply import Supply
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.fetch import FetchFailed
+from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
 from bus.errors import BadMessage, DeadlineExceeded
 from bus.messages.policy import Activate, WeightManifest
@@ -69,8 +81,10 @@ class EngineLink:
         verify_checksum: bool = True,
         check_equal: bool = False,
         inside: Path | None = None,
+        supply: Supply | None = None,
     ) -> None:
         self._context = context
+        self._supply = supply
         self._connect = connect
         self.process = process
         self._url = url
@@ -197,7 +211,7 @@ class EngineLink:
         """Whether these files under this version are being loaded or were loaded last; then the order says nothing new."""
         taken = self._taken
         same = taken is not None and (taken.version, taken.manifest) == (order.version, order.manifest)
-        return same and order.manifest.transport == "disk"
+        return same and order.manifest.transport in FILES
 
     def _holds(self, manifest: WeightManifest) -> bool:
         """Whether the engine serves just these files already, under another version."""
@@ -219,10 +233,14 @@ class EngineLink:
         assert engine is not None
         started = self._context.clock.monotonic()
         label = str(order.version.id)
-        plan = await self._plan(order.manifest)
-        if self._verify and plan is None:
-            await asyncio.to_thread(check_manifest, order.manifest)
+        plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
+        if manifest.transport == "network":
+            manifest = await self._fetch(order)
+            if self.state is not State.WAITING:
+                return
+        if self._verify and plan is None:
+            await asyncio.to_thread(check_manifest, manifest)
         if plan is not None and not await self._meet_trainer(engine, order, plan, given_up):
             return
         before, self._files = self.serving, None
@@ -240,11 +258,11 @@ class EngineLink:
                 if isinstance(engine, RoutedEngine):
                     await engine.flush()  # peers may have sent requests under the next version's salt already
                 try:
-                    await self._loader.load(engine, order.manifest, plan, label, counted_by)
+                    await self._loader.load(engine, manifest, plan, label, counted_by)
                 except NotCounted:
                     assert before is not None
                     engine.count_as_older(str(before.id))
-                    await self._loader.load(engine, order.manifest, plan, label)
+                    await self._loader.load(engine, manifest, plan, label)
                 if self._check_equal:
                     compared = await self._loader.compare(engine, plan, label)
                 self.salt = label
@@ -264,7 +282,7 @@ class EngineLink:
 
     async def _plan(self, manifest: WeightManifest) -> WeightPlan | None:
         """What to do, read before the pause; None for whole files. WeightsUnusable when it cannot be done here."""
-        if manifest.transport == "disk":
+        if manifest.transport in FILES:
             return None
         try:
             plan = await get_plan(self._context.bus, manifest)
@@ -273,6 +291,21 @@ class EngineLink:
         self._loader.check(plan)
         return plan
 
+    async def _fetch(self, order: Activate) -> WeightManifest:
+        """The same version in files of this host; the engine goes on with the old weights meanwhile."""
+        if self._supply is None or order.parcel is None:
+            raise WeightsUnusable("this order names no files to fetch")
+        self.enter(State.WAITING)
+        try:
+            folder = await self._supply.bring(order)
+        except (FetchFailed, BadMessage) as error:
+            raise TransportFailed(str(error), damaged=False) from error
+        except OSError as error:
+            raise TransportFailed(
+                f"no room for {order.manifest.n_bytes} bytes of weights: {error}", damaged=False
+            ) from error
+        return msgspec.structs.replace(order.manifest, path=str(folder))
+
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.enter(State.SERVING)
         self.serving = order.version
@@ -280,7 +313,7 @@ class EngineLink:
         version, step = order.version.id, order.version.step
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,
-            transport=order.manifest.transport, gpus=self.kind.tp_size, host=socket.gethostname(), compared=compared.tensors,
+            transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(), compared=compared.tensors,
             requests=how,
         )  # fmt: skip
         if compared.unable:
@@ -340,6 +373,8 @@ class EngineLink:
             self._taken, self.released = None, ()
             self.enter(State.BROKEN)  # open: whoever waits there finds it
             self.interrupt()
+            if self._supply is not None:
+                self._supply.stop()
             self._context.version = -1
             await self._context.event("engine stalled", str(error)[:300], level="error")
             if self.engine is not None:
@@ -347,6 +382,8 @@ class EngineLink:
 
     async def close(self) -> None:
         """End the engine if it is ours."""
+        if self._supply is not None:
+            await self._supply.close()
         if self.engine is not None:
             await self.engine.close()
         if self.process is not None:

@@ -13,6 +13,7 @@ from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
 from actors.generation.sglang_args import default_command, server_args
 from actors.generation.sglang_server import SGLangServer
+from actors.generation.supply import Supply
 from actors.runtime.child import ArgValue, Child, flag_name
 from actors.runtime.context import Context
 
@@ -76,6 +77,12 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the letters to our function inside the server at `engine_url`, if it runs it (inside.py)."""
     token: str = ""
     """What the engines and the router of this run ask of their callers; empty = nothing. Made by the launcher."""
+    serves: bool = False
+    """Versions that came to this host over the network are served to the next one."""
+    serve_at: str = ""
+    """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
+    weights_token: str = ""
+    """What hosts ask of each other for weights."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
@@ -97,6 +104,14 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
             return RoutedEngine(url, spec.router_url, inside=inside, token=spec.token, **deadlines)
         return SGLangClient(url, inside=inside, token=spec.token, **deadlines)
 
+    supply = Supply(
+        context,
+        token=spec.weights_token,
+        serves=spec.serves,
+        address=spec.serve_at,
+        deadline_s=spec.control_deadline_s,
+    )
+    supply.open()
     return EngineLink(
         context,
         connect,
@@ -107,6 +122,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         verify_checksum=spec.verify_checksum,
         check_equal=spec.check_equal,
         inside=Path(spec.inside) if spec.inside else None,
+        supply=supply,
     )
 
 

@@ -8,6 +8,7 @@ engine and reports; a version counts as active when the first report of it arriv
     publisher   held: Send, to the engines that can take it so; Send of files once anybody else needs the version
     trainer     WeightsReady, or SendFailed: then the version goes to all by files
     publisher   Activate, to those for whom it is ready       worker    `activated`, or why not
+                on other hosts: with the addresses from which to fetch the files (elsewhere.py)
 
 Files that a worker refuses, or that are gone, are written anew, at most TRIES times for one version; when nobody could load
 the last ones the run ends with the reason. Engines of a Send that are lost are left out of it by another one.
@@ -15,11 +16,14 @@ the last ones the run ends with the reason. Engines of a Send that are lost are 
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from actors.publisher.elsewhere import Elsewhere
 from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
 from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
@@ -57,6 +61,10 @@ class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker_timeout_s: float = 10.0
     weights_dir: str = ""
     activation_deadline_s: float = 60.0
+    serve_at: str = ""
+    """HOST[:PORT] at which workers on other hosts fetch versions; empty = our address on the bus, any port."""
+    weights_token: str = ""
+    """What they must show."""
 
 
 class Publisher:
@@ -82,6 +90,16 @@ class Publisher:
 
     async def run(self) -> None:
         """Until draining: waits for announcements and reports (woken by the blocking read)."""
+        context = self._context
+        async with asyncio.TaskGroup() as tasks:
+            token, address = self._spec.weights_token, self._spec.serve_at
+            self._elsewhere = Elsewhere(context, tasks, token=token, address=address)
+            try:
+                await self._loop()
+            finally:
+                await self._elsewhere.close()
+
+    async def _loop(self) -> None:
         context = self._context
         tail = Tail(context.bus, [POLICY, EVENTS])
         try:
@@ -177,7 +195,9 @@ class Publisher:
         if target.sent is not None:
             await self._order(target.version, target.sent, ways.sent, now)
         if target.files is not None:
-            await self._order(target.version, target.files, ways.files, now)
+            far = self._elsewhere.among(ways.files, members.all)
+            await self._order(target.version, target.files, [name for name in ways.files if name not in far], now)
+            await self._order_far(target.version, target.files, far, now)
         if ways.lacking:
             await self._ask_for_files(target, ways.lacking, now)
         if refusers and target.attempt >= TRIES and refusers >= serving.keys() and version not in serving.values():
@@ -231,13 +251,24 @@ class Publisher:
                 text = f"{name} gets files for {ASIDE_S / 60:g} minutes: what was sent failed {STRIKES} times in a row"
             await self._context.event("worker aside", text[:300], level="warning", worker=name)
 
-    async def _order(self, version: PolicyVersion, manifest: WeightManifest, workers: list[str], now: float) -> None:
+    async def _order_far(self, version: PolicyVersion, files: WeightManifest, workers: list[str], now: float) -> None:
+        """To those that must fetch the files."""
+        parcel = await self._elsewhere.parcel(files.path) if workers else None
+        if parcel is None:
+            return
+        way = msgspec.structs.replace(files, transport="network", path="", n_bytes=parcel.n_bytes)
+        for sources, names in self._elsewhere.sources(version.id, workers, self._members.all).items():
+            await self._order(version, way, names, now, parcel=parcel, sources=sources)
+
+    async def _order(
+        self, version: PolicyVersion, manifest: WeightManifest, workers: list[str], now: float, **fetched: Any
+    ) -> None:
         if not workers:
             return
         context = self._context
         fault_point(context.name, "before_order")
         mode = str(context.knobs.pause_generation_mode)
-        order = Activate(version=version, manifest=manifest, mode=mode, workers=tuple(workers))
+        order = Activate(version=version, manifest=manifest, mode=mode, workers=tuple(workers), **fetched)
         await context.bus.append([Out(ACTIVE, order)], repeatable=True)
         fault_point(context.name, "after_order")
         for name in workers:

@@ -21,6 +21,7 @@ from bus.messages.policy import Seat
 STRIKES = 2
 REFUSALS = 3
 ASIDE_S = 600.0
+FILES = ("disk", "network")  # ways of whole files
 NOT_HERE = ("stopped", "failed", "draining")
 
 
@@ -35,6 +36,9 @@ class Member(msgspec.Struct, kw_only=True):
     ordered: tuple[int, float] | None = None  # version id, and when
     late: bool = False  # it let the deadline of its last order pass
     refused: str = ""  # the files that it refused, until it activated something
+    memory: str = ""  # whose files it can read, as it said; empty = it did not say
+    depot: str = ""  # where it serves versions to others
+    received: int = 0  # bytes of versions that came to it over the network
 
 
 class Members:
@@ -60,6 +64,10 @@ class Members:
             case Vitals(role="generation"):
                 member = self._hear(message.actor, now)
                 member.serving, member.slots, member.waits = message.version, message.slots, message.waits_for
+                member.memory, member.depot = message.memory, message.depot
+                if member.ordered is not None and message.received != member.received:
+                    member.ordered = member.ordered[0], now  # it is slow, but it comes
+                member.received = message.received
                 if message.version < 0:
                     member.seat = None
             case Event(kind="joined"):
@@ -71,7 +79,7 @@ class Members:
                 member.late, member.ordered, member.refused = False, None, ""
                 if member.seat is None:
                     member.seat = Seat(message.actor, int(data.get("gpus", 1)), str(data.get("host", "")), entry_id)
-                if data.get("transport") != "disk":
+                if data.get("transport") not in FILES:
                     self._failed.pop(message.actor, None)
                 self._refused.pop(message.actor, None)
             case Event(kind="transport failed" | "engine stalled" | "weights refused" as kind) if message.actor in self.all:
@@ -82,7 +90,7 @@ class Members:
                 else:
                     member.refused = str(message.data.get("path", ""))
                     self._refused[message.actor] = (self._refused.get(message.actor, (0, 0.0))[0] + 1, now)
-                if kind == "transport failed":
+                if kind == "transport failed" and message.data.get("transport") != "network":
                     self._failed[message.actor] = (self._failed.get(message.actor, (0, 0.0))[0] + 1, now)
 
     def _hear(self, name: str, now: float) -> Member:

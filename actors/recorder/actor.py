@@ -1,7 +1,7 @@
 """Recorder: keeps a run's story on disk. It follows the bus and writes metrics.jsonl, so that launchers may come and go.
 
 Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
-Owns  metrics.jsonl
+Owns  metrics.jsonl, samples.jsonl
 Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
 line of its own that names the lost steps; lines already written stay.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from actors.recorder import samples
 from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
 from actors.recorder.records import Record, sample_event
@@ -22,6 +23,7 @@ from actors.runtime.child import is_alive
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.prompts import Tokenizer
+from actors.runtime.readable import readable
 from bus import Bus, Out
 from bus.errors import BadMessage
 from bus.messages.control import Event, Vitals
@@ -29,6 +31,7 @@ from bus.messages.groups import GroupKept
 from bus.topology import EVENTS, GROUPS
 
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
+LOOKED_AT = 256  # newest entries of groups, of which a few are kept as text
 TEXTS_FROM_S, TEXTS_TO_S = (
     30.0,
     600.0,
@@ -56,8 +59,7 @@ class Recorder:
         self._run_dir = run_dir
         self._unread = unread
         directory = spec.tokenizer_dir if spec is not None else ""
-        readable = directory and (Path(directory) / "tokenizer.json").exists()
-        self._tokenizer = Tokenizer(directory) if readable else None
+        self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
 
     async def follow(
@@ -89,22 +91,28 @@ class Recorder:
         if "step" in kinds and self._tokenizer is not None and now >= self._next_text_s:
             self._next_text_s = now + self._text_pause_s
             self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
-            texts = await self._texts(self._tokenizer, feed.history.furthest)
+            trained = next((set(r["groups"]) for r in reversed(records) if r["kind"] == "step"), set())
+            texts = await self._texts(self._tokenizer, feed.history.furthest, trained)
             await self._bus.append([Out(EVENTS, text) for text in texts], repeatable=True)
         return more
 
-    async def _texts(self, tokenizer: Tokenizer, step: int) -> list[Event]:
-        """The first and the last member of the newest group that waits for training: what the policy writes now."""
-        for entry in await self._bus.last(GROUPS, 2):
+    async def _texts(self, tokenizer: Tokenizer, step: int, trained: set[str]) -> list[Event]:
+        """A few groups go into the file of samples, whole. The first and the last member of the newest of them, what the policy
+        writes now, are also news."""
+        shown: list[Event] = []
+        for entry in samples.chosen(await self._bus.last(GROUPS, LOOKED_AT), trained):
             try:
                 message = await self._bus.message(entry)
             except BadMessage:
                 continue  # the trainer, which reads the stream for work, reports it
-            if isinstance(message, GroupKept) and not fault_of(message):
-                chosen = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
-                wall = self._bus.clock.wall()
-                return [sample_event(scored, step, tokenizer.decode, wall) for scored in chosen]
-        return []
+            if not isinstance(message, GroupKept) or fault_of(message):
+                continue
+            kept = [{"step": step, **readable(s, tokenizer.decode, samples.TEXT_CHARS)} for s in message.samples]
+            await asyncio.to_thread(samples.append, self._run_dir, kept)
+            if not shown:
+                both = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
+                shown = [sample_event(scored, step, tokenizer.decode, self._bus.clock.wall()) for scored in both]
+        return shown
 
     async def _write_ledger(self, file: MetricsFile, feed: Feed) -> None:
         small = await self._bus.snapshot()

@@ -19,9 +19,9 @@ dead        stream, sample, group, actor, error
 fault       actor, event, text, level
 finished    step, version
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
-sample      step, sample, group, version, reward, label, tokens, finish, prompt, response
+sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
-                                                                   most TEXT_LIMIT characters, their middle left out
+                                                                   most 2,000 characters, their middle left out
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from actors.runtime.readable import readable
 from bus import Entry
 from bus.inspect import wall_of
-from bus.messages.base import unpack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
@@ -39,7 +39,6 @@ from bus.messages.samples import Scored
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 
 Record = dict[str, Any]
-TEXT_LIMIT = 2000
 RECORDED = (POLICY, EVAL_RESULTS, KNOBS, EVENTS, VERDICTS, DEAD)
 
 
@@ -54,28 +53,8 @@ def records_of(entry: Entry, message: Any) -> list[Record]:
 
 def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], str], wall: float) -> Event:
     """News that shows one scored sample in words. `step`: the newest when it was looked at; `wall`: now."""
-    rollout = scored.rollout
-    task, response = rollout.task, rollout.response
-    data = {
-        "step": step,
-        "sample": task.sample_id,
-        "group": task.group_id,
-        "version": rollout.header().version,
-        "reward": scored.reward,
-        "label": _bounded(task.label),
-        "tokens": response.n_tokens,
-        "finish": rollout.finish,
-        "prompt": _bounded(task.prompt_text or decode(unpack_ints(rollout.prompt_tokens))),
-        "response": _bounded(decode(unpack_ints(response.tokens))),
-    }
-    return Event(actor="recorder", kind="sample", text=task.sample_id, wall=wall, data=data)
-
-
-def _bounded(text: str) -> str:
-    if len(text) <= TEXT_LIMIT:
-        return text
-    first, last = 2 * TEXT_LIMIT // 3, TEXT_LIMIT // 3 - 40
-    return f"{text[:first]} [{len(text) - first - last} characters left out] {text[-last:]}"
+    data = {"step": step, **readable(scored, decode)}
+    return Event(actor="recorder", kind="sample", text=scored.rollout.task.sample_id, wall=wall, data=data)
 
 
 Made = list[tuple[str, Record]]

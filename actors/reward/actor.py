@@ -1,6 +1,7 @@
 """Reward room: scores finished rollouts.
 
 Reads  rollouts, eval.rollouts (readers "reward")    Writes  scored, eval.scored    Owns  nothing that outlives it
+With --group-rm all samples of a prompt are scored at once: entries wait here, pending, until their group is whole.
 Score and acknowledgement share one commit: killed at any await it loses no sample and scores none twice downstream. A
 scorer (or teacher) that raises, hangs or crashes costs its sample further attempts, then a dead letter, followed by a
 RolloutLost, so that the group still closes. One that fails for every sample costs none: they wait, and the run ends with its
@@ -10,14 +11,17 @@ text.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 
-from actors.reward.sample import Reward, Sample, settle
-from actors.reward.scorer import Scorers
+from actors.reward.judge import JudgeScorer
+from actors.reward.sample import Reward, Sample, SampleGroup, ScorerFailed, settle
+from actors.reward.scorer import Scorers, answer_of
+from actors.reward.siblings import Siblings
 from actors.reward.teacher import Teacher
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
@@ -39,7 +43,12 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_dir: str  # holds tokenizer.json
     rm_type: str  # scorer of samples that name none
     custom_rm_path: str  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
-    rm_url: str  # for rm_type remote_rm
+    rm_url: tuple[str, ...]  # services for rm_type remote_rm, which answer alike
+    rm_batch_size: int  # samples in one question to them
+    judge_url: str  # OpenAI-compatible endpoint for rm_type judge; empty = none
+    judge_model: str
+    judge_template_path: str
+    group_rm: bool  # all samples of a prompt are scored at once
     reward_key: str  # which part of a table is the reward
     eval_reward_key: str  # the same for evaluation; empty = reward_key
     skip_special_tokens: bool = True
@@ -60,12 +69,19 @@ class RewardRoom:
         self._scorers = scorers
         self._teacher = teacher
         self._tokenizer = _load_tokenizer(spec.tokenizer_dir)
+        self._siblings: Siblings | None = Siblings() if spec.group_rm else None
         self._running: set[asyncio.Timeout] = set()
         self._until: float | None = None  # loop time at which samples at work are given up; None = not draining
         # A few more than can be at work keep the processes fed; more would only be leases that a peer could use.
         concurrency = spec.concurrency if scorers.capacity is None else scorers.capacity + min(scorers.capacity, 8)
         self._consumer = Consumer(
-            context, [EVAL_ROLLOUTS, ROLLOUTS], "reward", on_dead=as_lost(context, dead), concurrency=max(2, concurrency)
+            context,
+            [EVAL_ROLLOUTS, ROLLOUTS],
+            "reward",
+            on_dead=self._dead,
+            concurrency=max(2, concurrency),
+            rebuild=self._siblings.clear if self._siblings is not None else None,
+            holds=self._siblings is not None,
         )
         remedy = "Mend the scorer, its settings or the labels of the data set."
         self._failing = Row(
@@ -88,7 +104,17 @@ class RewardRoom:
             scope.reschedule(self._until)
 
     async def handle(self, entry: Entry, message: RolloutDone | RolloutLost) -> Commit | None:
-        """Score a rollout; pass a lost one on. None = not finished before the end of the drain, so it stays pending."""
+        """Score a rollout; pass a lost one on. None = its siblings are not here yet, or it was not finished before the end of the
+        drain; so it stays pending."""
+        whole = [(entry, message)] if isinstance(message, RolloutDone) else []
+        if self._siblings is not None and entry.stream.name == ROLLOUTS.name:
+            group_id = message.task.group_id if isinstance(message, RolloutDone) else message.group_id
+            if isinstance(message, RolloutLost) or await self._passed(group_id):
+                return self._unscored(Commit(ack=(entry,), append=(_onward(entry, _zero(message)),)), group_id)
+            whole = self._siblings.add(entry, message)
+            self._context.note = f"{len(self._siblings)} groups wait for siblings"
+            if not whole:
+                return None
         if isinstance(message, RolloutLost):
             return Commit(ack=(entry,), append=(_onward(entry, message),))
         began = self._context.clock.monotonic()
@@ -96,53 +122,103 @@ class RewardRoom:
             async with asyncio.timeout_at(self._until) as scope:
                 self._running.add(scope)
                 try:
-                    reward, scorer, taught = await self._score(entry, message)
+                    rewards, scorer, taught, answer = await self._score(entry, [rollout for _, rollout in whole])
                 finally:
                     self._running.discard(scope)
         except TimeoutError:
             if scope.expired():
                 return None
             raise
-        scored = Scored(
-            rollout=message,
-            reward=reward.scalar,
-            rewards=reward.parts,
-            scorer=scorer,
-            score_s=self._context.clock.monotonic() - began,
-            teacher_logprobs=taught,
-        )
-        self._context.count(f"scored/{scorer}")
+        took_s = self._context.clock.monotonic() - began
+        self._context.count(f"scored/{scorer}", len(whole))
+        if self._siblings is not None:
+            self._siblings.take(message.task.group_id)
+        outs = [
+            _onward(
+                one,
+                Scored(
+                    rollout=rollout,
+                    reward=reward.scalar,
+                    rewards=reward.parts,
+                    scorer=scorer,
+                    score_s=took_s,
+                    teacher_logprobs=logprobs,
+                    answer=answer,
+                ),
+            )
+            for (one, rollout), reward, logprobs in zip(whole, rewards, taught, strict=True)
+        ]
         # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
-        return Commit(ack=(entry,), append=(_onward(entry, scored),))
+        return Commit(ack=[one for one, _ in whole], append=outs)
 
-    async def _score(self, entry: Entry, rollout: RolloutDone) -> tuple[Reward, str, Packed | msgspec.UnsetType]:
-        """One attempt: reward, scorer, and the teacher's log-probs of a training sample, each under the knob's deadline.
-        Failures that may pass are Transient while attempts are left."""
+    async def _passed(self, group_id: str) -> bool:
+        """Whether a sibling went on without a score, as told by the filter's stream, which keeps it until the group is whole."""
+        assert self._siblings is not None
+        if self._siblings.knows(group_id):
+            return False
+        return any(entry.fields.get("group") == group_id for entry in await self._context.bus.scan_all(SCORED))
+
+    def _unscored(self, commit: Commit, group_id: str) -> Commit:
+        """The same, with all that is here of a group that will be dropped for a lost member."""
+        held = self._siblings.take(group_id) if self._siblings is not None else []
+        here = {entry.id for entry in commit.ack}
+        held = [(entry, rollout) for entry, rollout in held if entry.id not in here]
+        outs = [_onward(entry, _zero(rollout)) for entry, rollout in held]
+        return msgspec.structs.replace(commit, ack=(*commit.ack, *(e for e, _ in held)), append=(*commit.append, *outs))
+
+    async def _dead(self, entry: Entry, message: RolloutDone | RolloutLost | None, error: str) -> Commit:
+        """What follows a dead rollout: its group closes, and in a group that is scored together its siblings go on."""
+        follow = await as_lost(self._context, dead)(entry, message, error)
+        lost = [out.message for out in follow.append if isinstance(out.message, RolloutLost)]
+        if self._siblings is None or not lost:
+            return follow
+        found = self._unscored(msgspec.structs.replace(follow, ack=(entry,)), lost[0].group_id)
+        return msgspec.structs.replace(found, ack=found.ack[1:])  # whoever buries it acknowledges it
+
+    async def _score(
+        self, entry: Entry, rollouts: Sequence[RolloutDone]
+    ) -> tuple[list[Reward], str, list[Packed | msgspec.UnsetType], str | msgspec.UnsetType]:
+        """One attempt: rewards, scorer, the teacher's log-probs of training samples, each under the knob's deadline, and the answer
+        of an evaluation sample. Failures that may pass are Transient while attempts are left."""
         timeout_s = float(self._context.knobs.reward_timeout_s)
+        task = rollouts[0].task
         key = self._spec.reward_key
-        if rollout.task.eval_name and self._spec.eval_reward_key:
-            key = self._spec.eval_reward_key
-        taught: Packed | msgspec.UnsetType = msgspec.UNSET
+        if task.eval_name:
+            key = str(task.metadata.get("reward_key") or self._spec.eval_reward_key or key)
+        answer: str | msgspec.UnsetType = msgspec.UNSET
+        taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
+        samples = tuple(map(self._sample, rollouts))
         try:
-            given = rollout.episode.reward if rollout.episode else msgspec.UNSET
+            given = rollouts[0].episode.reward if rollouts[0].episode else msgspec.UNSET
             if given is not msgspec.UNSET:  # by the rollout program
-                name, reward = "program", settle(given, key, "rollout program")
+                values, name, default_key = [given], "program", ""
+            elif self._siblings is None:
+                scorer = self._scorers.named(task.rm_type)
+                values = [await scorer.score(samples[0], timeout_s)]
+                name, default_key = scorer.name, scorer.default_key
+                answer = answer_of(scorer, samples[0]) if task.eval_name else answer
             else:
-                scorer = self._scorers.named(rollout.task.rm_type)
-                value = await scorer.score(self._sample(rollout), timeout_s)
-                name, reward = scorer.name, settle(value, key or scorer.default_key, scorer.name)
-            if self._teacher is not None and not rollout.task.eval_name:
-                taught = await self._teacher.logprobs(rollout, timeout_s)
+                of_groups = self._scorers.of_groups
+                name, default_key = of_groups.name, of_groups.default_key
+                found = await of_groups.score(SampleGroup(samples), timeout_s)
+                values = found if isinstance(found, list) else [found]
+                if len(values) != len(samples):
+                    text = f"scorer {name} gave {len(values)} values for {len(samples)} samples of a group"
+                    raise ScorerFailed(f"{text}; return a list with one for each.")
+            rewards = [settle(value, key or default_key, name) for value in values]
+            if self._teacher is not None and not task.eval_name:
+                taught = [await self._teacher.logprobs(rollout, timeout_s) for rollout in rollouts]
         except (Transient, Poison) as error:
             self._context.count("scorer_failures")
-            self._failing.failed(rollout.task.group_id, f"{type(error).__name__}: {error}")
+            self._failing.failed(task.group_id, f"{type(error).__name__}: {error}")
             if self._failing.for_all:
                 raise NotItsFault(str(error)) from error
-            if isinstance(error, Poison) or entry.deliveries <= self._spec.max_retries:
+            attempts = entry.deliveries if self._siblings is None else self._siblings.failed(task.group_id)
+            if isinstance(error, Poison) or attempts <= self._spec.max_retries:
                 raise
-            raise Poison(f"attempt {entry.deliveries} was the last: {error}") from error
+            raise Poison(f"attempt {attempts} was the last: {error}") from error
         self._failing.worked()
-        return reward, name, taught
+        return rewards, name, taught, answer
 
     def _sample(self, rollout: RolloutDone) -> Sample:
         task, episode = rollout.task, rollout.episode or Episode()
@@ -168,6 +244,11 @@ def dead(entry: Entry, lost: RolloutLost) -> Commit:
     return Commit(append=(_onward(entry, lost),))
 
 
+def _zero(message: RolloutDone | RolloutLost) -> Scored | RolloutLost:
+    """A member of a group that will be dropped for a lost one."""
+    return Scored(rollout=message, reward=0.0, scorer="none") if isinstance(message, RolloutDone) else message
+
+
 def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
     return Out(SCORED if entry.stream.name == ROLLOUTS.name else EVAL_SCORED, message)
 
@@ -184,10 +265,13 @@ def _load_tokenizer(folder: str) -> Tokenizer:
 
 async def run(context: Context, spec: RewardSpec) -> None:
     """The reward's process."""
+    judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
     scorers = Scorers(
         rm_type=spec.rm_type,
         custom_rm_path=spec.custom_rm_path,
         rm_url=spec.rm_url,
+        rm_batch_size=spec.rm_batch_size,
+        judge=judge,
         n_workers=spec.n_workers,
         boot_deadline_s=spec.boot_deadline_s,
         count=context.count,

@@ -12,7 +12,7 @@ from typing import Self
 
 from actors.reward.leftovers import end_orphans
 from actors.reward.process import Bystander, NoBoot, VerifierProcess
-from actors.reward.sample import Sample, ScorerFailed, Value
+from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
 from actors.runtime.run import Refused
 from bus.errors import InvariantBroken
 
@@ -84,7 +84,7 @@ class VerifierPool:
             await seat.clear()
         await self._tasks.__aexit__(None, None, None)
 
-    async def score(self, sample: Sample, deadline_s: float) -> Value:
+    async def score(self, sample: Sample | SampleGroup, deadline_s: float) -> Value:
         """The hook's answer. Raises ScorerFailed (it raised or crashed) or DeadlineExceeded (it hung and was ended)."""
         async with self._slots:  # waits at most for what is running, each under its own deadline
             seat = min(self._seats, key=lambda s: (s.load, not s.alive))
@@ -103,7 +103,7 @@ class VerifierPool:
             finally:
                 await own.clear()
 
-    async def _ask(self, seat: _Seat, sample: Sample, deadline_s: float) -> Value:
+    async def _ask(self, seat: _Seat, sample: Sample | SampleGroup, deadline_s: float) -> Value:
         seat.load += 1
         try:
             async with seat.booting:

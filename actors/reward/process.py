@@ -17,12 +17,12 @@ from typing import Self
 import msgspec
 
 from actors.reward.leftovers import MARK, end_marked, new_mark
-from actors.reward.sample import Sample, ScorerFailed
+from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
 from bus.errors import DeadlineExceeded, InvariantBroken
 
-SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN")
+SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")
 CANCEL_GRACE_S = 1.0
 KILL_DEADLINE_S = 5.0
 
@@ -81,7 +81,7 @@ class VerifierProcess:
     def alive(self) -> bool:
         return not self._ending and self._child.returncode is None
 
-    async def ask(self, sample: Sample, deadline_s: float) -> Answer:
+    async def ask(self, sample: Sample | SampleGroup, deadline_s: float) -> Answer:
         """One question. Raises DeadlineExceeded when the process had to be relieved of it, ScorerFailed when it died of it,
         Bystander when it died of something else."""
         number, future = self._question(next(self._numbers))

@@ -81,15 +81,23 @@ def _box_after_thinking(sample: Sample) -> str | None:
     return None
 
 
+def _answer_after_thinking(sample: Sample) -> str | None:
+    said = sample.response
+    for mark in ("</think>", "<channel|>", "<unused95>"):  # the last two are Gemma's
+        said = said.rpartition(mark)[2]
+    return final_answer(said)
+
+
 MATH_RULES: dict[str, MathRule] = {
     "math": MathRule(lambda sample: final_answer(sample.response)),
     "math_whole": MathRule(lambda sample: sample.response),
     "dapo": MathRule(_dapo_answer, _dapo_value),
     "deepscaler": MathRule(_box_after_thinking),
+    "gemma_math": MathRule(_answer_after_thinking),
 }
 """What equals the label: math: the final answer (last box, `answer is`, last number). math_whole: the whole response, `19` and
 nothing around it. dapo: the last `Answer: ...` line in the last 300 characters; gives a table. deepscaler: the box after the
-thinking (`</think>` or `###Response`)."""
+thinking (`</think>` or `###Response`). gemma_math: as math, of what follows the thinking, which may be Gemma's channel."""
 
 
 def f1(sample: Sample) -> Value:

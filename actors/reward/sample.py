@@ -42,6 +42,21 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return fields
 
 
+class SampleGroup(msgspec.Struct, frozen=True):
+    """All samples of a prompt, in index order; scored by one answer with a value for each."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def sample_id(self) -> str:
+        """What errors call it."""
+        return self.samples[0].sample_id.rpartition("/")[0]
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """What a custom function gets."""
+        return [sample.as_dict() for sample in self.samples]
+
+
 class Reward(msgspec.Struct, frozen=True):
     """The scalar that is trained on and every numeric part (empty when the scorer gave a plain number)."""
 

@@ -6,13 +6,14 @@ the content of the last \\boxed{} (nothing without one).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
 import msgspec
 
-from actors.reward import second_look
+from actors.reward import code, gym, second_look
+from actors.reward.judge import JudgeScorer
 from actors.reward.mathanswer import last_boxed
 from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteScorer
@@ -22,7 +23,10 @@ from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded, Poison
 
 BOXED = "boxed_"
-REMOTE = "remote_rm"
+REMOTE, JUDGE, GYM = "remote_rm", "judge", "reasoning_gym"
+OTHERS = (code.NAME, GYM, JUDGE, REMOTE)
+"""Shipped names that are no rule."""
+ANSWER_CHARS = 64
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
 
 
@@ -70,6 +74,10 @@ class MathScorer(RuleScorer):
         self._pool = pool
         self._count = count
 
+    def answer(self, sample: Sample) -> str:
+        """What the rule takes for the answer; empty without one."""
+        return self._math.answer(sample) or ""
+
     async def score(self, sample: Sample, deadline_s: float) -> Value:
         if self._math.right(sample):
             return self._math.value(True)
@@ -86,6 +94,19 @@ class MathScorer(RuleScorer):
         return self._math.value(right)
 
 
+class PooledScorer:
+    """A shipped rule whose library does not belong into this process: it runs in verifier processes."""
+
+    default_key = ""
+
+    def __init__(self, name: str, pool: VerifierPool) -> None:
+        self.name = name
+        self._pool = pool
+
+    async def score(self, sample: Sample, deadline_s: float) -> Value:
+        return await self._pool.score(sample, deadline_s)
+
+
 class BoxedScorer:
     """Another scorer on the content of the last box."""
 
@@ -99,6 +120,15 @@ class BoxedScorer:
         return await self._inner.score(inside, deadline_s)
 
 
+def answer_of(scorer: Scorer, sample: Sample) -> str:
+    """What a sample answers, in at most ANSWER_CHARS, for counting votes: what a math rule takes for it, else the last line."""
+    if isinstance(scorer, MathScorer):
+        said = scorer.answer(sample)
+    else:
+        said = last_boxed(sample.response) or (sample.response.strip().splitlines() or [""])[-1]
+    return said.strip()[:ANSWER_CHARS]
+
+
 class Scorers:
     """What one reward process can score with. Use as `async with`; Refused when the default cannot work."""
 
@@ -107,7 +137,9 @@ class Scorers:
         *,
         rm_type: str,
         custom_rm_path: str = "",
-        rm_url: str = "",
+        rm_url: Sequence[str] = (),
+        rm_batch_size: int = 1,
+        judge: JudgeScorer | None = None,
         n_workers: int = 1,
         boot_deadline_s: float = 60.0,
         count: Callable[[str], None] = lambda name: None,
@@ -118,7 +150,10 @@ class Scorers:
             if custom_rm_path
             else None
         )
-        self._remote = RemoteScorer(rm_url) if rm_url else None
+        self._remote = RemoteScorer(rm_url, batch=rm_batch_size) if rm_url else None
+        self._judge = judge
+        self._code = code.CodeScorer()
+        self._gym = VerifierPool(gym.HOOK, n_workers=n_workers, boot_deadline_s=boot_deadline_s, eager=False)
         self._stack = AsyncExitStack()
         self._second_look: VerifierPool | None = None
         if self._custom is None and second_look.installed():
@@ -135,8 +170,9 @@ class Scorers:
 
         self._table: dict[str, Scorer] = {name: scorer(name, rule) for name, rule in RULES.items()}
         self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
-        if self._remote is not None:
-            self._table |= {REMOTE: self._remote, BOXED + REMOTE: BoxedScorer(self._remote)}
+        own: list[Scorer] = [self._code, PooledScorer(GYM, self._gym)]
+        own += [one for one in (self._remote, self._judge) if one is not None]
+        self._table |= {one.name: one for one in own} | {BOXED + one.name: BoxedScorer(one) for one in own}
 
     async def __aenter__(self) -> Self:
         if self._default and self._custom is None:
@@ -145,7 +181,7 @@ class Scorers:
             except UnknownScorer as error:
                 raise Refused(str(error)) from error
         async with AsyncExitStack() as stack:
-            for part in (self._custom, self._remote, self._second_look):
+            for part in (self._custom, self._remote, self._judge, self._code, self._gym, self._second_look):
                 if part is not None:
                     await stack.enter_async_context(part)
             self._stack = stack.pop_all()
@@ -164,6 +200,14 @@ class Scorers:
         """Samples that can be at work at once; None = no bound of its own."""
         return self._custom.capacity if self._custom is not None else None
 
+    @property
+    def of_groups(self) -> VerifierPool | RemoteScorer:
+        """What scores all samples of a prompt at once. Raises UnknownScorer."""
+        found = self._custom or (self._remote if self._default == REMOTE else None)
+        if found is None:
+            raise UnknownScorer("--group-rm scores by a function of your own or a service; set --custom-rm-path or --rm-url.")
+        return found
+
     def named(self, rm_type: str) -> Scorer:
         """The scorer of a sample that asks for `rm_type` (empty = the default). Raises UnknownScorer."""
         if self._custom is not None:
@@ -175,8 +219,10 @@ class Scorers:
             )
         if name in self._table:
             return self._table[name]
+        if name.removeprefix(BOXED) == JUDGE:
+            raise UnknownScorer(f"rm_type {name} asks a model and none is given; set --judge-url http://HOST:PORT/v1.")
         if name.removeprefix(BOXED) == REMOTE:
             raise UnknownScorer(f"rm_type {name} asks a service and none is given; set --rm-url http://HOST:PORT/PATH.")
         raise UnknownScorer(
-            f"no rm_type {name[:60]!r}; known are {', '.join(sorted(RULES))}, {REMOTE}, and {BOXED}NAME."
+            f"no rm_type {name[:60]!r}; known are {', '.join(sorted((*RULES, *OTHERS)))}, and {BOXED}NAME."
         )

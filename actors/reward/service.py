@@ -6,6 +6,7 @@ another attempt may do (no answer, overloaded, 5xx) or never will (refused, 4xx)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Self
 
@@ -26,12 +27,16 @@ def shown(url: str) -> str:
 
 
 class Service:
-    """Use as `async with`. `refused`: what is raised when no attempt will do; `limit_bytes`: the longest answer."""
+    """Use as `async with`. `refused`: what is raised when no attempt will do; `limit_bytes`: the longest answer; `headers`: sent
+    with each question."""
 
-    def __init__(self, refused: type[Poison], *, limit_bytes: int, role: str = "") -> None:
+    def __init__(
+        self, refused: type[Poison], *, limit_bytes: int, role: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
         self._refused = refused
         self._limit_bytes = limit_bytes
         self._role = f"{role} " if role else ""
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -63,10 +68,9 @@ class Service:
 
     async def _post(self, url: str, body: object, who: str, sample_id: str) -> tuple[int, bytes]:
         assert self._http is not None
-        headers = {"Content-Type": "application/json"}
         try:
             async with self._http.post(
-                url, data=msgspec.json.encode(body), headers=headers, allow_redirects=False
+                url, data=msgspec.json.encode(body), headers=self._headers, allow_redirects=False
             ) as reply:
                 found = bytearray()
                 async for piece in reply.content.iter_chunked(1 << 16):

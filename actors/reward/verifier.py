@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
 from actors.runtime.hooks import load_hook
 
-Hook = Callable[[dict[str, Any]], Any]
+Hook = Callable[[Any], Any]
 _PR_SET_PDEATHSIG = 1
 
 

@@ -12,7 +12,7 @@ import msgspec
 MAX_FRAME_BYTES = 256 << 20
 
 Scalar = float | str | None
-Plain = Scalar | dict[str, Scalar]
+Plain = Scalar | dict[str, Scalar] | list[Scalar | dict[str, Scalar]]
 """A hook's answer as it travels: numbers as floats; anything that is no number as a short text that says what it was."""
 
 
@@ -24,10 +24,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """Score this sample (a dict for the hook)."""
+    """Score this sample (a dict for the hook), or all samples of a group."""
 
     number: int
-    sample: dict[str, Any]
+    sample: dict[str, Any] | list[dict[str, Any]]
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -72,9 +72,11 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 def plain(value: object) -> Plain:
-    """A hook's answer in terms that travel. Tables keep their keys; numpy and torch scalars become floats."""
+    """A hook's answer in terms that travel, of a group a list. Tables keep their keys; numpy and torch scalars become floats."""
     if isinstance(value, dict):
         return {str(key): _scalar(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]  # type: ignore[misc]
     return _scalar(value)
 
 

@@ -14,10 +14,11 @@ def checksum() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def checksum_of(path: Path) -> str:
-    """Hex digest over a file's bytes. Raises OSError."""
+def checksum_of(*paths: Path) -> str:
+    """Hex digest over the bytes of files, one after the other. Raises OSError."""
     total = checksum()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            total.update(piece)
+    for path in paths:
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                total.update(piece)
     return total.hexdigest()

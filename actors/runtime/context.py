@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from actors.runtime.host import shared_memory_name
 from actors.runtime.refusals import Refusals
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
@@ -56,6 +57,8 @@ class Context:
         self.counters: dict[str, float] = {}
         self.refusals = Refusals(self.count, self.event)
         self.note = ""
+        self.depot = ""  # where this actor serves versions to other hosts
+        self.received = 0  # bytes of versions that came from other hosts
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
 
@@ -108,6 +111,9 @@ class Context:
             counters=dict(self.counters),
             note=printable(self.note),
             slots=self.slots,
+            memory=shared_memory_name(),
+            depot=self.depot,
+            received=self.received,
         )
 
     async def event(

@@ -59,7 +59,7 @@ class Trainer:
         self._spec = spec
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._followers = Followers(spec.ranks, context.spec.run_dir)
+        self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
         self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
         self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
@@ -240,6 +240,7 @@ class Trainer:
             knobs=values,
         )
         fault_point(self._context.name, "before_step")
+        self._courier.weights_move()
         try:
             result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,19 +13,20 @@ from actors.trainer.batch.batching import Balance
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
-from bus.messages.policy import WeightManifest
 
 if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads neither torch nor numpy
     import numpy as np
-    from torch import Tensor
 
     from actors.trainer.objective.samples import TrainSample
+    from actors.trainer.transports.flat import NamedTensors
 
 
 class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     """What the torch backend alone needs; a backend of the user's own gets it too."""
 
     gradient_checkpointing: bool
+    compile: str  # auto (on a GPU), on or off
+    attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
 
 
@@ -140,17 +141,6 @@ class Checkpoint(Protocol):
         ...
 
 
-class WeightCopy(Protocol):
-    """The weights alone, under their Hugging Face names, and the small files beside them."""
-
-    tensors: dict[str, Tensor]
-    beside: dict[str, bytes]
-
-    def write(self, directory: Path) -> WeightManifest:
-        """Write model.safetensors (and config.json) into a new directory; the manifest carries its checksum."""
-        ...
-
-
 class TrainBackend(Protocol):
     """Called from one thread, never from the event loop."""
 
@@ -166,9 +156,17 @@ class TrainBackend(Protocol):
         """Why a batch cannot be trained, for its content, in one line; empty when it can. Changes nothing."""
         ...
 
-    def copy_weights(self, *, live: bool = False) -> WeightCopy:
-        """A copy in host memory. `live`: on the device instead, and it may be the weights themselves: to be used before the
-        next step, in the same thread."""
+    @property
+    def unchanged(self) -> str:
+        """Directory that engines booted from, of a backend that never changes its weights; else empty."""
+        ...
+
+    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+        """The weights as engines load them, in buckets of at most `limit_bytes`. All of them, in the same thread."""
+        ...
+
+    def beside(self) -> dict[str, bytes]:
+        """Small files of a published version: config.json and the like."""
         ...
 
     def save(self, directory: Path) -> Checkpoint:

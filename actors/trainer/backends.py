@@ -3,35 +3,24 @@ from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.trainer.backend import BackendConfig, Checkpoint, StepBatch, StepResult, TrainBackend, WeightCopy
+from actors.trainer.backend import BackendConfig, Checkpoint, StepBatch, StepResult, TrainBackend
 from bus.errors import CheckpointRefused
-from bus.messages.policy import WeightManifest
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class SameWeights:
-    """The checkpoint directory itself; nothing is written."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self.tensors: dict[str, Tensor] = {}
-        self.beside: dict[str, bytes] = {}
-
-    def write(self, directory: Path) -> WeightManifest:
-        """A manifest that names the directory the engines booted from."""
-        return WeightManifest(path=self._directory)
+    from actors.trainer.transports.flat import NamedTensors
 
 
 class NullBackend:
     """Takes batches and learns nothing."""
 
+    unchanged = ""
+
     def setup(self, config: BackendConfig) -> None:
-        self._directory = config.hf_checkpoint
+        self.unchanged = config.hf_checkpoint
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Count tokens as if they were trained."""
@@ -41,8 +30,11 @@ class NullBackend:
     def refuses(self, batch: StepBatch) -> str:
         return ""
 
-    def copy_weights(self, *, live: bool = False) -> WeightCopy:
-        return SameWeights(self._directory)
+    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+        return iter(())
+
+    def beside(self) -> dict[str, bytes]:
+        return {}
 
     def save(self, directory: Path) -> Checkpoint:
         raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to save")

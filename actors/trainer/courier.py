@@ -3,7 +3,7 @@
 Reads  active (send), events (log)    Writes  policy (announced, ready, failed, sending)
 Owns   flat buffers, the broadcast group, the weights' files
 
-    disk    whole files in shared memory, then PolicyAnnounced; written anew from the copy that is kept
+    disk    whole files in shared memory, then PolicyAnnounced; written anew from the weights, until these move on
     nccl    flat buffers, broadcast to a group of engines; files beside for others
     ipc     flat buffers, which engines of this host map; files beside for others
 
@@ -21,25 +21,24 @@ Always true: engines are asked to load only between Sending and their report, an
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import ipaddress
 import os
 import shutil
-import socket
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.host import shared_memory_name
 from actors.runtime.logs import fold_log
-from actors.trainer.backend import TrainBackend, WeightCopy
+from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import CourierSpec
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.files import VersionWriter, copied
+from actors.trainer.transports.flat import FlatBuffers, NamedTensors
 from actors.trainer.transports.ipc import IpcSender
-from actors.trainer.transports.nccl import GroupBroken, NcclSender
+from actors.trainer.transports.nccl import GroupBroken, NcclSender, in_daemon
 from bus import Entry, Out, Tail
 from bus.messages.base import Message
 from bus.messages.control import Event
@@ -50,6 +49,7 @@ from bus.plans import put_plan, version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 
 PATIENCE_S = 1.0  # for a version whose engines are not ready when the next one is
+NEVER_AGAIN = 1 << 30  # number of a writing that is never to be made anew
 PLANS_KEPT = 4  # a worker may come late to an order, and is to find what it names
 InThread = Callable[..., Awaitable[Any]]
 
@@ -79,7 +79,9 @@ class Courier:
         self._news = asyncio.Event()  # something of the logs, or the next version waits
         self._stage = Stage.EMPTY
         self._version = PolicyVersion(id=0, step=0)
-        self._held: WeightCopy | None = None  # the version in hand; its tensors are here, or in the buffers
+        self._moved = False  # the weights are not those of the version any more
+        self._kept: list[NamedTensors] = []  # on the host, where weights sleep or move on before files are written anew
+        self._beside: dict[str, bytes] = {}
         self._asked: Send | None = None  # who it is sent to, as was said last
         self._ready: set[str] = set()  # workers ready for it
         self._reported: set[str] = set()  # workers that activated it, or could not
@@ -87,8 +89,8 @@ class Courier:
         self._task: asyncio.Task[None] | None = None  # writes or sends it
         self._written: tuple[int, WeightManifest] | None = None  # its whole files, and the number of that writing
         self._files = asyncio.Lock()  # one writer of whole files
-        self._copying = asyncio.Lock()  # the buffers do not change while they are copied
-        self._buffers = FlatBuffers(spec.buffer_bytes, shared=weights_dir / "flat" if spec.transport == "ipc" else None)
+        self._copying = asyncio.Lock()  # neither buffers nor version change while they are copied
+        self._buffers = FlatBuffers(shared=weights_dir / "flat" if spec.transport == "ipc" else None)
         self._plans: list[str] = []  # blobs of the newest plans
         self._nccl: NcclSender | None = None
         self._ipc: IpcSender | None = None
@@ -124,7 +126,7 @@ class Courier:
             tasks.create_task(self._to_disk(order.version, order.attempt), name="files")
             return
         first, self._asked = self._asked is None, order  # later ones name who is left
-        if first and self._stage is Stage.HELD and self._held is not None and order.transport == self._spec.transport:
+        if first and self._stage is Stage.HELD and order.transport == self._spec.transport:
             self._stage = Stage.GATHERING
             self._task = tasks.create_task(self._deliver(order), name="send")
         elif first:
@@ -147,7 +149,7 @@ class Courier:
             self._nccl.close()
         if self._ipc is not None:
             self._ipc.close()
-        self._nccl, self._ipc, self._held = None, None, None
+        self._nccl, self._ipc = None, None
         for file in self._buffers.files:
             file.unlink(missing_ok=True)
 
@@ -160,17 +162,26 @@ class Courier:
         began = self._context.clock.monotonic()
         self._version, self._asked, self._written = version, None, None
         self._ready, self._reported = set(), set()
+        self._moved, self._kept = False, []
+        if self._backend.unchanged:
+            self._stage, self._written = Stage.HELD, (NEVER_AGAIN, WeightManifest(path=self._backend.unchanged))
+            await self._announce(version, self._written[1], began)
+            return
         target = version_dir(self._weights_dir, version.id)
         await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
         if self._spec.transport == "disk":
-            self._held = await self._in_thread(self._backend.copy_weights)
+            writer = await self._in_thread(self._copy, target)
             self._stage = Stage.HELD
-            self._task = tasks.create_task(self._write(version, began), name="publish")
+            self._task = tasks.create_task(self._write(version, writer, began), name="publish")
             return
         await asyncio.to_thread(target.mkdir, parents=True)  # a successor counts on from the newest of these names
         manifest = await self._in_thread(self._fill)
         self._stage = Stage.HELD
         await self._announce(version, manifest, began)
+
+    def weights_move(self) -> None:
+        """The training's thread is about to change them: from now on the version is in buffers and files alone."""
+        self._moved = True
 
     async def wait(self, *, last: bool = False) -> None:
         """Until the version under way is written or sent. `last`: whoever comes later finds it in files."""
@@ -180,7 +191,7 @@ class Courier:
             with self._context.waiting("the version to be published"):
                 await self._task
         if last:  # told: nothing of it is said once the run has finished
-            self._held, self._stage = None, Stage.EMPTY
+            self._stage = Stage.EMPTY
 
     async def _make_room(self) -> None:
         with self._context.waiting("the former version to be published"):
@@ -193,21 +204,25 @@ class Courier:
                 if task is not None:
                     await task
                 async with self._copying:  # a copy from the buffers may be under way
-                    self._held, self._stage = None, Stage.EMPTY
+                    self._stage = Stage.EMPTY
             finally:
                 self._next_waits = False
 
     def _fill(self) -> WeightManifest:
         """In the training's thread: weights into the buffers."""
-        live = self._backend.copy_weights(live=True)
-        self._buffers.fill(live.tensors)
-        live.tensors = {}  # from now on they are in the buffers
-        self._held = live
+        self._buffers.fill(self._backend.export(self._spec.buffer_bytes))
+        self._beside = self._backend.beside()
         buckets = self._buffers.buckets
         n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
         return WeightManifest(
-            transport=self._spec.transport, host=socket.gethostname(), n_tensors=n_tensors, n_bytes=n_bytes
+            transport=self._spec.transport, host=shared_memory_name(), n_tensors=n_tensors, n_bytes=n_bytes
         )
+
+    def _copy(self, target: Path) -> VersionWriter:
+        """In the training's thread: weights on their way into files."""
+        self._beside = self._backend.beside()
+        buckets = self._backend.export(self._spec.buffer_bytes)
+        return copied(buckets, self._beside, target, self._kept if self._spec.keep_copy else None)
 
     async def _announce(self, version: PolicyVersion, manifest: WeightManifest, began: float) -> None:
         prepared = self._context.clock.monotonic() - began
@@ -220,11 +235,11 @@ class Courier:
 
     # -- in files -----------------------------------------------------------------------------------------------
 
-    async def _write(self, version: PolicyVersion, began: float) -> None:
+    async def _write(self, version: PolicyVersion, writer: VersionWriter, began: float) -> None:
         async with self._files:
-            manifest = await self._whole_files(version, 0)
-        if manifest is not None:
-            await self._announce(version, manifest, began)
+            manifest = await asyncio.to_thread(writer.finish)
+            self._written = 0, manifest
+        await self._announce(version, manifest, began)
 
     async def _to_disk(self, version: PolicyVersion, attempt: int) -> None:
         """Whole files of the version in hand, and word of them. Nothing when the next one has come meanwhile."""
@@ -234,19 +249,21 @@ class Courier:
             await self._say(WeightsReady(version=version, manifest=manifest, attempt=self._written[0]))
 
     async def _whole_files(self, version: PolicyVersion, attempt: int) -> WeightManifest | None:
-        """Written once for each attempt; None when the weights are another version's by now."""
+        """Written once for each attempt; None when there is nothing left to write them from: the next version comes soon."""
         async with self._copying:
-            if version != self._version or self._held is None:
+            if version != self._version or self._stage is Stage.EMPTY:
                 return None
             if self._written is not None and self._written[0] >= attempt:
                 return self._written[1]
-            held: Any = self._held
-            if self._buffers.flat:
-                held = dataclasses.replace(held, tensors=await asyncio.to_thread(self._buffers.on_host))
-        target = version_dir(self._weights_dir, version.id)
-        if attempt or self._buffers.flat:
-            target = target / f"files-{attempt}"
-        manifest: WeightManifest = await asyncio.to_thread(held.write, target)
+            target = version_dir(self._weights_dir, version.id) / f"files-{attempt}"
+            if self._buffers.flat or self._kept:
+                buckets = self._buffers.held() if self._buffers.flat else self._kept
+                writer = await asyncio.to_thread(copied, buckets, self._beside, target)
+            else:
+                writer = await self._in_thread(lambda: None if self._moved else self._copy(target))
+        if writer is None:
+            return None
+        manifest = await asyncio.to_thread(writer.finish)
         if version != self._version:
             return None
         self._written = attempt, manifest
@@ -270,7 +287,7 @@ class Courier:
             await self._context.bus.blobs.delete(self._plans[:-PLANS_KEPT])
             del self._plans[:-PLANS_KEPT]
             await self._say(WeightsReady(version=version, manifest=manifest))
-            opening = beside(nccl.open) if nccl is not None and not nccl.is_open else None
+            opening = in_daemon(nccl.open) if nccl is not None and not nccl.is_open else None
             if not await self._gather(members, opening):
                 self._context.count("versions_skipped")
                 skipped = tuple(sorted(members - self._ready))  # or they would hold up the next one too
@@ -280,7 +297,7 @@ class Courier:
             self._stage = Stage.SENDING
             await self._say(Sending(version=version, workers=tuple(sorted(members))))
             if nccl is not None:
-                await beside(nccl.send)
+                await in_daemon(nccl.send)
             else:
                 await self._until_reported(version)
         except GroupBroken as error:
@@ -305,7 +322,7 @@ class Courier:
             if self._nccl is not None:
                 self._nccl.close()
             address = "127.0.0.1"
-            if any(seat.host != socket.gethostname() for seat in seats):
+            if any(seat.host != shared_memory_name() for seat in seats):
                 address = self._context.bus.link.local_address
                 if not address or ipaddress.ip_address(address).is_loopback:
                     raise GroupBroken(
@@ -358,33 +375,3 @@ class Courier:
         except TimeoutError:
             late = ", ".join(sorted(self._left() - self._reported))
             await self._context.event("transfer late", f"version {version.id}: no report of {late}", level="warning")
-
-
-def beside(call: Callable[[], None]) -> asyncio.Future[None]:
-    """A blocking call in a thread of its own that does not keep the process alive: one that hangs in a group whose peers
-    are gone ends by its deadline, and nobody should wait for that at the end of a run."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-    future.add_done_callback(lambda f: f.cancelled() or f.exception())  # heard, also when nobody awaits it any more
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def body() -> None:
-        error: BaseException | None = None
-        try:
-            call()
-        except Exception as raised:  # noqa: BLE001 - handed to whoever awaits
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, error)
-        except RuntimeError:
-            return  # the loop has ended
-
-    threading.Thread(target=body, name="broadcast", daemon=True).start()
-    return future

@@ -1,7 +1,8 @@
-"""Ranks 1..N-1 of a trainer with several: children of rank 0's process, started with it and gone with it.
+"""Ranks 1..N-1 of a trainer with several: children of rank 0's process, started with it and gone with it, or somebody else's.
 
 Owns nothing but processes. A follower that ends before it is told to end ends the trainer, whose supervisor starts all ranks
-again from the last checkpoint.
+again from the last checkpoint. Of ranks that others started (torchrun, Slurm, Ray; `--train-master`) the trainer learns by the
+connection that breaks; it ends alike, and they too: who started them starts them again.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ class RankDied(MilesAsyncError):
 
 
 class Followers:
-    """The other ranks, none with size 1. The port is new at every start, so a dead rank's cannot be in the way."""
+    """The other ranks, none with size 1. `master`: where all meet, started by others; else they are children here, and the port is
+    new at every start, so a dead rank's cannot be in the way."""
 
-    def __init__(self, size: int, run_dir: str) -> None:
+    def __init__(self, size: int, run_dir: str, master: str = "") -> None:
         self.size = size
+        self._master = master
         self._logs = Path(run_dir) / "logs"
         self._children: dict[int, Child] = {}
         self._parting = False
 
     async def start(self) -> None:
-        """Start them, and say in this process's own environment that it is rank 0."""
+        """Say in this process's own environment that it is rank 0, and start the others."""
         if self.size == 1:
             return
-        shared = {
-            "WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+        host, _, port = (self._master or f"127.0.0.1:{free_port()}").rpartition(":")
+        os.environ.update(WORLD_SIZE=str(self.size), MASTER_ADDR=host, MASTER_PORT=port, RANK="0", LOCAL_RANK="0")
+        if self._master:
+            return
         self._logs.mkdir(parents=True, exist_ok=True)
         for rank in range(1, self.size):
             child = self._children[rank] = Child()

@@ -14,6 +14,7 @@ class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes: int = 512 << 20
     deadline_s: float = 60.0
     check_equal: bool = False
+    keep_copy: bool = False  # disk: in host memory, to write files anew once the weights sleep or have moved on
 
 
 class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +45,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: int = 0
     backend_name: str = "torch"
     async_save: bool
-    ranks: int = 1  # processes on this host over which the policy is sharded
+    ranks: int = 1  # processes over which the policy is sharded
+    train_master: str  # HOST:PORT where they meet, started by others; empty = this process starts them, on its host
     ci_test: bool  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()

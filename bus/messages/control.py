@@ -58,6 +58,9 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     counters: dict[str, float] = {}
     note: str = ""
     slots: int = 0  # samples that a generation worker takes at once
+    memory: str = ""  # of one name: they see the same files in shared memory
+    depot: str = ""  # where a worker serves versions to other hosts
+    received: int = 0  # bytes of versions that came from other hosts
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)

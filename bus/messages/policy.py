@@ -8,15 +8,16 @@ import msgspec
 
 from bus.messages.base import Header, Message
 from bus.messages.versions import PolicyVersion
+from bus.messages.weights import Parcel
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
     """Where a version's weights lie and how to verify them. Transport nccl or ipc: its plan (bus.plans); without one the trainer
-    on `host` holds the version and has not been asked to send it yet."""
+    on `host` holds the version and has not been asked to send it yet. network: files that are fetched, see Activate."""
 
     transport: str = "disk"
-    path: str = ""  # disk: directory with safetensors files
-    checksum: str = ""  # hex digest over the bytes of model.safetensors; empty = not to be compared
+    path: str = ""  # disk: directory with safetensors files, for who sees the memory of the trainer's host
+    checksum: str = ""  # hex digest over the bytes of model*.safetensors, by name; empty = not to be compared
     n_tensors: int = 0
     n_bytes: int = 0
     plan: str = ""  # nccl, ipc: the blob that holds the plan
@@ -200,12 +201,15 @@ class Send(Message, frozen=True, kw_only=True, tag="active.send"):
 
 
 class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
-    """Serve this version. publisher -> generation. `workers` empty = all."""
+    """Serve this version. publisher -> generation. `workers` empty = all. Transport network: fetch the `parcel` from the first
+    of `sources` that has it; a source without a host is on that of the bus."""
 
     version: PolicyVersion
     manifest: WeightManifest
     mode: str = "retract"
     workers: tuple[str, ...] = ()
+    parcel: Parcel | None = None
+    sources: tuple[str, ...] = ()
 
     def header(self) -> Header:
         return Header(id=f"activate{self.version.id}", version=self.version.id, note=self.mode)

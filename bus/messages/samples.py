@@ -179,6 +179,7 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     score_s: float = 0.0
     # float32 [n_tokens], the teacher's for the response; UNSET (not on the wire) = no teacher was asked
     teacher_logprobs: Packed | msgspec.UnsetType = msgspec.UNSET
+    answer: str | msgspec.UnsetType = msgspec.UNSET  # of an evaluation sample: what it answers, as votes are counted
 
     def header(self) -> Header:
         head = self.rollout.header()

@@ -50,3 +50,24 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()  # who may load it this way; empty = everyone
     deadline_s: float = 60.0  # longest wait of a worker for the broadcast, and of the trainer for all workers
     whole: str = ""  # directory with the same version in files, to compare with (check_weight_update_equal)
+
+
+class ParcelFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of a version: its name, its bytes, and XXH3-128 of each piece, 16 bytes a piece."""
+
+    name: str
+    n_bytes: int
+    pieces: bytes
+
+
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+    """A version in files, for who cannot read them where they lie. `id`: 32 hexadecimal digits over all that follows."""
+
+    id: str
+    piece_bytes: int
+    files: tuple[ParcelFile, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.n_bytes for file in self.files)

@@ -111,6 +111,11 @@ class Link:
         """See Wire."""
         return self._wire.local_address
 
+    @property
+    def peer_address(self) -> str:
+        """See Wire."""
+        return self._wire.peer_address
+
     async def run(self, *command: Any) -> Any:
         """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
         return await self._enqueue(command)

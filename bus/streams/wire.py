@@ -94,8 +94,16 @@ class Wire:
     @property
     def local_address(self) -> str:
         """This end's address, which hosts of the server's network can reach; empty on a unix socket, or while not connected."""
+        return self._address("sockname")
+
+    @property
+    def peer_address(self) -> str:
+        """The server's address as it is reached from here; empty as above."""
+        return self._address("peername")
+
+    def _address(self, end: str) -> str:
         writer = getattr(self._connection, "_writer", None)
-        name = writer.get_extra_info("sockname") if writer is not None else None
+        name = writer.get_extra_info(end) if writer is not None else None
         return str(name[0]) if isinstance(name, tuple) else ""
 
     async def close(self) -> None:

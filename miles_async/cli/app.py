@@ -36,16 +36,25 @@ COMMANDS: tuple[Command, ...] = (
     Command("train", "miles_async.cli.train", "Train a policy as a settings file says.", draws=True),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
-    Command("attach", "miles_async.cli.attach", "Show a run again as its launcher did; Ctrl-C ends only the view.", draws=True),
+    Command(
+        "attach",
+        "miles_async.cli.attach",
+        "Show a run again as its launcher did; Ctrl-C ends only the view.",
+        draws=True,
+    ),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
     ),
     Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
+    Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),
     Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
+    Command(
+        "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
+    ),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
 )
 

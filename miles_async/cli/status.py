@@ -111,9 +111,7 @@ def as_text(snapshot: "Snapshot") -> str:
         silent = {"late": "SILENT", "dead": "DEAD"}.get(actor.life)
         state = f"{silent} for {duration(actor.age_s)}" if silent else v.state
         version = f"v{v.version}" if v.version >= 0 else "-"
-        rows.append(
-            [v.actor, v.role, str(v.pid), v.host, state, version, busy_text(v), waits_text(actor)]
-        )
+        rows.append([v.actor, v.role, str(v.pid), v.host, state, version, busy_text(v), waits_text(actor)])
     columns = ["actor", "role", "pid", "host", "state", "version", "busy", "waits for"]
     actors = table(columns, rows, right=("pid", "version", "busy")) if rows else "no actor has sent a heartbeat"
     rows = []

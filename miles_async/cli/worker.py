@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
     parser.add_argument(
+        "--weights-address",
+        default="",
+        metavar="HOST[:PORT]",
+        help="Where the next host fetches weights from this one. Default: this host's address on the bus, any port.",
+    )
+    parser.add_argument(
         "--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's."
     )
 
@@ -90,7 +96,9 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known = await read_identity(bus)
     if known is None:
-        raise BusRefused(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
+        raise BusRefused(
+            f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
+        )
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith("generation-") or name in (*ROLES, *OTHERS):
@@ -98,7 +106,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
             f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "
             "run's own actors. Choose another --name."
         )
-    room = dict(known.worker)
+    room = dict(known.worker) | {"serves": True, "serve_at": args.weights_address}
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")

@@ -21,12 +21,13 @@ from actors.recorder.records import Record
 from bus import Bus
 from bus.errors import BusUnreachable, printable
 from miles_async.console.snapshot import Snapshot, read_snapshot
-from miles_async.console.text import duration, percent
+from miles_async.console.text import duration, percent, shorten
 from miles_async.console.view import screen, step_line
 
 Mode = Literal["live", "plain", "none"]
 REFRESH_S = 0.5
 SNAPSHOT_S = 1.0
+FIRST_SAMPLES = 2  # shown in words at the start of a run; miles-async samples shows more
 
 
 async def run_console(
@@ -138,6 +139,9 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
             return f"{record['level']}: {record['actor']}: {record['event']}: {record['text']}"
         case "dead":
             return f"dead letter: {record['stream']} {record['sample']}: {record['error']}"
+        case "sample" if len(history.samples) <= FIRST_SAMPLES:
+            texts = f"{shorten(record['prompt'], 160)} -> {shorten(record['response'], 320)}"
+            return f"sample {record['sample']}, reward {record['reward']:.4g}: {texts}"
         case "finished":
             return f"finished at step {record['step']}"
     return ""

@@ -44,6 +44,7 @@ def generation_spec(
         context_length=settings.rollout.rollout_max_context_len or 0,
         router_url=place.router_url,
         token=str(s.server_args.get("api-key") or place.engine_token),
+        weights_token=place.weights_token,
         gpus=tuple(gpus),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
@@ -100,6 +101,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
+        keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 
 

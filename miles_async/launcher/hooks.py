@@ -13,6 +13,8 @@ import msgspec
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
 from actors.runtime.rows import value_at
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.flags import compare
 from miles_async.launcher.plan import objective_config, training_data
 from miles_async.launcher.preflight import check_prompt_data
 from miles_async.settings.catalog import catalog
@@ -55,6 +57,7 @@ def check_hooks(settings: RunSettings) -> None:
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
             "data": training_data(settings, ""),
+            "group_rm": s.group_rm,
             "values": values,
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
@@ -122,4 +125,20 @@ def check_quantization(settings: RunSettings) -> None:
         ) from None
 
 
-PROBES = (check_quantization, check_hooks)
+def check_architecture(settings: RunSettings) -> None:
+    """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
+    given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
+    if settings.model.builtin_name is not None:
+        return
+    try:
+        config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
+        differ = compare(given, config)
+    except (OSError, ValueError):
+        return  # refused as a directory
+    except Refused as error:
+        raise SettingsError(str(error), field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
+    if differ:
+        raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
+
+
+PROBES = (check_architecture, check_quantization, check_hooks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from actors.trainer.objective_config import ObjectiveConfig, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
+from miles_async.launcher.eval_sets import eval_sets
 from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
@@ -48,6 +50,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     router_url: str = ""  # empty: no router
     router_port: int = 0  # of a router of ours; 0 when it is somebody else's
     engine_token: str = ""  # what engines and router ask of their callers
+
+    @property
+    def weights_token(self) -> str:
+        """What hosts ask of each other for weights: another one, as it crosses the network."""
+        return hashlib.blake2b(b"weights", key=self.engine_token.encode()[:64], digest_size=16).hexdigest()
 
 
 def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
@@ -143,7 +150,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 turns=turn_spec(settings),
                 lookahead=lookahead,
                 backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
-                ranks=1 if settings.launch.debug_rollout_only else settings.perf.actor_num_gpus_per_node,
+                ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
             ),
@@ -155,6 +162,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 wave_fraction=settings.sglang.update_weight_wave_fraction,
                 activation_deadline_s=settings.sglang.update_weight_deadline_s,
+                serve_at=settings.bus.weights_address or "",
+                weights_token=place.weights_token,
             ),
         ),
         (
@@ -197,27 +206,27 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
     rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:
         return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
-    if settings.flat.datasets:
+    if settings.flat.evaluates:
         rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
     return rooms
 
 
 def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
     e = settings.eval
-    keys = {"input_key": e.eval_input_key, "label_key": e.eval_label_key or "", "tool_key": e.eval_tool_key or ""}
-    keys["data_source_path"] = ""  # of training
+    sets = []
+    for one in eval_sets(settings):
+        keys = {name: getattr(one, name) or "" for name in ("input_key", "label_key", "tool_key", "metadata_key")}
+        data = data_spec(settings, place.model_dir, one.path, data_source_path="", **keys)
+        same = ("temperature", "top_p", "top_k", "max_response_len")
+        own = {name: getattr(one, name) for name in same}
+        n = one.n_samples_per_eval_prompt
+        sets.append(EvalSet(name=one.name, data=data, samples_per_prompt=n, metadata=one.metadata, **own))
     return told(
         EvaluatorSpec,
         settings.flat,
-        sets=tuple(
-            EvalSet(name=name, data=data_spec(settings, place.model_dir, path, **keys))
-            for name, path in dict(settings.flat.datasets).items()
-        ),
+        sets=tuple(sets),
         num_rollout=place.num_rollout,
-        n_samples_per_prompt=e.n_samples_per_eval_prompt,
-        temperature=e.eval_temperature,
-        top_p=e.eval_top_p,
-        max_response_len=e.eval_max_response_len,
+        max_in_flight=e.eval_max_in_flight or 0,
         stop_token_ids=place.stop_token_ids,
         before_train=not e.skip_eval_before_train,
     )

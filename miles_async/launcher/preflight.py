@@ -12,6 +12,7 @@ from typing import Any
 from actors.runtime.prompts import BadRow, parts_of
 from actors.runtime.rows import BadData, count, read, sources_of
 from actors.runtime.run import Refused
+from miles_async.launcher.eval_sets import eval_sets
 from miles_async.settings.checks import check_model, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest
 from miles_async.settings.memory import check_memory
@@ -66,7 +67,7 @@ def preflight(
 
 def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     """Training prompts and every held-out set."""
-    r, e = settings.rollout, settings.eval
+    r = settings.rollout
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
@@ -78,11 +79,11 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
             value=r.rollout_batch_size,
             remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
         )
-    eval_keys = {name: getattr(e, name) for name in ("eval_input_key", "eval_label_key", "eval_tool_key")}
-    held_out = {
-        name: check_prompt_data(path, field="eval_prompt_data", keys=eval_keys, chat=r.apply_chat_template)
-        for name, path in settings.flat.datasets
-    }
+    held_out = {}
+    for one in eval_sets(settings):
+        keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
+        field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
+        held_out[one.name] = check_prompt_data(one.path, field=field, keys=keys, chat=r.apply_chat_template)
     return prompts, held_out
 
 

@@ -28,14 +28,14 @@ from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scor
 from bus.messages.versions import VersionSpan
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) -> number or table, may be async",
+    "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named",
     "custom_generate_function_path": SIGNATURE,
     "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
-FIRST_ROWS = 100
+FIRST_ROWS, GROUP = 100, 2
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 """Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
 
@@ -48,6 +48,7 @@ class Ask(msgspec.Struct):
     reward_key: str = ""
     deadline_s: float = 30.0
     data: DataSpec | None = None
+    group_rm: bool = False
     values: dict[str, Any] = {}
 
 
@@ -91,7 +92,7 @@ def _rollout_problem(path: str, ask: Ask) -> str:
 
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
-        return (ask.sample.as_dict(),)
+        return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
     if field == "custom_agent_function_path":
         return None, "http://127.0.0.1/v1", "sk"
     if field == "data_source_path":
@@ -127,7 +128,10 @@ def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float)
 
 def _judged(field: str, answer: Any, ask: Ask) -> str:
     if field == "custom_rm_path":
-        settle(answer, ask.reward_key, "it")
+        if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
+            return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
+        for value in answer if ask.group_rm else [answer]:
+            settle(value, ask.reward_key, "it")
     elif field == "dynamic_sampling_filter_path":
         if answer is not None and not isinstance(answer, str):
             return f"answered with {answer!r}, which is neither a reason nor None"

@@ -112,14 +112,15 @@ def _router(v: Values) -> bool:
     return wanted or v["sglang_router_ip"] is not None
 
 
-def needs_whole_groups(*, reward_hook: str | None, estimator: str) -> bool:
+def needs_whole_groups(*, reward_hook: str | None, estimator: str, group_rm: bool) -> bool:
     """Whether the rewards of a group mean something only together, so that it cannot be trained in parts: a hook that is given
-    all of them, or MaxRL's division by the group's success rate."""
-    return bool(reward_hook) or estimator == "maxrl"
+    all of them, all scored at once, or MaxRL's division by the group's success rate."""
+    return bool(reward_hook) or group_rm or estimator == "maxrl"
 
 
 def _staleness_policy(v: Values) -> str:
-    whole = needs_whole_groups(reward_hook=v["custom_reward_post_process_path"], estimator=v["advantage_estimator"])
+    hook, estimator = v["custom_reward_post_process_path"], v["advantage_estimator"]
+    whole = needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=v["group_rm"])
     return "whole" if whole else "auto"
 
 
@@ -154,6 +155,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("eval_reward_key", lambda v: v["reward_key"]),
     ("eval_temperature", lambda v: v["rollout_temperature"]),
     ("eval_top_p", lambda v: v["rollout_top_p"]),
+    ("eval_top_k", lambda v: v["rollout_top_k"]),
     ("eval_max_response_len", lambda v: v["rollout_max_response_len"]),
     ("log_probs_max_tokens_per_gpu", lambda v: v["max_tokens_per_gpu"]),
     ("eps_clip_high", lambda v: v["eps_clip"]),

@@ -79,9 +79,19 @@ class Flat:
         return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out data sets."""
+        return bool(self.eval_prompt_data or self.eval_config)
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples in one rollout: rollout_batch_size * n_samples_per_prompt."""
         return int(self.rollout_batch_size * self.n_samples_per_prompt)
+
+    @property
+    def train_ranks(self) -> int:
+        """Processes of the trainer: actor_num_nodes * actor_num_gpus_per_node."""
+        return int(self.actor_num_nodes * self.actor_num_gpus_per_node)
 
     @property
     def groups_per_version(self) -> int:
@@ -98,7 +108,8 @@ class Flat:
     @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
-        return needs_whole_groups(reward_hook=self.custom_reward_post_process_path, estimator=self.advantage_estimator)
+        hook, estimator = self.custom_reward_post_process_path, self.advantage_estimator
+        return needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=self.group_rm)
 
     @property
     def max_open_groups(self) -> int:

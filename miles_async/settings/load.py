@@ -184,6 +184,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     """`value` as the field's type. With `text`, strings are read as numbers and booleans, as flags need it."""
     if spec.auto is not None and value == "auto":
         return spec.auto
+    if spec.kind == "list" and isinstance(value, str):
+        value = (value,)  # a list of one
     try:
         result = msgspec.convert(value, spec.type, strict=not text)
     except msgspec.ValidationError:

@@ -6,13 +6,15 @@ from fnmatch import fnmatchcase
 from miles_async.settings.catalog import PREFIXES, catalog, names
 
 OTHERWISE: dict[str, str] = {
-    "actor_num_nodes": "only 1",
+    "actor_num_nodes": "more than 1 with train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
+    "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
     "custom_config_path": "only what generate functions find on args",
     "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_rm_path": "the function takes one table, not (args, sample)",
+    "group_rm": "the function takes a list of tables",
     "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
@@ -26,6 +28,7 @@ OTHERWISE: dict[str, str] = {
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size"),
     *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
@@ -35,22 +38,21 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "rollout_timeout_s"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
-        "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --rotary-base --swiglu --spec "
-        "--model-name --padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+        "--padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
     ),
     (
         "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
         "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
         "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
-        "--custom-model-provider-path --qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
+        "--qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
         "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
     ),
     ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),

@@ -161,10 +161,22 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if s.rm_type is not None and "." in s.rm_type:
         raise refusal("rm_type", s.rm_type, "not the name of a shipped rule", "Give a function of your own as --custom-rm-path.")
-    if s.rm_type in ("remote_rm", "boxed_remote_rm") and s.rm_url is None:
+    if s.rm_type in ("remote_rm", "boxed_remote_rm") and not s.rm_url:
         raise refusal("rm_url", None, f"rm_type {s.rm_type} asks a service", "Set --rm-url http://HOST:PORT/PATH.")
-    if s.rm_url is not None and not s.rm_url.startswith(("http://", "https://")):
-        raise refusal("rm_url", s.rm_url, "not an http:// or https:// address", "Write the scheme too.")
+    if s.rm_type in ("judge", "boxed_judge") and s.judge_url is None:
+        raise refusal("judge_url", None, f"rm_type {s.rm_type} asks a model", "Set --judge-url http://HOST:PORT/v1.")
+    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url)):
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
+
+
+def groups_are_scored_by_what_can(s: Flat) -> None:
+    if not s.group_rm:
+        return
+    if s.custom_rm_path is None and s.rm_type != "remote_rm":
+        raise refusal("group_rm", True, f"rm_type {s.rm_type} scores one sample", "Set --custom-rm-path or --rm-type remote_rm.")
+    if s.num_reward_workers != 1:
+        raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
 
 
 def the_template_has_what_it_takes(s: Flat) -> None:
@@ -206,7 +218,9 @@ def dotted_paths_are_well_formed(s: Flat) -> None:
 
 def evaluation_has_data(s: Flat) -> None:
     data = s.eval_prompt_data
-    if s.eval_interval is not None and not data:
+    if data and s.eval_config is not None:
+        raise refusal("eval_config", s.eval_config, "eval_prompt_data is given too", "Keep one of the two.")
+    if s.eval_interval is not None and not s.evaluates:
         raise refusal(
             "eval_interval", s.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
         )
@@ -333,6 +347,7 @@ RULES: tuple[Rule, ...] = (
     top_k_is_a_count_or_all,
     rewards_have_a_source,
     tools_and_agents_have_what_they_need,
+    groups_are_scored_by_what_can,
     the_template_has_what_it_takes,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,

@@ -10,6 +10,7 @@ import msgspec
 
 from miles_async.settings.flat import Flat
 from miles_async.settings.groups import (
+    ArchitectureSettings,
     BusSettings,
     CkptSettings,
     EvalSettings,
@@ -36,6 +37,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sglang: SglangSettings
     bus: BusSettings
     launch: LaunchSettings
+    architecture: ArchitectureSettings
 
     @property
     def run_dir(self) -> Path:

@@ -1,5 +1,6 @@
 """(pure) Rules of the trainer: hooks that do something, one way to reduce the loss, and work for every rank."""
 
+import re
 from collections.abc import Iterator
 
 from miles_async.settings.derive import CONSTANT_SUM, TOKEN_MEAN
@@ -56,19 +57,22 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1:
+    if s.actor_num_nodes != 1 and s.train_master is None:
         raise refusal(
             "actor_num_nodes",
             s.actor_num_nodes,
             "this launcher starts the trainer on its own host",
-            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host.",
+            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --train-master HOST:PORT and start the others.",
         )
-    if s.actor_num_gpus_per_node > s.global_batch_size:
+    if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
+        raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")
+    if s.train_ranks > s.global_batch_size:
+        field, others = ("actor_num_gpus_per_node", 1) if s.actor_num_nodes == 1 else ("actor_num_nodes", s.actor_num_gpus_per_node)
         raise refusal(
-            "actor_num_gpus_per_node",
-            s.actor_num_gpus_per_node,
-            f"more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
-            f"Set it to {s.global_batch_size} or less.",
+            field,
+            s.train_ranks // others,
+            f"{s.train_ranks} ranks are more than global_batch_size = {s.global_batch_size}: one would have no sample",
+            f"Set it to {max(1, s.global_batch_size // others)} or less.",
         )
 
 
@@ -91,7 +95,7 @@ def loss_is_reduced_one_way(s: Flat) -> None:
 
 def ranks_have_equal_micro_batches(s: Flat) -> None:
     """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
-    ranks, size = s.actor_num_gpus_per_node, s.micro_batch_size
+    ranks, size = s.train_ranks, s.micro_batch_size
     if s.use_dynamic_batch_size or ranks == 1:
         return
     if s.use_dynamic_global_batch_size and size > 1:
@@ -152,7 +156,7 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    ranks, total = s.actor_num_gpus_per_node, s.samples_per_rollout
+    ranks, total = s.train_ranks, s.samples_per_rollout
     if s.use_dynamic_global_batch_size and total % ranks:
         yield (
             f"use_dynamic_global_batch_size leaves out {total % ranks} of {total} samples of every full rollout batch, "

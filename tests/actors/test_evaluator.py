@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
+from actors.evaluator.estimates import at_k, interval, maj_at, majority, pass_at, powers
 from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
@@ -32,15 +35,16 @@ LAST = 3
 
 
 @asynccontextmanager
-async def evaluating(redis_url: str, run_name: str, folder: Path, interval: int) -> AsyncIterator[tuple[Bus, Any]]:
+async def evaluating(
+    redis_url: str, run_name: str, folder: Path, interval: int, of_set: Any = (), **more: Any
+) -> AsyncIterator[tuple[Bus, Any]]:
     """An evaluator of four prompts in a run of three steps; the test is everyone else."""
     save_tokenizer(folder, ARITHMETIC)
     (folder / "held.jsonl").write_text("".join(json.dumps({"input": str(i), "label": "1"}) + "\n" for i in range(N)))
     data = data_of(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
-    spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data),), num_rollout=LAST,
-                   n_samples_per_prompt=1, max_response_len=8)  # fmt: skip
+    spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data, **dict(of_set)),), num_rollout=LAST, **more)
     async with open_bus(redis_url, run_name, knobs={"eval_interval": interval, "has_eval_data": True}) as bus:
-        async with running(bus, "evaluator", run, spec) as context:
+        async with running(bus, "evaluator", run, spec, run_dir=str(folder)) as context:
             yield bus, context
 
 
@@ -179,7 +183,7 @@ def test_the_first_weights_are_measured_only_if_asked_for() -> None:
 def test_of_versions_that_made_as_much_the_older_one_names_the_result() -> None:
     task = SampleTask(sample_id="e0/0", group_id="e0", index=0, n_samples=1, prompt_id="p", prompt_tokens=memoryview(b""))
     common: dict[str, Any] = {"issued": Issued(7, 8), "wall": 0.0, "duration_s": 0.0}
-    done = result("held", [answer(task, 1.0, VersionSpan(1, 0, 2), VersionSpan(2, 1, 2))], **common)
+    done = result("held", [[answer(task, 1.0, VersionSpan(1, 0, 2), VersionSpan(2, 1, 2))]], **common)
     assert (done.version, done.step, done.asked) == (1, 0, 7)
     nothing = result("held", [], **common)
     assert (nothing.version, nothing.step) == (8, 7)
@@ -207,3 +211,60 @@ async def test_an_evaluation_that_is_under_way_is_not_overtaken(redis_url: str, 
         await put(bus, EVAL_SCORED, *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in tasks))
         await results(bus)
         assert {t.step for t in (await issued(bus, 2 * N))[N:]} == {2}, "the newest then, and none between"
+
+
+async def test_several_samples_a_prompt_a_few_at_a_time_and_all_kept(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """Two samples of each of four prompts, three in flight: pass@k, an interval, and the worst sample first in the file."""
+    of_set = {"samples_per_prompt": 2, "metadata": {"rm_type": "f1"}, "max_response_len": 5}
+    async with evaluating(redis_url, run_name, tmp_path, 1, of_set=of_set, max_in_flight=3, keep=1) as (bus, _):
+        for step in (0, 1):
+            await put(bus, ACTIVE, active(step))
+            done, before = set(), 2 * N * step
+            while len(done) < 2 * N:
+                found = [t for t in (await messages(bus, EVAL_PROMPTS))[before:] if t.sample_id not in done]
+                assert len(found) <= 3
+                await put(bus, EVAL_SCORED, *(answer(t, float(t.index in (0, 2, 3)), VersionSpan(1, 0, 2)) for t in found))
+                done |= {t.sample_id for t in found}
+                await until(partial(_more, bus, before + len(done), before + 2 * N))
+            await results(bus, step + 1)
+        [first, _] = await messages(bus, EVAL_RESULTS)
+        task = (await messages(bus, EVAL_PROMPTS))[0]
+    assert (task.rm_type, task.sampling.max_new_tokens) == ("f1", 5)
+    assert first.metrics["eval/held"] == first.metrics["eval/held/pass@1"] == 3 / 8
+    assert first.metrics["eval/held/pass@2"] == 0.5
+    assert 0.0 <= first.metrics["eval/held/ci95_low"] < 3 / 8 < first.metrics["eval/held/ci95_high"] <= 1.0
+    [kept] = (tmp_path / "eval_samples").iterdir()
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert kept.name == "held_0000001.jsonl" and [line["reward"] for line in lines] == [0.0] * 5 + [1.0] * 3
+
+
+async def _more(bus: Bus, answered: int, last: int) -> bool:
+    """Whether the evaluator has issued more, if there is more."""
+    return await bus.length(EVAL_PROMPTS) > answered or answered >= last
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
+    for n in range(1, 7):
+        for right in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations(range(n), k))
+                share = sum(min(subset) < right for subset in subsets) / len(subsets)
+                assert pass_at(k, n, right) == pytest.approx(share)
+
+
+def test_the_majority_of_votes_and_its_estimate() -> None:
+    assert majority(["right", "a", "right"], "right") == 1.0 and majority(["right", "a"], "right") == 0.5
+    votes = ["right"] * 3 + ["a"] * 4 + ["b"]
+    subsets = [majority([votes[i] for i in subset], "right") for subset in combinations(range(8), 4)]
+    assert maj_at(4, votes, "right", "p") == pytest.approx(sum(subsets) / len(subsets), abs=0.1)
+    found = at_k([[1.0, 0.0, 0.0, 0.0]] * 3, [["7", "8", "8", ""]] * 3)
+    assert found == {"pass@1": 0.25, "pass@2": 0.5, "pass@4": 1.0, "maj@4": 0.0} and powers(6) == [1, 2, 4, 6]
+    assert at_k([[1.0]], [["7"]]) == {}
+
+
+def test_intervals_are_wilsons_for_single_answers_and_by_prompt_for_several() -> None:
+    low, high = interval([[1.0]] * 8 + [[0.0]] * 2)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)  # Wilson's, 8 of 10
+    assert interval([[1.0]] * 10)[1] == pytest.approx(1.0) and interval([[1.0]] * 10)[0] < 0.75
+    alike, apart = interval([[1.0] * 4, [0.0] * 4] * 20), interval([[1.0, 0.0]] * 40)
+    assert apart == (0.5, 0.5) and alike[0] < 0.4 < 0.6 < alike[1], "samples of a prompt are not independent"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from actors.publisher.actor import PublisherSpec, run
 from actors.publisher.plan import next_wave, worth_saying
+from actors.runtime.fetch import pack_parcel
 from bus import Bus
 from bus.messages.control import BOOTING, Event, Vitals
 from bus.messages.policy import (
@@ -126,6 +127,35 @@ async def test_the_deadline_of_an_activation_begins_when_the_engine_is_there(
                 await put(bus, EVENTS, says("w", waits_for=BOOTING))
             assert len(await orders(bus, 1)) == 1 and not await told(bus)
             await put(bus, EVENTS, says("w", waits_for="activation"))
+            await until(lambda: told(bus))
+
+
+# -- other hosts ---------------------------------------------------------------------------------------------------
+
+
+async def test_who_sees_another_memory_is_told_where_to_fetch_the_files_host_by_host(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    far = [msgspec.structs.replace(says(n), memory=f"m{n[0]}", depot=f"http://{n}:1") for n in ("b0", "b1", "c0")]
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, activation_deadline_s=0.4, weights_token="t"):
+            await put(bus, EVENTS, says("near"), *far)
+            await put(bus, POLICY, announced(1, tmp_path))
+            near, *others = await until(lambda: orders(bus, 3))
+            assert (near.workers, near.manifest.path, near.parcel) == (("near",), str(tmp_path), None)
+            assert [(o.workers, o.manifest.transport, o.manifest.path) for o in others] == [
+                (("b0", "b1"), "network", ""),
+                (("c0",), "network", ""),
+            ]
+            root = others[0].sources[0]
+            assert others[1].sources == ("http://b0:1", root), "the next host of the chain"
+            assert others[0].parcel == others[1].parcel == pack_parcel(tmp_path)
+            await put(bus, EVENTS, *(activated(name, 1) for name in ("near", "b0", "b1")))
+            for received in range(1, 7):  # several deadlines long: it is slow, but it comes
+                await asyncio.sleep(0.2)
+                await put(bus, EVENTS, msgspec.structs.replace(far[2], received=received))
+            assert not await told(bus)
             await until(lambda: told(bus))
 
 

@@ -6,17 +6,20 @@ import time
 import msgspec
 import pytest
 
+from actors.recorder import samples
 from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
-from actors.recorder.records import TEXT_LIMIT, _bounded
+from actors.recorder.samples import read_samples
 from actors.runtime.context import Context
+from actors.runtime.readable import TEXT_LIMIT, bounded
 from bus import Bus, Out
 from bus.knobs.live import LiveKnobs
 from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
+from miles_async.console.live import plain_line
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.declared import actor_of
@@ -176,12 +179,18 @@ async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_
     first, last = [r for r in read_records(tmp_path) if r["kind"] == "sample"]
     assert (first["sample"], last["sample"]) == ("g1/0", "g1/1")
     assert first["prompt"] == "1+1=" and len(first["response"]) > 0
+    [*lines] = read_samples([tmp_path / samples.FILE])
+    assert [line["sample"] for line in lines] == ["g1/0", "g1/1"] and lines[0]["step"] == 1
+    history = history_of([first])
+    line = plain_line(first, history, total_steps=3)
+    assert line.startswith("sample g1/0, reward") and "1+1=" in line
     assert first["entry"].startswith("events@"), "so a recorder that is started again does not write it twice"
 
 
 def test_a_long_text_keeps_its_ends():
     text = "a" * 5000 + "z" * 5000
-    assert len(_bounded(text)) <= TEXT_LIMIT and _bounded(text)[0] == "a" and _bounded(text)[-1] == "z"
+    shown = bounded(text, TEXT_LIMIT)
+    assert len(shown) <= TEXT_LIMIT and shown[0] == "a" and shown[-1] == "z"
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])

@@ -330,9 +330,10 @@ async def test_the_service_gets_prompt_response_and_label_and_its_json_is_the_va
         seen.append(await request.json())
         return web.Response(body=msgspec.json.encode({"score": 0.5, "len": len(seen[-1]["response"])}))
 
-    async with service(handle) as url, RemoteScorer(url) as scorer:
+    async with service(handle) as url, RemoteScorer([url]) as scorer:
         assert await scorer.score(sample("ré\n" * 100_000, "l"), 20.0) == {"score": 0.5, "len": 300_000}
-    assert seen == [{"prompt": "p", "response": "ré\n" * 100_000, "label": "l"}]
+    asked = {"prompt": "p", "response": "ré\n" * 100_000, "label": "l", "metadata": {}, "sample_id": "g1/0"}
+    assert seen == [asked]
 
 
 @pytest.mark.parametrize(
@@ -343,14 +344,14 @@ async def test_the_service_gets_prompt_response_and_label_and_its_json_is_the_va
         (400, b"bad", RemoteRefused, "answered 400"),
         (302, b"", RemoteRefused, "answered 302"),
         (200, b"<html>", ScorerFailed, "answered no JSON"),
-        (200, b"1" * 2_000_000, ScorerFailed, "more than 1048576 bytes"),
+        (200, b"1" * 5_000_000, ScorerFailed, "more than 4194304 bytes"),
     ],
 )
 async def test_refusals_say_whether_to_try_again(status: int, body: bytes, error: type[Exception], text: str) -> None:
     async def handle(request: web.Request) -> web.Response:
         return web.Response(status=status, body=body)
 
-    async with service(handle) as url, RemoteScorer(url) as scorer:
+    async with service(handle) as url, RemoteScorer([url]) as scorer:
         with pytest.raises(error, match=text):
             await scorer.score(sample("x"), 20.0)
 
@@ -363,12 +364,12 @@ async def test_a_silent_service_runs_into_the_deadline_and_an_absent_one_is_trie
         return web.Response(body=b"1")
 
     async with service(handle) as url:
-        async with RemoteScorer(url) as scorer:
+        async with RemoteScorer([url]) as scorer:
             with pytest.raises(DeadlineExceeded, match="reward of g1/0 from http://127"):
                 await scorer.score(sample("x"), 0.2)
         silent.set()
     secret = url.replace("//", "//user:secret@") + "?key=secret"
-    async with RemoteScorer(secret) as scorer:
+    async with RemoteScorer([secret]) as scorer:
         with pytest.raises(ScorerFailed, match="not reached for g1/0") as caught:
             await scorer.score(sample("x"), 20.0)
     assert "secret" not in str(caught.value)

@@ -4,7 +4,7 @@ anew until they can be loaded, and not for ever."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from actors.runtime.run import RunEnds
 from actors.trainer.backends import NullBackend
 from actors.trainer.courier import Courier
 from actors.trainer.spec import CourierSpec
-from actors.trainer.training.state import WeightFiles
+from actors.trainer.transports import files
+from actors.trainer.transports.files import VersionWriter
+from actors.trainer.transports.flat import NamedTensors, bucketed
 from bus import Bus
 from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion
@@ -34,23 +36,16 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Weights(NullBackend):
-    """A backend that publishes one model and has nothing to train. `spoil` is done to each directory that is written."""
+    """A backend that publishes one model and has nothing to train. `beside` gives the small files of each writing."""
 
-    def __init__(self, model: Path, spoil: Callable[[Path], None] = lambda _: None) -> None:
+    def __init__(self, model: Path) -> None:
         self._model = model
-        self._spoil = spoil
 
-    def copy_weights(self, *, live: bool = False) -> WeightFiles:
-        spoil = self._spoil
+    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+        return bucketed(load_file(self._model / "model.safetensors").items(), limit_bytes)
 
-        class Files(WeightFiles):
-            def write(self, directory: Path) -> WeightManifest:
-                manifest = WeightFiles.write(self, directory)
-                spoil(directory)
-                return manifest
-
-        beside = {"config.json": (self._model / "config.json").read_bytes()}
-        return Files(load_file(self._model / "model.safetensors"), beside)
+    def beside(self) -> dict[str, bytes]:
+        return {"config.json": (self._model / "config.json").read_bytes()}
 
 
 def flip(directory: Path) -> None:
@@ -73,20 +68,23 @@ def drop_all(directory: Path) -> None:
 
 
 @asynccontextmanager
-async def published(bus: Bus, folder: Path, backend: Weights) -> AsyncIterator[None]:
-    """The trainer's part, once version 1 is announced."""
+async def published(bus: Bus, folder: Path, backend: Weights, *, moves_on: bool = False) -> AsyncIterator[None]:
+    """The trainer's part, once version 1 is announced. `moves_on`: the next step has begun by then, and a copy was kept."""
     announced = asyncio.Event()
 
     async def in_thread(call: Any, *args: Any) -> Any:
         return await asyncio.to_thread(call, *args)
 
     async def body(context: Context, _: None) -> None:
-        courier = Courier(context, CourierSpec(), backend, in_thread, folder)
+        courier = Courier(context, CourierSpec(keep_copy=moves_on), backend, in_thread, folder)
         async with asyncio.TaskGroup() as tasks:
             await courier.open()
             tasks.create_task(courier.follow())
             await courier.publish(tasks, V1)
             await courier.wait()
+            if moves_on:
+                courier.weights_move()
+                backend.export = None  # type: ignore[assignment,method-assign] # nobody may ask for them now
             context.version = V1.id
             announced.set()
             while not context.draining.is_set():
@@ -112,14 +110,16 @@ async def publishing(bus: Bus, folder: Path, ended: list[RunEnds]) -> AsyncItera
         yield
 
 
-@pytest.mark.parametrize(("damage", "refused"), [(flip, 1), (drop, 1), (drop_all, 0)])
+@pytest.mark.parametrize(
+    ("damage", "refused", "moves_on"), [(flip, 1, False), (drop, 1, True), (drop_all, 0, False)], ids=["flip", "drop", "drop_all"]
+)
 async def test_the_trainer_writes_the_version_anew_and_it_is_served(
-    damage: Callable[[Path], None], refused: int, redis_url: str, run_name: str, tmp_path: Path, models: Models
+    damage: Callable[[Path], None], refused: int, moves_on: bool, redis_url: str, run_name: str, tmp_path: Path, models: Models
 ) -> None:
     model, _ = models("qwen3")
     folder, ended = tmp_path / "weights", list[RunEnds]()
     spec = GenerationSpec(model_path=str(model))
-    async with open_bus(redis_url, run_name) as first, published(first, folder, Weights(model)):
+    async with open_bus(redis_url, run_name) as first, published(first, folder, Weights(model), moves_on=moves_on):
         damage(version_dir(folder, 1))
         async with (
             publishing(first, folder, ended),
@@ -131,14 +131,21 @@ async def test_the_trainer_writes_the_version_anew_and_it_is_served(
 
 
 async def test_files_that_are_damaged_each_time_end_the_run_with_the_reason(
-    redis_url: str, run_name: str, tmp_path: Path, models: Models
+    redis_url: str, run_name: str, tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Damaging(VersionWriter):
+        def finish(self) -> WeightManifest:
+            manifest = super().finish()
+            flip(Path(manifest.path))
+            return manifest
+
+    monkeypatch.setattr(files, "VersionWriter", Damaging)
     model, _ = models("qwen3")
     folder, ended = tmp_path / "weights", list[RunEnds]()
     spec = GenerationSpec(model_path=str(model))
     async with (
         at_work(redis_url, run_name, spec, run_dir=str(tmp_path / "run")) as (bus, _),
-        published(bus, folder, Weights(model, flip)),
+        published(bus, folder, Weights(model)),
         publishing(bus, folder, ended),
     ):
 

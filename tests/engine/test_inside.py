@@ -18,7 +18,7 @@ from actors.generation.activation import Loader, NotCounted, TransportFailed
 from actors.generation.engine import RequestRefused
 from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
@@ -70,7 +70,7 @@ def holds(found: dict[str, object], seed: int) -> bool:
 
 async def prepared(client: SGLangClient, sender: NcclSender, seed: int, *, join: bool) -> WeightPlan:
     """The plan of a version that is ready to be sent, to a group that was joined."""
-    sender._buffers.fill(tensors(seed))
+    sender._buffers.fill(bucketed(tensors(seed).items(), BUCKET))
     plan = sender.plan()
     if join:
         joining = asyncio.create_task(asyncio.to_thread(sender.open))
@@ -85,7 +85,7 @@ async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_m
     engine: Engine, tmp_path: Path
 ) -> None:
     client, url = engine
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     for seed in (1, 2, 3):
         plan = await prepared(client, sender, seed, join=seed == 1)
         assert len(plan.buckets) > 1
@@ -103,7 +103,7 @@ async def test_requests_are_counted_in_the_call_that_brings_the_weights_or_nothi
 ) -> None:
     client, url = engine
     assert client.counts_when_receiving
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan = await prepared(client, sender, 1, join=True)
     await client.resume()
     with pytest.raises(NotCounted):  # tokens are being made
@@ -122,7 +122,7 @@ async def test_requests_are_counted_in_the_call_that_brings_the_weights_or_nothi
 
 async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan = await prepared(client, sender, 1, join=False)
     assert not await client.receive(plan.buckets, "g", "1")
     found = await state(url)
@@ -132,7 +132,7 @@ async def test_a_group_that_nobody_joined_is_told_and_nothing_is_touched(engine:
 
 async def test_a_version_that_breaks_off_is_refused_and_not_named(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan = await prepared(client, sender, 1, join=True)
     sender.close()  # the trainer is gone before it sent anything
     with pytest.raises(TransportFailed, match="did not receive version 1") as failed:
@@ -200,7 +200,7 @@ def test_an_answer_to_another_order_is_none(tmp_path: Path, monkeypatch: pytest.
 
 async def test_after_a_lost_answer_to_receive_the_weights_are_damaged(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan = await prepared(client, sender, 1, join=True)
     (tmp_path / "answer.part").mkdir()  # as on a full disk: the weights come, the answer does not
     sending = asyncio.create_task(asyncio.to_thread(sender.send))

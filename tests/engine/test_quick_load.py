@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.generation.quick_load import Layout, QuickLoad, views
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, bucketed
 
 FUSED = {"q": ("qkv", 0, 4), "k": ("qkv", 4, 2), "v": ("qkv", 6, 2)}
 
@@ -46,8 +46,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 @pytest.fixture
 def sender() -> tuple[FlatBuffers, str]:
-    buffers = FlatBuffers(1 << 20)
-    buffers.fill(tensors(0))
+    buffers = FlatBuffers()
+    buffers.fill(bucketed(tensors(0).items()))
     text = msgspec.json.encode([0, buffers.buckets[0].tensors]).decode()
     return buffers, text
 
@@ -64,7 +64,7 @@ def test_the_second_load_asks_the_model_nothing_and_loads_all(sender: tuple[Flat
     with torch.inference_mode(inference):
         assert not quick.bucket(model, text, buffers.flat[0], mapped=True) and holds(model, tensors(0))
         for seed in (1, 2):
-            buffers.fill(tensors(seed))
+            buffers.fill(bucketed(tensors(seed).items()))
             model.norm.fill_(0)
             assert quick.bucket(model, text, buffers.flat[0], mapped=True) and holds(model, tensors(seed))
     assert model.asked == 1
@@ -87,7 +87,7 @@ def test_a_loader_that_computes_is_never_cut_short(sender: tuple[FlatBuffers, st
     model, quick = Model(), QuickLoad()
     model.scaled = True
     for seed in (1, 2):
-        buffers.fill(tensors(seed))
+        buffers.fill(bucketed(tensors(seed).items()))
         assert not quick.bucket(model, text, buffers.flat[0], mapped=True)
         assert torch.equal(model.norm[:3], tensors(seed)["norm"] * 2)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from actors.generation.activation import Loader, TransportFailed
 from actors.generation.engine import GenerateRequest, RequestRefused
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest
@@ -52,7 +52,7 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
 
 def planned(sender: IpcSender | NcclSender, tensors: dict[str, torch.Tensor]) -> WeightPlan:
     """The plan of a version that lies in the sender's buffers."""
-    sender._buffers.fill(tensors)
+    sender._buffers.fill(bucketed(tensors.items(), BUCKET))
     return sender.plan()
 
 
@@ -67,7 +67,7 @@ async def take(client: SGLangClient, plan: WeightPlan, version: str) -> None:
 
 async def test_a_version_over_a_group(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
     client, _, second = pair
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan = planned(sender, weights(second))
 
     def send() -> None:
@@ -86,7 +86,7 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
     pair: tuple[SGLangClient, Path, Path], tmp_path: Path
 ) -> None:
     client, first, second = pair
-    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers(BUCKET))
+    sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     plan, loader = planned(sender, weights(second)), Loader("w")
     await asyncio.gather(asyncio.to_thread(sender.open), loader.join(client, plan))
     sender.close()
@@ -102,7 +102,7 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
 
 async def test_a_version_from_shared_memory(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
     client, first, second = pair
-    sender = IpcSender(buffers=FlatBuffers(BUCKET, shared=tmp_path / "flat"))
+    sender = IpcSender(buffers=FlatBuffers(shared=tmp_path / "flat"))
     await take(client, planned(sender, weights(second)), "2")
     await serves(client, second, "2")
     await take(client, planned(sender, weights(first)), "3")
@@ -121,7 +121,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(
         ("shape", {"model.norm.weight": torch.zeros(3)}),
         ("type", {"model.norm.weight": tensors["model.norm.weight"].to(torch.int32)}),
     ):
-        sender = IpcSender(buffers=FlatBuffers(1 << 30, shared=tmp_path / name / "flat"))
+        sender = IpcSender(buffers=FlatBuffers(shared=tmp_path / name / "flat"))
         plan = planned(sender, wrong)
         with pytest.raises(TransportFailed, match=next(iter(wrong))):
             await Loader("w").load(client, WeightManifest(), plan, "2")

@@ -19,6 +19,7 @@ STAYS = {
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received"}
+CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
 Use = tuple[str, str]
 
 

@@ -18,7 +18,7 @@ from tests.declared import objective_of
 def test_settings_know_the_estimators_as_their_records_have_them(name: str) -> None:
     record = ESTIMATORS[name]
     assert (name in WHITENED) == record.whitens and (name == DISTILLATION) == record.teacher
-    assert needs_whole_groups(reward_hook=None, estimator=name) == record.whole_groups
+    assert needs_whole_groups(reward_hook=None, estimator=name, group_rm=False) == record.whole_groups
     assert {*get_args(get_type_hints(GrpoSettings)["advantage_estimator"])} == ESTIMATORS.keys()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actors.filter.judges import JUDGES
 from actors.partial.decide import POLICIES
 from actors.reward.rules import RULES
-from actors.reward.scorer import BOXED, REMOTE
+from actors.reward.scorer import BOXED, OTHERS
 from actors.trainer.objective_estimators import ESTIMATORS
 from actors.trainer.training.ranked import LIBRARIES
 from bus.knobs.kinds import checked
@@ -211,7 +211,7 @@ def test_a_password_stays_off_the_bus() -> None:
 def test_shipped_names_are_those_of_the_rooms() -> None:
     found = {name: catalog()[name].shipped for name, spec in catalog().items() if spec.shipped}
     assert {name: sorted(names) for name, names in found.items()} == {
-        "rm_type": sorted(boxed + name for boxed in ("", BOXED) for name in (*RULES, REMOTE)),
+        "rm_type": sorted(boxed + name for boxed in ("", BOXED) for name in (*RULES, *OTHERS)),
         "dynamic_sampling_filter_path": sorted(JUDGES),
         "buffer_filter_path": sorted(POLICIES),
         "train_backend": sorted(LIBRARIES),

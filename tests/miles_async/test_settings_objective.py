@@ -39,6 +39,8 @@ def make(**fields: Any) -> RunSettings:
         ({"custom_loss_function_path": "a.b", "use_tis": True}, "--no-correction"),
         ({"custom_loss_function_path": "a.b", "use_opsm": True, "num_steps_per_rollout": 2}, "--no-correction"),
         ({"actor_num_nodes": 2}, "--actor-num-gpus-per-node"),
+        ({"actor_num_nodes": 2, "train_master": "a host"}, "HOST:PORT"),
+        ({"actor_num_nodes": 5, "train_master": "h:1", "rollout_batch_size": 1, "n_samples_per_prompt": 4}, "or less"),
         (
             {
                 "actor_num_gpus_per_node": 9,

@@ -20,6 +20,8 @@ from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.ranked import RankedBackend
 from actors.trainer.training.saving import Checkpoint
 from actors.trainer.training.state import TrainingState
+from actors.trainer.transports.files import copied
+from bus.messages.policy import WeightManifest
 from tests.declared import backend_of, objective_of
 
 VOCAB = 40
@@ -122,6 +124,21 @@ def make_backend(models: dict[str, Path]) -> BackendMaker:
         return backend
 
     return make
+
+
+def published(backend: RankedBackend, directory: Path, limit_bytes: int = 1 << 20) -> WeightManifest:
+    """Its weights as files of a version."""
+    return copied(backend.export(limit_bytes), backend.beside(), directory).finish()
+
+
+def files_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a version."""
+    return {name: t for file in sorted(directory.glob("model*.safetensors")) for name, t in load_file(file).items()}
+
+
+def served(backend: RankedBackend) -> dict[str, torch.Tensor]:
+    """A copy of its weights as engines load them."""
+    return {name: t.clone() for bucket in backend.export(1 << 20) for name, t in bucket}
 
 
 def saved(backend: RankedBackend, directory: Path) -> Checkpoint:

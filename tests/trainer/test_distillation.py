@@ -19,7 +19,7 @@ from actors.trainer.torch_backend import TorchBackend
 from bus.messages.base import pack_floats
 from bus.messages.samples import Scored
 from tests.actors.house import rollout
-from tests.trainer.conftest import SHAPE, saved
+from tests.trainer.conftest import SHAPE, saved, served
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -78,7 +78,7 @@ def test_the_student_comes_nearer_to_its_teacher(models: dict[str, Path], make_b
     wise, distances, rng = distributions(teacher), [], np.random.default_rng(1)
     for step in range(30):
         student = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-        student.load_state_dict(backend.copy_weights().tensors, strict=False)
+        student.load_state_dict(served(backend), strict=False)
         own = distributions(student)
         distances.append(float((own.exp() * (own - wise)).sum(-1).mean()))
         samples = []

@@ -20,9 +20,9 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.fp8 import MAX, dequantized, quantize, quantized, scheme_of
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, bucketed
 from bus.errors import InvariantBroken
-from tests.trainer.conftest import saved
+from tests.trainer.conftest import files_of, published, saved
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -153,8 +153,8 @@ def test_what_is_published_is_the_fp8_of_the_trained_weights(
 ) -> None:
     backend = make_backend("llama", published_as=str(fp8_dir), model_dtype="bfloat16")
     backend.train_step(make_batch(0))
-    manifest = backend.copy_weights().write(tmp_path / "v1")
-    tensors = load_file(tmp_path / "v1" / "model.safetensors")
+    manifest = published(backend, tmp_path / "v1")
+    tensors = files_of(tmp_path / "v1")
     assert manifest.n_tensors == len(tensors)
     params = {name: p.detach().to(torch.bfloat16) for name, p in backend.core.policy.named_weights().items()}
     scheme = scheme_of(tmp_path / "v1")  # a server reads there how to boot
@@ -187,8 +187,8 @@ def test_an_fp8_directory_gives_the_masters_its_values(
     wanted = dequantized(fp8_dir, scheme)
     for name, p in backend.core.weights.params.items():
         assert torch.equal(p.detach(), wanted[name]), name
-    backend.copy_weights().write(tmp_path / "v0")  # untrained: what came in goes out
-    before, after = (load_file(d / "model.safetensors") for d in (fp8_dir, tmp_path / "v0"))
+    published(backend, tmp_path / "v0")  # untrained: what came in goes out
+    before, after = files_of(fp8_dir), files_of(tmp_path / "v0")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         if name.endswith("_scale_inv"):  # x / 448 * 448 / 448 may be off by one rounding
@@ -217,7 +217,7 @@ def test_fp8_travels_in_few_buckets_and_arrives_as_it_was() -> None:
     sent = quantized(plain, Fp8Scheme((16, 16)))
     buffers = FlatBuffers()
     for _ in range(2):  # the second fill goes into buffers that exist
-        buffers.fill(sent)
+        buffers.fill(bucketed(sent.items()))
     assert [len(bucket.tensors) for bucket in buffers.buckets] == [10, 10, 5]  # FP8, scales, the rest
     arrived: dict[str, torch.Tensor] = {}
     for flat, bucket in zip(buffers.flat, buffers.buckets, strict=True):

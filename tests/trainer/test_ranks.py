@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,18 @@ import msgspec
 import pytest
 import torch
 
+from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
+from actors.trainer.followers import Followers
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.training.files import hash_tensors
+from actors.trainer.training import ranks
+from actors.trainer.training.files import hash_tensors, read_index
+from actors.trainer.training.ranked import RankedBackend
+from actors.trainer.training.ranks import Ranks, RanksApart
 from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
 from bus.errors import CheckpointRefused
-from tests.trainer.conftest import saved, state_of
+from tests.trainer.conftest import published, saved, served, state_of
+from tests.trainer.own_core import FULL
 
 Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
@@ -237,8 +245,62 @@ def test_what_rank_0_refuses_leaves_the_pair_at_work(
     with pytest.raises(BatchRefused):
         pair.train_step(batch)
     assert pair.train_step(make_batch(0)).metrics["train/updates"] == 1
-    manifest = pair.copy_weights().write(tmp_path / "v1")
+    manifest = published(pair, tmp_path / "v1")
     assert manifest.n_tensors == len(pair.core.shapes) and pair.weights_hash()
+
+
+@pytest.fixture
+def own(pair: TorchBackend, make_config: Config) -> RankedBackend:
+    """The same two processes with a library of the user's own."""
+    backend = RankedBackend("tests.trainer.own_core.OwnCore")
+    backend._ranks = pair._ranks
+    backend.setup(make_config())
+    return backend
+
+
+def test_what_each_rank_holds_is_exported_in_buckets(own: RankedBackend, make_backend: Backend, tmp_path: Path) -> None:
+    """Left in the middle, the other rank is heard to the end, and the next command finds both."""
+    want, limit = served(alone(make_backend)), 10_000
+    buckets = own.export(limit)
+    sizes = {sum(t.nbytes for _, t in next(buckets))}
+    buckets.close()
+    got: dict[str, torch.Tensor] = {}
+    for bucket in own.export(limit):
+        sizes.add(sum(t.nbytes for _, t in bucket))
+        got |= {name: t.clone() for name, t in bucket}
+    assert len(sizes) > 2 and max(sizes) <= limit
+    assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+    assert published(own, tmp_path / "v1").n_tensors == len(want)
+
+
+def test_a_checkpoint_is_complete_when_every_rank_has_written_its_part(
+    own: RankedBackend, make_batch: Batch, tmp_path: Path
+) -> None:
+    own.train_step(make_batch(0))
+    (tmp_path / FULL).mkdir()
+    failing = own.save(tmp_path / FULL)
+    with pytest.raises(OSError, match="rank 1: No space left on device"):
+        failing.write()
+    (tmp_path / "c").mkdir()
+    checkpoint, before = own.save(tmp_path / "c"), own.weights_hash()
+    own.train_step(make_batch(1, step=1))  # beside the writing
+    checkpoint.write()
+    with pytest.raises(CheckpointRefused, match="never finished"):
+        own.load(tmp_path / "c")
+    checkpoint.finish()
+    files = {"rank-0.safetensors", "rank-1.safetensors", "total"}
+    assert read_index(tmp_path / "c").files.keys() == files == {p.name for p in (tmp_path / "c").iterdir()} - {"index.json"}
+    assert int((tmp_path / "c" / "total").read_text()) == read_index(tmp_path / "c").n_params
+    assert own.weights_hash() != before
+    own.load(tmp_path / "c")
+    assert own.weights_hash() == before
+
+
+@pytest.mark.parametrize("library", ["tests.trainer.own_core.Nothing", "nowhere.Core"])
+def test_a_library_that_is_not_there_is_refused_in_one_line(library: str, make_config: Config) -> None:
+    with pytest.raises(Refused, match=library) as refusal:
+        RankedBackend(library).setup(make_config())
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
@@ -262,3 +324,18 @@ def test_a_follower_alone_refuses_to_run() -> None:
         check=False,
     )
     assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
+
+
+async def test_ranks_that_others_start_meet_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "9")
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))  # nobody listens there, and nobody will: rank 0 is rank 1 of somebody else's
+        followers = Followers(2, str(tmp_path), f"127.0.0.1:{port.getsockname()[1]}")
+        await followers.start()
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
+        assert not list(tmp_path.iterdir()), "no process of ours"
+        monkeypatch.setattr(ranks, "STEP_DEADLINE", timedelta(seconds=1))
+        with pytest.raises(RanksApart, match=r"rank 1 of the trainer's 2 found not all of them at 127\.0\.0\.1:\d+") as error:
+            await asyncio.to_thread(Ranks(1, 2).connect)
+    assert "\n" not in str(error.value)

@@ -19,30 +19,32 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from actors.generation.activation import check_manifest
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors, read_tensors, write_tensors
 from bus.errors import CheckpointRefused
 from tests.declared import backend_of
-from tests.trainer.conftest import saved, state_of
+from tests.trainer.conftest import files_of, published, saved, served, state_of
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize(("model", "limit_bytes", "shards"), [("qwen3", 1 << 20, 1), ("llama", 20_000, 4)])
 def test_exported_weights_are_a_model_directory(
-    model: str, tmp_path: Path, make_backend: Backend, make_batch: Batch
+    model: str, limit_bytes: int, shards: int, tmp_path: Path, make_backend: Backend, make_batch: Batch
 ) -> None:
     backend = make_backend(model)
     backend.train_step(make_batch(0))
-    manifest = backend.copy_weights().write(tmp_path / "v1")
-    file = tmp_path / "v1" / "model.safetensors"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["v1"]
-    assert manifest.checksum == xxhash.xxh3_128(file.read_bytes()).hexdigest()
-    assert manifest.n_bytes == file.stat().st_size and manifest.path == str(tmp_path / "v1")
-    tensors = load_file(file)
+    manifest = published(backend, tmp_path / "v1", limit_bytes)
+    files = sorted((tmp_path / "v1").glob("*.safetensors"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v1"] and len(files) == shards
+    assert manifest.checksum == xxhash.xxh3_128(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert manifest.n_bytes == sum(file.stat().st_size for file in files) and manifest.path == str(tmp_path / "v1")
+    check_manifest(manifest)
+    tensors = files_of(tmp_path / "v1")
     assert manifest.n_tensors == len(tensors) and ("lm_head.weight" in tensors) == (model == "llama")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
     for name, p in backend.core.weights.params.items():
@@ -51,20 +53,20 @@ def test_exported_weights_are_a_model_directory(
 
 def test_a_copy_is_not_touched_by_later_steps(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend()
-    copied, snapshot, before = backend.copy_weights(), state_of(backend), backend.weights_hash()
+    copied, snapshot, before = served(backend), state_of(backend), backend.weights_hash()
     backend.train_step(make_batch(0))
-    assert hash_tensors(copied.tensors) == hash_tensors(snapshot.weights) == before != backend.weights_hash()
+    assert hash_tensors(copied) == hash_tensors(snapshot.weights) == before != backend.weights_hash()
 
 
 def test_a_version_written_over_another_one_is_an_error(tmp_path: Path, make_backend: Backend) -> None:
-    copied = make_backend().copy_weights()
-    copied.write(tmp_path / "v1")
+    backend = make_backend()
+    published(backend, tmp_path / "v1")
     with pytest.raises(OSError):
-        copied.write(tmp_path / "v1")
+        published(backend, tmp_path / "v1")
 
 
 def test_bf16_weights_are_exported_as_bf16(tmp_path: Path, make_backend: Backend) -> None:
-    make_backend(model_dtype="bfloat16").copy_weights().write(tmp_path / "v1")
+    published(make_backend(model_dtype="bfloat16"), tmp_path / "v1")
     assert {t.dtype for t in load_file(tmp_path / "v1" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "v1" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -226,7 +228,7 @@ def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
     backend = TorchBackend()
     backend.setup(backend_of(hf_checkpoint=str(with_tokenizer), model_dtype=str(dtype).removeprefix("torch."), device="cpu"))
     backend.train_step(make_batch(0))
-    served = backend.copy_weights().tensors
+    weights = served(backend)
     saved(backend, tmp_path / "c").write_hf(tmp_path / "hf" / "0")
     for directory, kind in ((tmp_path / "c", torch.float32), (tmp_path / "hf" / "0", dtype)):
         tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -235,8 +237,8 @@ def test_a_checkpoint_and_an_export_are_models_that_can_be_talked_to(
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         assert model.dtype == kind
     state = model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in served.items()), "what engines serve"
-    assert load_file(tmp_path / "hf" / "0" / "model.safetensors").keys() == served.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items()), "what engines serve"
+    assert load_file(tmp_path / "hf" / "0" / "model.safetensors").keys() == weights.keys()
     backend.load(tmp_path / "c")
 
 

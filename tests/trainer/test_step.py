@@ -266,3 +266,54 @@ def test_trained_tokens_are_told_by_version_wherever_the_mask_sits(
             at += m
         wanted.append(tuple(counts))
     assert backend.train_step(batch).trained_spans == wanted
+
+
+def spoken(batch: StepBatch, *, env_step: int, env_logp: float) -> StepBatch:
+    """What the model made, what its environment said, what it made then: 3, 5 and 4 tokens of each response."""
+    rng = np.random.default_rng(8)
+    for sample in batch.samples:
+        sample.response_tokens = rng.integers(0, 40, 12).astype(np.int32)
+        sample.train.response_length = 12
+        sample.train.loss_mask = np.array([1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1], dtype=np.uint8)
+        sample.train.rollout_logp = np.where(sample.train.loss_mask, np.float32(-3.7), np.float32(env_logp)).astype(np.float32)
+        sample.train.spans = [(batch.step - 1, 3), (env_step, 5), (batch.step, 4)]
+    return batch
+
+
+def test_what_the_environment_said_is_read_and_never_trained(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    """Neither its age nor the log-probs that somebody put there count."""
+    objective = {"max_staleness": 1, "correction": "tis", "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+    hashes = set()
+    for env_step, env_logp in ((7, 0.0), (0, -50.0)):
+        backend = make_backend(objective=objective)
+        result = backend.train_step(spoken(make_batch(1, step=7), env_step=env_step, env_logp=env_logp))
+        assert result.trained_spans == [(3, 0, 4)] * 16 and result.flags == {}
+        assert result.metrics["train/staleness_max"] == 1 and result.metrics["train/trained_tokens"] == 16 * 7
+        hashes.add(backend.weights_hash())
+    assert len(hashes) == 1
+
+
+def test_the_gradient_is_that_of_what_the_model_made(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    """Of two siblings with opposite advantages: the difference of the log-probs of their own tokens."""
+    backend = make_backend(objective={"correction": "none", "reduction": "per_token"}, clip_grad=0.0)
+    batch = spoken(make_batch(1, groups=1, siblings=2), env_step=0, env_logp=0.0)
+    for reward, sample in enumerate(batch.samples):
+        sample.train.reward, sample.train.spans = float(reward), [(0, 12)]
+    logp = backend.core.policy(PackedBatch(batch.samples).micro_batch((0, 1), torch.device("cpu")))[0].view(2, 12)
+    params = dict(backend.core.policy.named_weights())
+
+    def gradient(mask: torch.Tensor) -> torch.Tensor:
+        loss = ((logp[0] - logp[1]) * mask).sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()), retain_graph=True)])
+
+    own = torch.as_tensor(batch.samples[0].train.loss_mask)
+    want, wrong = gradient(own), gradient(torch.ones(12))
+    backend.train_step(batch)
+    state = backend.core.optimizer.state()
+    got = torch.cat([state[f"exp_avg/{name}"].flatten() for name in params])
+    assert torch.cosine_similarity(got, want, dim=0) > 0.999999
+    assert torch.cosine_similarity(got, wrong, dim=0) < 0.99

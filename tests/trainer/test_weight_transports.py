@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
 from actors.generation.sglang_client import SGLangClient
-from actors.trainer.transports.flat import FlatBuffers, plan_buckets
+from actors.trainer.transports.files import copied
+from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from bus import Bus, BusConfig
 from bus.errors import BadMessage
@@ -35,34 +37,59 @@ META = TensorMeta("a", "bfloat16", (2, 3))
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["bfloat16", "float32"])), max_size=40), st.integers(1, 100)
 )
-def test_buckets_keep_all_tensors_in_order_one_type_each_and_within_the_limit(
+def test_buckets_keep_all_tensors_in_order_of_their_type_and_within_the_limit(
     items: list[tuple[int, str]], limit: int
 ) -> None:
-    tensors = [(TensorMeta(f"t{i}", dtype, (size,)), size) for i, (size, dtype) in enumerate(items)]
-    buckets = plan_buckets(tensors, limit)
-    assert [meta for bucket in buckets for meta in bucket.tensors] == [meta for meta, _ in tensors]
+    tensors = [(f"t{i}", torch.empty(size, dtype=getattr(torch, dtype))) for i, (size, dtype) in enumerate(items)]
+    buckets = [list(bucket) for bucket in bucketed(tensors, limit)]
+    for dtype in (torch.bfloat16, torch.float32):
+        named = [name for bucket in buckets for name, tensor in bucket if tensor.dtype == dtype]
+        assert named == [name for name, tensor in tensors if tensor.dtype == dtype]
     for bucket in buckets:
-        assert len({meta.dtype for meta in bucket.tensors}) == 1
-        assert bucket.n_bytes == sum(meta.shape[0] for meta in bucket.tensors)
-        assert bucket.n_bytes <= limit or len(bucket.tensors) == 1
+        assert len({tensor.dtype for _, tensor in bucket}) == 1
+        assert sum(tensor.nbytes for _, tensor in bucket) <= limit or len(bucket) == 1
 
 
 def test_flat_buffers_hold_the_bytes_of_all_tensors_at_one_address() -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5), "c": torch.arange(6, dtype=torch.bfloat16)}
-    buffers = FlatBuffers(limit_bytes=1 << 20)
-    buffers.fill(tensors)
+    buffers = FlatBuffers()
+    buffers.fill(bucketed(tensors.items()))
     assert [[meta.name for meta in bucket.tensors] for bucket in buffers.buckets] == [["a", "b"], ["c"]]
     where = [flat.data_ptr() for flat in buffers.flat]
     flat = buffers.flat[0].view(torch.float32)
     assert torch.equal(flat[:12].view(3, 4), tensors["a"]) and torch.equal(flat[12:], tensors["b"])
-    buffers.fill({name: t + 1 for name, t in tensors.items()})
+    buffers.fill(bucketed((name, t + 1) for name, t in tensors.items()))
     assert [flat.data_ptr() for flat in buffers.flat] == where
     assert torch.equal(buffers.flat[1].view(torch.bfloat16), tensors["c"] + 1)
-    held = buffers.on_host()
-    buffers.fill({name: t + 2 for name, t in tensors.items()})
-    assert all(torch.equal(held[name], t + 1) for name, t in tensors.items())
+    held = {name: t for bucket in buffers.held() for name, t in bucket}
+    assert held.keys() == tensors.keys() and all(torch.equal(held[name], t + 1) for name, t in tensors.items())
     with pytest.raises(ValueError, match="1 tensors came or went since the first version, first c"):
-        buffers.fill({name: t for name, t in tensors.items() if name != "c"})
+        buffers.fill(bucketed((name, t) for name, t in tensors.items() if name != "c"))
+
+
+@pytest.mark.parametrize("way", ["buffers", "files"])
+def test_an_export_is_never_held_whole(way: str, tmp_path: Path) -> None:
+    """Of 40 tensors that are made as they are asked for; the largest is a quarter of a bucket."""
+    limit, largest = 4_000, 1_000
+    living, most = [0], [0]
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(40):
+            tensor = torch.full((largest - 10 * i,), i, dtype=torch.uint8)
+            living[0] += tensor.nbytes
+            weakref.finalize(tensor, lambda n: living.__setitem__(0, living[0] - n), tensor.nbytes)
+            most[0] = max(most[0], living[0])
+            yield f"t{i}", tensor
+            del tensor
+
+    buckets = bucketed(made(), limit)
+    if way == "buffers":
+        buffers = FlatBuffers()
+        buffers.fill(buckets)
+        assert sum(flat.nbytes for flat in buffers.flat) > 8 * limit - 1_000
+    else:
+        assert copied(buckets, {}, tmp_path / "v1").finish().n_tensors == 40
+    assert most[0] <= limit + 2 * largest and living[0] == 0
 
 
 # -- what engines are asked ----------------------------------------------------------------------------------------
@@ -266,7 +293,7 @@ def sender(tmp_path: Path) -> tuple[NcclSender, dict[str, torch.Tensor]]:
 def filled(engines: dict[str, int], tensors: dict[str, torch.Tensor], folder: Path, *, deadline_s: float) -> NcclSender:
     """A sender with these tensors in its buffers, its plan in a file for the peers."""
     buffers = FlatBuffers()
-    buffers.fill(tensors)
+    buffers.fill(bucketed(tensors.items()))
     made = NcclSender(engines, name="g", backend="gloo", deadline_s=deadline_s, buffers=buffers)
     (folder / "plan.json").write_bytes(msgspec.json.encode(made.plan()))
     return made

@@ -69,7 +69,7 @@ EXAMPLES: tuple[Message, ...] = (
     _more(RolloutDone, running=12, episode=EPISODE),
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),
-    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0])),
+    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7"),
     GroupKept(
         group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
     ),

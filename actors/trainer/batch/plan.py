@@ -30,10 +30,13 @@ def plan_steps(
     *,
     responses: Sequence[int] | None = None,
     ranks: int = 1,
+    cp_size: int = 1,
+    mb_group: int = 1,
     cost: CostModel | None = None,
 ) -> RolloutPlan:
     """Plan for samples of `total_lengths` tokens (prompt and response), `responses` of them response, and their
-    trajectories. Raises BatchingError.
+    trajectories, over `ranks` data-parallel ranks of `cp_size` that share each sample; micro-batches of a rank in multiples of
+    `mb_group`. Raises BatchingError.
 
     Whole trajectories in order of first appearance. They are dealt evenly over `num_steps_per_rollout` steps, one step
     each when there are fewer; or, with `use_dynamic_global_batch_size`, the largest multiple of `ranks` makes one step
@@ -58,12 +61,14 @@ def plan_steps(
             [total_lengths[i] for i in at],
             [trajectories[i] for i in at],
             dp_size=ranks,
+            cp_size=cp_size,
+            mb_group=mb_group,
             max_tokens_per_gpu=config.max_tokens_per_gpu if dynamic else None,
             micro_batch_size=None if dynamic else config.micro_batch_size,
             balance="none" if ranks == 1 else config.balance,
             costs=[work[i] for i in at],
         )
-        over += [i for i in at if dynamic and total_lengths[i] > config.max_tokens_per_gpu]
+        over += [i for i in at if dynamic and total_lengths[i] > config.max_tokens_per_gpu * cp_size]
         dealt = tuple(tuple(tuple(at[i] for i in batch) for batch in rank) for rank in plan.ranks)
         steps.append(StepPlan(tuple(at), plan.num_rollouts, dealt))
     trimmed = tuple(sorted(i for group in groups[kept:] for i in group))

@@ -55,6 +55,23 @@ class Architecture:
         """Whether layer `n` has experts."""
         return bool(self.experts) and bool(self.transformer["moe_layer_freq"][n])
 
+    def elements(self) -> dict[str, int]:
+        """Elements of some parameters in all layers together, by their names in rules: they tell architectures apart."""
+        t, h = self.transformer, self.transformer["hidden_size"]
+        sparse = sum(self.is_expert_layer(n) for n in range(self.layers))
+        heads, groups, width = t["num_attention_heads"], t["num_query_groups"], t["kv_channels"]
+        block, expert = mapping.LAYER + "mlp.", sparse * self.experts * t.get("moe_ffn_hidden_size", 0)
+        return {
+            name: size
+            for name, size in {
+                block + "linear_fc1.weight": (self.layers - sparse) * 2 * t["ffn_hidden_size"] * h,
+                block + "experts.{e}.linear_fc1.weight": 2 * expert * h,
+                mapping.LAYER + "self_attention.linear_proj.weight": self.layers * heads * width * h,
+                mapping.LAYER + "self_attention.linear_qkv.weight": self.layers * (heads + 2 * groups) * width * h,
+            }.items()
+            if size and name in {rule.megatron for rule in self.rules}
+        }
+
     def hf_names(self) -> Iterator[str]:
         """Every tensor of the Hugging Face directory, once."""
         seen = set()

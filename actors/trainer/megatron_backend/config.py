@@ -1,9 +1,30 @@
-"""Start-up settings of the Megatron backend alone; importable without torch and megatron."""
+"""Start-up settings of the Megatron backend alone; importable without torch and megatron-core."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
 
 class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, tag="megatron"):
-    """`BackendConfig.own` of it. What has the name of a setting is that setting, filled in by the launcher."""
+    """`BackendConfig.own` of it: what has the name of a setting is that setting, filled in by the launcher. Sizes are numbers of
+    ranks. `megatron`: fields of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their
+    own names, as a flag gave them."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    data_pad_size_multiplier: int = 128  # tokens: a packed stream is padded to a multiple of it on each rank
+    gradient_checkpointing: bool = False
+    megatron: dict[str, Any] = {}
+    custom_megatron_init_path: str = ""
+    custom_megatron_before_log_prob_hook_path: str = ""
+    custom_megatron_before_train_step_hook_path: str = ""

@@ -14,12 +14,6 @@ from actors.trainer.megatron_backend import mapping
 from actors.trainer.megatron_backend.architecture import Architecture, Reader
 
 PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-MOE = {
-    # As the engine computes it; balancing losses are off unless their flag says otherwise.
-    "moe_router_dtype": "fp32",
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-}
 
 
 def llama(c: Reader) -> Architecture:
@@ -48,7 +42,7 @@ def qwen3_moe(c: Reader) -> Architecture:
     pattern = [int(n not in plain and (n + 1) % step == 0) for n in range(c["num_hidden_layers"])]
     rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=True), *_feed_forward(pattern)]
     return c.dense(rules, transformer={
-        **MOE, "qk_layernorm": True, "moe_layer_freq": pattern,
+        "qk_layernorm": True, "moe_layer_freq": pattern,
         "num_moe_experts": c.config.get("num_experts") or c["num_local_experts"],
         "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": c["moe_intermediate_size"],
         "moe_router_pre_softmax": not c.get("norm_topk_prob", False),
@@ -89,7 +83,7 @@ def deepseek_v2(c: Reader) -> Architecture:
     rules = [*mapping.norms(**PRE_NORMS), *_latent(c), *_feed_forward(pattern, shared=True)]
     scale = c.get("routed_scaling_factor", 1.0)
     return c.dense(rules, transformer={
-        **MOE, **_latent_config(c), "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"],
+        **_latent_config(c), "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"],
         "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": c["moe_intermediate_size"],
         "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
         "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": None if scale == 1.0 else scale,
@@ -125,10 +119,10 @@ def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
             "Megatron ranks groups by their num_experts_per_tok / topk_group best scores, the model by two",
         )
     return {
-        **MOE, "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"], "moe_router_topk": c["num_experts_per_tok"],
+        "moe_layer_freq": pattern, "num_moe_experts": c["n_routed_experts"], "moe_router_topk": c["num_experts_per_tok"],
         "moe_ffn_hidden_size": c["moe_intermediate_size"], "moe_router_score_function": "sigmoid",
         "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
-        "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0,
+        "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": c.get("routed_scaling_factor", 1.0),
         **({"moe_router_num_groups": groups, "moe_router_group_topk": of} if groups > 1 else {}),
     }  # fmt: skip

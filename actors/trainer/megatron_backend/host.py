@@ -42,6 +42,10 @@ def prepare() -> torch.device:
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    states._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    states._set_cuda_rng_state = lambda *_, **__: None
     states.initialize_rng_tracker()
     states._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
     states._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

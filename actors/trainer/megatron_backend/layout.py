@@ -110,17 +110,18 @@ def _experts(layout: Layout, shape: Shape) -> list[str]:
     ep, etp, stage = layout.ep, layout.expert_tp, layout.world // layout.pp
     if not shape.experts:
         return [f"{_NAMES['expert']}={ep}: the model has no experts; use 1"] if ep > 1 else []
-    said = [
-        *_cut("expert", ep, shape.experts, "experts"),
-        *_cut("expert_tensor", etp, shape.expert_ffn, "columns of an expert"),
-    ]
-    if layout.world % layout.pp == 0:
-        fits = [d for d in _divisors(gcd(stage, shape.experts)) if stage % (d * etp) == 0]
-        said += (
-            []
-            if said
-            else _cut("expert", ep, stage // etp if stage % etp == 0 else 1, "blocks of ranks of a stage", fits)
-        )
+    blocks = (
+        stage // etp if layout.world % layout.pp == 0 and stage % etp == 0 else 0
+    )  # ranks without rest are another rule's
+    fits = _divisors(gcd(blocks, shape.experts))
+    said = _cut("expert", ep, shape.experts, "experts", fits) or _cut(
+        "expert", ep, blocks, "blocks of ranks of a stage", fits
+    )
+    ranks = stage if layout.world % layout.pp == 0 else 0
+    fits = _divisors(gcd(ranks, shape.expert_ffn))
+    said += _cut("expert_tensor", etp, shape.expert_ffn, "columns of an expert", fits) or _cut(
+        "expert_tensor", etp, ranks, "ranks of a stage", fits
+    )
     if layout.tp > 1 and not layout.sequence_parallel:
         said.append(f"{_NAMES['tensor']}={layout.tp} with {shape.experts} experts: needs sequence_parallel; add it")
     return said

@@ -36,8 +36,9 @@ _ALIASES = (
     (re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_"), "self_attention.q_layernorm."),
     (re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_"), "self_attention.kv_layernorm."),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_"), "pre_mlp_layernorm."),
-    # Experts: a list of modules, or numbered weights of one module.
-    (re.compile(r"mlp\.experts\.local_experts\.(\d+)\."), r"mlp.experts.\1."),
+    # Experts: all as one tensor (in checkpoints), a list of modules, or numbered weights of one module.
+    (re.compile(r"mlp\.experts\.experts\.(?!\d)"), "mlp.experts.0."),
+    (re.compile(r"mlp\.experts\.(?:local_)?experts\.(\d+)\."), r"mlp.experts.\1."),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)"), r"mlp.experts.\2.\1.weight"),
 )
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")

@@ -14,7 +14,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -24,6 +29,7 @@ from torch import Tensor, nn
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import host
 from actors.trainer.megatron_backend.architecture import Architecture
+from actors.trainer.megatron_backend.attention import Attention
 from actors.trainer.megatron_backend.layout import Layout, refusals
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu}
@@ -42,13 +48,6 @@ class Norm(nn.Module):
         """[..., hidden_size] -> the same shape and type."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
-
-
-class Attention(DotProductAttention):
-    """Megatron's attention in plain torch, where heads of keys may be wider than those of values (latent attention)."""
-
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kw: Any) -> None:
-        super().__init__(*args, **kw)
 
 
 class PostNormLayer(TransformerLayer):
@@ -128,6 +127,11 @@ def transformer_config(arch: Architecture, layout: Layout, *, dtype: torch.dtype
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "variable_seq_lengths": True,
+        # Routers as engines compute them; losses that balance experts are off unless their flag says otherwise.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "use_cpu_initialization": not cuda,
         "perform_initialization": False,
@@ -184,10 +188,22 @@ def _chunk(arch: Architecture, layout: Layout, config: TransformerConfig, stage:
         rotary_base=arch.rotary["rope_theta"],
         vp_stage=stage,
     ).to(device)
+    _mark(model)
     if not config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels).to(device)
     model.vocab = arch.vocab  # columns past it are padding
     return model
+
+
+def _mark(model: nn.Module) -> None:
+    """Say of each weight where it is cut. Megatron's own layers do when they draw first values, which are not wanted here; gradient
+    norms and exports go by it."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):
+                if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,15 @@ from actors.trainer.objective.reductions import divisor, token_weights
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import RAW_LIMIT, safe_log_ratio, sample_index, segment_sum, starts
 from actors.trainer.objective_config import ObjectiveConfig
+
+
+def filled(staged: LossInputs, new_logp: Tensor, entropy: Tensor | None = None) -> LossInputs:
+    """What `PreparedBatch.stage` made, with the log-probs of its T tokens. Raises ValueError if there are not T of them."""
+    if new_logp.numel() != staged.mask.numel():
+        raise ValueError(
+            f"new_logp has {new_logp.numel()} tokens, the samples {list(staged.sample_ids[:8])} have {staged.mask.numel()}."
+        )
+    return replace(staged, new_logp=new_logp, entropy=entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +112,18 @@ class PreparedBatch:
         new_logp (and entropy) float [T]: response tokens of these samples back to back, T = sum of their
         lengths; moved tensors follow its dtype and device. Raises ValueError if T does not fit.
         """
+        return filled(self.stage(samples, new_logp.detach()), new_logp, entropy)
+
+    def stage(self, samples: Sequence[int], like: Tensor) -> LossInputs:
+        """The same before log-probs are there, with the dtype and device of `like`: to be `filled`."""
         at = self._tokens(samples)
-        if new_logp.numel() != at.numel():
-            raise ValueError(
-                f"new_logp has {new_logp.numel()} tokens, the samples {list(samples)[:8]} have {at.numel()}."
-            )
         chosen = list(samples)
-        like = new_logp.detach()
         index = sample_index(self.lengths[chosen]).to(like.device)
         rollouts = self.rollout_of[chosen]
         totals = segment_sum(self.counts, self.rollout_of, self.rollouts)[rollouts].to(like)
         pick = {name: x[at].to(like) for name, x in self.fields.items()}
         return LossInputs(
-            new_logp=new_logp,
+            new_logp=like,
             advantages=self.advantages[at].to(like),
             mask=self.mask[at].to(like.device),
             index=index,
@@ -125,7 +133,6 @@ class PreparedBatch:
             old_logp=pick.get("old_logp"),
             rollout_logp=pick.get("rollout_logp"),
             ref_logp=pick.get("ref_logp"),
-            entropy=entropy,
             staleness=None if self.staleness is None else self.staleness[at].to(like.device),
             old_values=pick.get("values"),
             returns=self.returns[at].to(like),

@@ -2,13 +2,12 @@
 
 Registered with transformers as `PACKED`; no mask function is registered under that name, so transformers builds none.
 The layout travels as a keyword argument of the model's forward. CPU and float32: tokens go into a padded
-[samples, longest] layout and back. CUDA in half precision: variable-length flash attention, from torch or flash_attn.
+[samples, longest] layout and back. CUDA in half precision: variable-length flash attention, one operator that torch.compile
+does not look into. Key and value heads are never repeated.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from actors.runtime.run import Refused
 from actors.trainer.torch_backend.layout import Layout
 
 PACKED = "miles_async_packed"
 UNSUPPORTED = ("softcap", "s_aux", "sliding_window")
 """Attention variants some model passes as keyword arguments; computing without them would be silently wrong."""
 
-Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
-"""(q [T, H, D], k and v [T, Hkv, D], layout, scale) -> [T, H, D]."""
+SDPA, FLASH_2, FLASH_3 = "sdpa", "flash_attention_2", "flash_attention_3"
 
 
 class _Pad(torch.autograd.Function):
@@ -55,8 +54,9 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
+@torch.compiler.disable  # torch 2.11 compiles this to a wrong gradient; nothing is gained by it either
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The same by padding; q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
+    """The same by padding; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]."""
     s, n = layout.samples, layout.longest
 
     def pad(x: Tensor) -> Tensor:
@@ -65,65 +65,107 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: flo
 
     # Causality alone keeps padding out: it lies behind the last token of its sample.
     out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scale, enable_gqa=True)
-    flat = out.transpose(1, 2).reshape(s * n, *q.shape[1:])
+    flat = out.transpose(1, 2).reshape(s * n, q.shape[1], v.shape[2])
     return flat if layout.slots is None else _Unpad.apply(flat, layout.slots)
 
 
-def find_varlen() -> Varlen | None:
-    """Variable-length flash attention of this installation, None without one."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return _flash_attn()
-    known = inspect.signature(varlen_attn).parameters
-    if "scale" not in known:
-        return _flash_attn()
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    native_groups = "enable_gqa" in known
+@torch.library.custom_op("miles_async::flash_attention", mutates_args=(), device_types="cuda")
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """(attention [T, H, D], log-sum-exp of each row's scores float32 [H, T]); q [T, H, D], k and v [T, Hkv, D] in half precision,
+    contiguous; cu_seqlens int32 [S + 1]. Differentiable. `kernel`: torch's FlashAttention 2, or SGLang's FlashAttention 3, which
+    has no backward: torch's takes its log-sum-exp."""
+    if kernel == FLASH_3:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
 
-    def torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-        extra: dict[str, Any] = {}
-        if k.shape[1] != q.shape[1]:
-            if native_groups:
-                extra["enable_gqa"] = True
-            else:
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        at, n = layout.cu_seqlens, layout.longest
-        out = varlen_attn(q, k, v, at, at, n, n, scale=scale, **causal, **extra)
-        return out if isinstance(out, Tensor) else out[0]
-
-    return torch_varlen
+        found = flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True, return_softmax_lse=True
+        )
+        return found[0], found[1]
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out, lse
 
 
-def _flash_attn() -> Varlen | None:
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-
-    def dao_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-        at, n = layout.cu_seqlens, layout.longest
-        out: Tensor = flash_attn_varlen_func(q, k, v, at, at, n, n, softmax_scale=scale, causal=True)
-        return out
-
-    return dao_varlen
+@torch.library.custom_op("miles_async::flash_attention_backward", mutates_args=(), device_types="cuda")
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, *no_dropout, scale=scale
+    )
+    return dq, dk, dv
 
 
-class _Choice:
-    """Which kernel runs; looked up once per process."""
+@flash_attention.register_fake
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
-    varlen: Varlen | None = None
-    looked = False
 
-    @classmethod
-    def of(cls, q: Tensor) -> Varlen:
-        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
-            return padded_attention
-        if not cls.looked:
-            cls.varlen, cls.looked = find_varlen(), True
-        return cls.varlen or padded_attention
+@flash_attention_backward.register_fake
+def _shapes_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.longest, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*flash_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.scale), *(None,) * 4)
+
+
+flash_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Chosen:
+    """attn_implementation of this process."""
+
+    name = "auto"
+
+
+def select(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose the kernel of this process, a value of attn_implementation -> the one that runs. Raises Refused where it cannot."""
+    _Chosen.name = name
+    flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if name in (FLASH_2, FLASH_3) and not flash:
+        raise Refused(
+            f"attn_implementation={name} computes in bfloat16 on a GPU; this trainer has {str(dtype).removeprefix('torch.')} on "
+            f"{device.type}. Use auto or sdpa."
+        )
+    if name == FLASH_3:
+        try:
+            import sgl_kernel.flash_attn  # noqa: F401
+        except ImportError as error:
+            raise Refused(
+                f"attn_implementation={name} takes SGLang's kernels: {error}. Install SGLang beside the trainer, or use auto."
+            ) from error
+    return name if name != "auto" else FLASH_2 if flash else SDPA
+
+
+def kernel_of(q: Tensor) -> str:
+    """What computes attention of these queries, [T, H, D]."""
+    fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return SDPA if not fits else FLASH_2 if _Chosen.name == "auto" else _Chosen.name
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Attention by the chosen kernel; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]; Dv other than D by padding."""
+    if q.shape[-1] != v.shape[-1] or (kernel := kernel_of(q)) == SDPA:
+        return padded_attention(q, k, v, layout, scale)
+    out, _ = flash_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.longest, scale, kernel
+    )
+    return out
 
 
 def packed_attention(
@@ -148,7 +190,7 @@ def packed_attention(
             raise ValueError(f"packed attention does not implement {name}={others[name]!r} of this model.")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = float(q.shape[-1] ** -0.5) if scaling is None else scaling
-    return _Choice.of(q)(q, k, v, layout, scale)[None], None
+    return attend(q, k, v, layout, scale)[None], None
 
 
 def register() -> None:

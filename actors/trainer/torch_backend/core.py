@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +20,8 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
+from actors.trainer.torch_backend import attention
+from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
@@ -50,6 +53,9 @@ class Core(Passes):
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.model_dtype, self.device)
+        kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
+        fast = self.own.compile == "on" or (self.own.compile == "auto" and kernel != attention.SDPA)
+        self.compiles = fast and not self.own.true_on_policy_mode
         self.shards = Shards(ranks, self.device)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
@@ -98,6 +104,9 @@ class Core(Passes):
         return teacher
 
     def _place(self, module: nn.Module) -> None:
+        if self.compiles:
+            blocks: Any = module.blocks
+            compile_layers(blocks)
         if not self.ranks.alone:
             self.shards.shard(module, self.dtype)
         module.to(self.device)

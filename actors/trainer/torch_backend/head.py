@@ -1,13 +1,17 @@
 """From hidden states to log-probs of the sampled tokens, without keeping [tokens, vocabulary] in float32.
 
-The forward goes over rows in chunks and keeps two numbers per row; the backward makes each chunk's logits again. Where all
+The forward goes over rows in chunks and keeps a few numbers per row; the backward makes each chunk's logits again. Where all
 rows fit into KEEP_ELEMENTS (small vocabularies), the log-probabilities are kept and nothing is computed twice.
 Same values as log_softmax of whole logits; the gradient is written out, with z = logits / temperature:
     d logp / d z_j = 1[j = target] - p_j,    d H / d z_j = -p_j (log p_j + H).
+In half precision on a GPU a chunk of logits is never widened: Triton kernels read it once forward (keeping each row's log-sum-exp)
+and turn it into its gradient in place backward.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ KEEP_ELEMENTS = 1 << 23
 """Entries (32 MiB in float32) up to which the log-probabilities are kept for the backward."""
 CHUNK_ELEMENTS = 1 << 27
 """Entries (512 MiB in float32) of one chunk of logits."""
+FUSED_CHUNK_ELEMENTS = 1 << 29
+"""The same where kernels work on logits of two bytes (1 GiB)."""
 
 
 def token_head(
@@ -34,6 +40,12 @@ def token_head(
     hidden [R, D], weight [V, D] of one float type, targets int64 [R], temperature > 0 as one value or float32 [R].
     The entropy carries gradient only if asked to.
     """
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and _kernels() is not None:
+        warm = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0]).contiguous()
+        fused: tuple[Tensor, Tensor] = _FusedHead.apply(
+            hidden, weight, targets, warm, entropy_gradient, max(1, FUSED_CHUNK_ELEMENTS // weight.shape[0])
+        )
+        return fused
     chunk = max(1, chunk_elements // weight.shape[0])
     keep = hidden.shape[0] <= chunk and hidden.shape[0] * weight.shape[0] <= keep_elements
     logp, entropy = _TokenHead.apply(hidden, weight, targets, temperature, chunk, keep, entropy_gradient)
@@ -105,3 +117,60 @@ class _TokenHead(torch.autograd.Function):
             grad_hidden[part] = d @ weight
             grad_weight += d.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels; None where Triton is not installed."""
+    try:
+        from actors.trainer.torch_backend import head_kernels
+    except ImportError:
+        return None
+    return head_kernels
+
+
+class _FusedHead(torch.autograd.Function):
+    """The same by `head_kernels`: hidden and weight in half precision, temperature float32 [R]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_gradient: bool, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        kernels = _kernels()
+        assert kernels is not None
+        lse, logp, entropy = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device).unbind()
+        for first in range(0, hidden.shape[0], chunk):
+            part = slice(first, first + chunk)
+            kernels.read_rows(hidden[part] @ weight.T, targets[part], temperature[part], lse[part], logp[part], entropy[part])
+        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
+        ctx.entropy_gradient, ctx.chunk = entropy_gradient, chunk
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = _kernels()
+        assert kernels is not None
+        hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
+        by_logp, by_entropy = grads[0].contiguous(), grads[1].contiguous() if ctx.entropy_gradient else None
+        grad_hidden = torch.empty_like(hidden)
+        # Chunks add up in float32: a sum of many chunks in half precision would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for first in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(first, first + ctx.chunk)
+            d = kernels.turn_into_gradient(
+                hidden[part] @ weight.T, targets[part], temperature[part], lse[part], entropy[part], by_logp[part],
+                None if by_entropy is None else by_entropy[part],
+            )  # fmt: skip
+            torch.mm(d, weight, out=grad_hidden[part])
+            grad_weight = _added(grad_weight, d.T, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in float32, where torch can do so without rounding the product."""
+    if total.is_cuda and "dtype" in torch.ops.aten.addmm.overloads():
+        wide: Tensor = torch.addmm(total, a, b, out_dtype=torch.float32)  # type: ignore[call-overload, unused-ignore]
+        return wide
+    return total.add_(a @ b)

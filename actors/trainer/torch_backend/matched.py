@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from actors.runtime.run import Refused
-from actors.trainer.torch_backend.attention import find_varlen, padded_attention
+from actors.trainer.torch_backend.attention import attend, padded_attention
 from actors.trainer.torch_backend.head import CHUNK_ELEMENTS, token_head
 from actors.trainer.torch_backend.layout import Layout, MicroBatch
 from actors.trainer.torch_backend.model import RECOMPUTED, Policy
@@ -119,7 +119,7 @@ class MatchedPolicy(Policy):
         _check_rope(config)
         self._table = torch.empty(0)  # cosines and sines, made where the first batch is
         self._kernels = kernels or sglang_kernels()
-        self._formula_attend = (find_varlen() if kernels is None else None) or padded_attention
+        self._formula_attend = attend if kernels is None else padded_attention
 
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         hidden = self._hidden(batch).index_select(0, batch.rows)

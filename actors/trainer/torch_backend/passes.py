@@ -61,10 +61,11 @@ class Passes(CoreBase):
     @torch.no_grad()
     def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
         model = self._model(which)
+        micros = [micro for mine in work for _, micro in mine]
+        found = [model(micro).float() for micro in micros]  # fetched below: the device gets all its work first
         values = torch.zeros(packed.response_tokens)
-        for mine in work:
-            for _, micro in mine:
-                values[torch.from_numpy(micro.response_slots)] = model(micro).float().cpu()
+        for micro, logp in zip(micros, found, strict=True):
+            values[torch.from_numpy(micro.response_slots)] = logp.cpu()
         return self.ranks.total(values)
 
     def _model(self, which: str) -> Callable[[MicroBatch], Tensor]:

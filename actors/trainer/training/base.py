@@ -25,6 +25,8 @@ class CoreBase:
     ranks: Ranks
     device: torch.device
     updates = 0
+    cp_size = 1
+    mb_group = 1
 
     def watch(self) -> Stopwatch:
         return Stopwatch(self.device)

@@ -7,18 +7,14 @@ with one bucket in hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import torch
-from torch import Tensor
 
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Core
-
-Bucket = list[tuple[str, Tensor]]
-"""Names and tensors, all of one type, on one device. They are good until the next bucket is asked for, and may be the weights
-themselves."""
+from actors.trainer.transports.flat import NamedTensors, bucketed
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -28,23 +24,7 @@ class Sent(msgspec.Struct, frozen=True):
     tensors: list[tuple[str, list[int]]] = []
 
 
-def bucketed(tensors: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[Bucket]:
-    """Buckets of one type each. At most `limit_bytes`, and the one tensor that came last, are held; a larger tensor goes alone."""
-    held: dict[torch.dtype, Bucket] = {}
-    sizes: dict[torch.dtype, int] = {}
-    for name, tensor in tensors:
-        n_bytes = tensor.numel() * tensor.element_size()
-        while sizes and sum(sizes.values()) + n_bytes > limit_bytes:
-            largest = max(sizes, key=lambda dtype: sizes[dtype])
-            del sizes[largest]
-            yield held.pop(largest)
-        held.setdefault(tensor.dtype, []).append((name, tensor))
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + n_bytes
-    while held:
-        yield held.pop(next(iter(held)))
-
-
-def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Iterator[Bucket]:
+def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Iterator[NamedTensors]:
     """On rank 0 all buckets of the model; on the others nothing, once theirs are sent. Left early, it still takes what the others
     send: they are in the middle of it."""
     mine = bucketed(core.export(), limit_bytes)
@@ -66,7 +46,7 @@ def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Iterator[Bucket]:
             pass
 
 
-def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[Bucket]:
+def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[NamedTensors]:
     while True:
         header, body = ranks.receive(holder, device)
         if body is None:
@@ -75,4 +55,7 @@ def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[Bucke
         dtype: torch.dtype = getattr(torch, sent.dtype)
         sizes = [dtype.itemsize * int(torch.Size(shape).numel()) for _, shape in sent.tensors]
         parts = zip(sent.tensors, body.split(sizes), strict=True)
-        yield [(name, part.view(dtype).view(shape)) for (name, shape), part in parts]
+        bucket = [(name, part.view(dtype).view(shape)) for (name, shape), part in parts]
+        del body, parts
+        yield bucket
+        bucket.clear()

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -96,9 +97,9 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield view[at : at + PIECE]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool) -> FileEntry:
-    """Write CPU tensors as one safetensors file; complete or absent under its name."""
-    return _write(path, _pieces(tensors), durable=durable)
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, durable: bool, total: Any = None) -> FileEntry:
+    """Write CPU tensors as one safetensors file; complete or absent under its name. `total`: a checksum to go on with."""
+    return _write(path, _pieces(tensors), durable=durable, total=total)
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool) -> FileEntry:
@@ -106,8 +107,8 @@ def write_bytes(path: Path, data: bytes, *, durable: bool) -> FileEntry:
     return _write(path, iter((data,)), durable=durable)
 
 
-def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool) -> FileEntry:
-    part, total, size = path.with_name(f".{path.name}.part"), checksum(), 0
+def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool, total: Any = None) -> FileEntry:
+    part, total, size = path.with_name(f".{path.name}.part"), total or checksum(), 0
     with part.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         for piece in pieces:
             hashed = hasher.submit(total.update, piece)  # beside the write: both let go of the interpreter

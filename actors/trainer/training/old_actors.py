@@ -37,17 +37,13 @@ class OldActors:
             del self._kept[old]
 
     def _copy(self, p: Tensor) -> Tensor:
-        return p.detach().to("cpu", copy=True) if self._on_host else p.detach().clone()
+        return _copied(p, on_host=self._on_host)
 
     @contextmanager
     def wearing(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """The model computes with the weights of `step` while the body runs; `weights` are its own."""
-        own = {name: p.detach().clone() for name, p in weights.items()}
-        try:
-            _copy_into(weights, self._kept[step])
+        with worn(weights, self._kept[step], on_host=self._on_host):
             yield
-        finally:
-            _copy_into(weights, own)
 
     def tensors(self) -> dict[str, Tensor]:
         """All copies as "step/name", for a checkpoint."""
@@ -60,6 +56,22 @@ class OldActors:
     def clear(self) -> None:
         """Forget all."""
         self._kept = {}
+
+
+@contextmanager
+def worn(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], *, on_host: bool) -> Iterator[None]:
+    """A model computes with `others` while the body runs; `weights` are its own, kept in the meantime in host memory or where they
+    are."""
+    own = {name: _copied(p, on_host=on_host) for name, p in weights.items()}
+    try:
+        _copy_into(weights, others)
+        yield
+    finally:
+        _copy_into(weights, own)
+
+
+def _copied(p: Tensor, *, on_host: bool) -> Tensor:
+    return p.detach().to("cpu", copy=True) if on_host else p.detach().clone()
 
 
 @torch.no_grad()

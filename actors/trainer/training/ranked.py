@@ -20,11 +20,10 @@ from actors.trainer.batch.packing import BatchingError
 from actors.trainer.hooks import probe
 from actors.trainer.objective import MissingInputError, ObjectiveConfigError
 from actors.trainer.objective_hooks import HookError
-from actors.trainer.training.export import Bucket, gathered
+from actors.trainer.training.export import gathered
 from actors.trainer.training.offload import NoRoom
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.saving import Checkpoint, write_apart
-from actors.trainer.training.state import WeightFiles
 from actors.trainer.training.step import examine, settle_objective, train_batch
 from actors.trainer.training.verbs import Core, Saving
 from actors.trainer.training.wire import (
@@ -40,6 +39,7 @@ from actors.trainer.training.wire import (
     pack_step,
     unpack_step,
 )
+from actors.trainer.transports.flat import NamedTensors
 
 log = logging.getLogger(__name__)
 LIBRARIES = {
@@ -63,6 +63,8 @@ def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
 
 class RankedBackend:
     """Implements `TrainBackend`. `library`: see `core_of`."""
+
+    unchanged = ""
 
     def __init__(self, library: str) -> None:
         self._library = library
@@ -117,18 +119,15 @@ class RankedBackend:
             return f"{type(error).__name__}: {_line(error)}"
         return ""
 
-    def export(self, limit_bytes: int) -> Iterator[Bucket]:
+    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
         """The weights as engines load them, of all ranks, in buckets of at most `limit_bytes`; in this thread, to the end."""
         core = self.core
         self._tell(Export(limit_bytes))
         return gathered(core, self._ranks, limit_bytes)
 
-    def copy_weights(self, *, live: bool = False) -> WeightFiles:
-        """The weights as engines load them: the type the model computes in, tied tensors once."""
-        tensors = {
-            name: t if live else t.to("cpu", copy=True) for bucket in self.export(1 << 30) for name, t in bucket
-        }
-        return WeightFiles(tensors, self.core.beside())
+    def beside(self) -> dict[str, bytes]:
+        """config.json and other small files of a published version."""
+        return self.core.beside()
 
     def save(self, directory: Path) -> Checkpoint:
         """All training state of all ranks, copied; its files are written beside the training."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.runtime.run import Refused
+from bus.errors import MilesAsyncError
 
 STEP_DEADLINE = timedelta(minutes=10)
 """Longest wait for a peer inside a step; then the process stops and the supervisor restarts all ranks."""
@@ -22,6 +23,10 @@ COMMAND_DEADLINE = timedelta(hours=24)
 """Longest wait of a follower for rank 0's next command. A rank 0 that dies closes its socket and ends the wait at once."""
 FILES_DEADLINE = timedelta(hours=2)
 """Longest wait for the slowest rank's files of a checkpoint."""
+
+
+class RanksApart(MilesAsyncError, RuntimeError):
+    """The trainer's processes did not meet."""
 
 
 class Ranks:
@@ -47,8 +52,7 @@ class Ranks:
         return self._commands is not None
 
     def connect(self) -> None:
-        """Meet the other ranks. Raises Refused when there are fewer GPUs than ranks, torch's DistNetworkError or
-        DistStoreError when a rank does not come."""
+        """Meet the other ranks. Raises Refused when there are fewer GPUs than ranks, RanksApart when one does not come."""
         if self.alone:
             return
         cuda = torch.cuda.is_available()
@@ -60,7 +64,14 @@ class Ranks:
                     "--actor-num-gpus-per-node or widen CUDA_VISIBLE_DEVICES."
                 )
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=STEP_DEADLINE)
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=STEP_DEADLINE)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RanksApart(
+                f"rank {self.rank} of the trainer's {self.size} found not all of them at {where} within {STEP_DEADLINE}: "
+                f"{str(error).splitlines()[0][:200]}. Look whether each was started, and reaches that address."
+            ) from error
         self._commands = dist.new_group(backend="gloo", timeout=COMMAND_DEADLINE)
         self._files = dist.new_group(backend="gloo", timeout=FILES_DEADLINE)
 

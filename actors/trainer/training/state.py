@@ -1,10 +1,8 @@
-"""Copies of weights and training state in host memory, and the files they become.
+"""A copy of training state in host memory, and the files it becomes: those of a library whose rank 0 has it all.
 
-    weights      model.safetensors (Hugging Face names, tied ones once), config.json
-    checkpoint   model.safetensors (float32), config.json and tokenizer: a model directory for whoever wants one;
-                 optimizer.safetensors, reference.safetensors (when it moves), old_actors.safetensors (with keep_old_actor),
-                 critic.safetensors and critic_optimizer.safetensors (with a critic), scalars.json, index.json with the
-                 size and checksum of each, written last
+    model.safetensors (float32), config.json and tokenizer: a model directory for whoever wants one
+    optimizer.safetensors, reference.safetensors (when it moves), old_actors.safetensors (with keep_old_actor),
+    critic.safetensors and critic_optimizer.safetensors (with a critic), scalars.json
 
 A copy shares no memory with the model: training goes on while it is written. Tensors are whole, so a checkpoint can be
 loaded by any number of ranks.
@@ -33,7 +31,6 @@ from actors.trainer.training.files import (
     write_tensors,
 )
 from bus.errors import CheckpointRefused
-from bus.messages.policy import WeightManifest
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -59,33 +56,6 @@ class Scalars(msgspec.Struct, frozen=True, kw_only=True):
     """steps of the critic's optimizer"""
     old_actors: tuple[int, ...] = ()
     """steps whose weights are kept"""
-
-
-@dataclass(slots=True)
-class WeightFiles:
-    """`WeightCopy`: whole CPU tensors in the type the model computes in, and the small files beside them."""
-
-    tensors: dict[str, Tensor]
-    beside: dict[str, bytes] = field(default_factory=dict)
-
-    def write(self, directory: Path) -> WeightManifest:
-        """All files appear at once under `directory`, which must not exist yet (or be empty). Raises OSError."""
-        part = directory.with_name(f".{directory.name}.part")
-        if part.exists():
-            shutil.rmtree(part)  # what a killed writer left
-        part.mkdir(parents=True)
-        for name, data in self.beside.items():
-            write_bytes(part / name, data, durable=False)
-        # Not flushed to disk: after a power cut versions are made again from the checkpoint.
-        entry = write_tensors(part / MODEL, self.tensors, durable=False)
-        os.rename(part, directory)
-        return WeightManifest(
-            transport="disk",
-            path=str(directory),
-            checksum=entry.xxh3,
-            n_tensors=len(self.tensors),
-            n_bytes=entry.n_bytes,
-        )
 
 
 @dataclass(slots=True)

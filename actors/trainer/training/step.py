@@ -24,6 +24,7 @@ from actors.trainer.objective import (
     PreparedBatch,
     TrainSample,
     check,
+    filled,
     finish,
     flatten,
     merge,
@@ -165,6 +166,8 @@ def _planned(
         trajectories,
         responses=packed.response.tolist(),
         ranks=core.n_ranks,
+        cp_size=core.cp_size,
+        mb_group=core.mb_group,
         cost=core.cost,
     )
     mine = [step.ranks[core.rank] for step in plan.steps]
@@ -186,8 +189,12 @@ def _one_step(
     totals: dict[str, Tensor] = {}
     seen: dict[tuple[int, ...], LossInputs] = {}
 
+    # All at once, before the device has work: a copy to it between forward and backward would wait for the forward to end.
+    like = torch.empty(0, device=core.device)
+    staged = {ids: prepared.stage(ids, like) for ids, _ in mine}
+
     def policy(ids: tuple[int, ...], logp: Tensor, entropy: Tensor) -> Tensor:
-        inputs = prepared.micro_batch(ids, logp, entropy=entropy)
+        inputs = filled(staged[ids], logp, entropy)
         loss, sums = policy_loss(cfg, inputs, norm)
         merge(totals, sums)
         seen[ids] = replace(inputs, new_logp=logp.detach(), entropy=None)

@@ -82,6 +82,16 @@ class Verbs(Protocol):
     def n_ranks(self) -> int: ...
 
     @property
+    def cp_size(self) -> int:
+        """Ranks that share each sample; a micro-batch may have as many times the tokens."""
+        ...
+
+    @property
+    def mb_group(self) -> int:
+        """Micro-batches of a rank come in multiples of it."""
+        ...
+
+    @property
     def average_over(self) -> float: ...
 
     def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
@@ -185,7 +195,8 @@ class Core(Verbs, Protocol):
 
     @property
     def exporters(self) -> tuple[int, ...]:
-        """Ranks that hold what `export` yields, in order, 0 first: one for each pipeline stage."""
+        """Ranks that hold what `export` yields, in order, 0 first: one for each pipeline stage. While one yields, the others wait
+        with a bucket in hand: what yields gathers with no other exporter."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

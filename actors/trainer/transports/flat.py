@@ -1,79 +1,94 @@
-"""Tensors of a bucket as one flat buffer, kept and filled anew for every version."""
+"""Weights in buckets, and each bucket as one flat buffer, kept and filled anew for every version."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.messages.weights import Bucket, TensorMeta
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-
+NamedTensors = list[tuple[str, "Tensor"]]
+"""A bucket: names and tensors of one type, on one device. Good until the next is asked for; perhaps the weights themselves."""
 BUCKET_BYTES = 2 << 30
 """Engines handle buckets one after the other, each with a request's overhead: few large ones are fastest while
 engines have twice their size to spare."""
 
 
-def plan_buckets(tensors: Iterable[tuple[TensorMeta, int]], limit_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """Buckets of (tensor, bytes) pairs. A tensor larger than the limit gets a bucket of its own."""
-    buckets: list[Bucket] = []
-    held: list[TensorMeta] = []
-    size = 0
-    for meta, n_bytes in tensors:
-        if held and (size + n_bytes > limit_bytes or held[-1].dtype != meta.dtype):
-            buckets.append(Bucket(tensors=tuple(held), n_bytes=size))
-            held, size = [], 0
-        held.append(meta)
-        size += n_bytes
-    if held:
-        buckets.append(Bucket(tensors=tuple(held), n_bytes=size))
-    return tuple(buckets)
+def bucketed(tensors: Iterable[tuple[str, Tensor]], limit_bytes: int = BUCKET_BYTES) -> Iterator[NamedTensors]:
+    """Buckets of at most `limit_bytes`, but for a tensor that is larger alone. As much, and the tensor that came last, is held."""
+    held: dict[torch.dtype, NamedTensors] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for name, tensor in tensors:
+        n_bytes = n_bytes_of(tensor)
+        while sizes and sum(sizes.values()) + n_bytes > limit_bytes:
+            largest = max(sizes, key=lambda dtype: sizes[dtype])
+            del sizes[largest]
+            yield (full := held.pop(largest))
+            full.clear()  # or whoever took it would hold it until the next one is there
+        held.setdefault(tensor.dtype, []).append((name, tensor))
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + n_bytes
+    while held:
+        yield (full := held.pop(next(iter(held))))
+        full.clear()
 
 
 class FlatBuffers:
-    """Buffers for one model, on the device of its tensors. The layout is that of the first `fill`.
+    """Buffers for one model, on the device of its tensors: the one copy of a version that engines take while training goes on. The
+    layout is that of the first `fill`.
 
     `shared`: directory for files that hold the buffers, so that other processes of a host without GPUs can map them.
     """
 
-    def __init__(self, limit_bytes: int = BUCKET_BYTES, *, shared: Path | None = None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, *, shared: Path | None = None) -> None:
         self._shared = shared
         self.files: list[Path] = []
         self.buckets: tuple[Bucket, ...] = ()
         self.flat: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all tensors into place (one kernel launch a bucket). ValueError when they are not those of the first time."""
+    def fill(self, buckets: Iterable[NamedTensors]) -> None:
+        """Copy each bucket into its place as it comes (one kernel launch). ValueError, once all are taken, when they are not those
+        of the first time: the buffers hold nothing then."""
         import torch
 
-        if not self.flat:
-            self._allocate(tensors)
-        if tensors.keys() != self._views.keys():
-            lost = sorted(self._views.keys() ^ tensors.keys())
-            raise ValueError(f"{len(lost)} tensors came or went since the first version, first {lost[0]}")
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._views.values()), [tensors[name].detach() for name in self._views])
+        first, filled = not self.flat, 0
+        lost: set[str] = set()
+        for bucket in buckets:
+            if first:
+                self._add(bucket)
+            names = [meta.name for meta in self.buckets[filled].tensors] if filled < len(self.buckets) else []
+            if [name for name, _ in bucket] == names:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._cut(filled), [tensor.detach() for _, tensor in bucket])
+            else:
+                lost |= {name for name, _ in bucket} ^ set(names)
+            filled += 1
+        lost |= {meta.name for bucket in self.buckets[filled:] for meta in bucket.tensors}
+        if lost:
+            raise ValueError(f"{len(lost)} tensors came or went since the first version, first {min(lost)}")
         if self.flat and self.flat[0].is_cuda:
             torch.cuda.synchronize(self.flat[0].device)  # others read these bytes next, on streams of their own
 
-    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+    def held(self) -> Iterator[NamedTensors]:
+        """What was filled in last, in place."""
+        for i, bucket in enumerate(self.buckets):
+            yield [(meta.name, tensor) for meta, tensor in zip(bucket.tensors, self._cut(i), strict=True)]
+
+    def _add(self, tensors: NamedTensors) -> None:
         import torch
 
-        pairs = [(meta_of(name, t), n_bytes_of(t)) for name, t in tensors.items()]
-        self.buckets = plan_buckets(pairs, self._limit_bytes)
-        for bucket in self.buckets:
-            first = tensors[bucket.tensors[0].name]
-            if self._shared is None or first.device.type != "cpu":
-                flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=first.device)
-            else:
-                flat = self._map(self._shared / f"flat.{len(self.flat)}", bucket.n_bytes)
-            self.flat.append(flat)
-        self._views = self._cut(self.flat)
+        device = tensors[0][1].device
+        bucket = Bucket(tensors=tuple(meta_of(*pair) for pair in tensors), n_bytes=sum(n_bytes_of(t) for _, t in tensors))
+        if self._shared is None or device.type != "cpu":
+            flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
+        else:
+            flat = self._map(self._shared / f"flat.{len(self.flat)}", bucket.n_bytes)
+        self.buckets += (bucket,)
+        self.flat.append(flat)
 
     def _map(self, path: Path, n_bytes: int) -> Tensor:
         import torch
@@ -83,25 +98,20 @@ class FlatBuffers:
         self.files.append(path)
         return torch.from_file(str(path), shared=True, size=n_bytes, dtype=torch.uint8)
 
-    def _cut(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors inside flat buffers, by name."""
+    def _cut(self, index: int) -> list[Tensor]:
+        """The tensors inside a flat buffer, in order."""
         import math
 
         import torch
 
-        found: dict[str, Tensor] = {}
-        for bucket, whole in zip(self.buckets, flat, strict=True):
-            start = 0
-            for meta in bucket.tensors:
-                dtype: torch.dtype = getattr(torch, meta.dtype)
-                end = start + math.prod(meta.shape) * dtype.itemsize
-                found[meta.name] = whole[start:end].view(dtype).view(meta.shape)
-                start = end
+        found: list[Tensor] = []
+        start = 0
+        for meta in self.buckets[index].tensors:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            end = start + math.prod(meta.shape) * dtype.itemsize
+            found.append(self.flat[index][start:end].view(dtype).view(meta.shape))
+            start = end
         return found
-
-    def on_host(self) -> dict[str, Tensor]:
-        """A copy of what was filled in last, in host memory."""
-        return self._cut([flat.to("cpu", copy=True) for flat in self.flat])
 
 
 def meta_of(name: str, tensor: Tensor) -> TensorMeta:

@@ -16,10 +16,8 @@ from bus.messages.weights import Bucket, FileHandle, WeightPlan
 class IpcSender:
     """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank."""
 
-    def __init__(
-        self, *, tp_size: int = 1, limit_bytes: int | None = None, buffers: FlatBuffers | None = None
-    ) -> None:
-        self._buffers = buffers or (FlatBuffers(limit_bytes) if limit_bytes else FlatBuffers())
+    def __init__(self, *, tp_size: int = 1, buffers: FlatBuffers) -> None:
+        self._buffers = buffers
         self._tp_size = tp_size
         self._handles: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 

@@ -1,5 +1,6 @@
-"""The ten argument groups, one file each."""
+"""The argument groups, one file each."""
 
+from miles_async.settings.groups.architecture import ArchitectureSettings
 from miles_async.settings.groups.bus import BusSettings
 from miles_async.settings.groups.ckpt import CkptSettings
 from miles_async.settings.groups.eval import EvalSettings
@@ -11,5 +12,5 @@ from miles_async.settings.groups.perf import PerfSettings
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.groups.sglang import SglangSettings
 
-__all__ = ("BusSettings", "CkptSettings", "EvalSettings", "GrpoSettings", "LaunchSettings", "ModelSettings", "OptimizerSettings",
-           "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip
+__all__ = ("ArchitectureSettings", "BusSettings", "CkptSettings", "EvalSettings", "GrpoSettings", "LaunchSettings", "ModelSettings",
+           "OptimizerSettings", "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip

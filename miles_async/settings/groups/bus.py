@@ -17,6 +17,13 @@ class BusSettings(Group, frozen=True, kw_only=True):
             secret=True,
         ),
     ] = None
+    weights_address: Annotated[
+        str | None,
+        doc(
+            "HOST or HOST:PORT at which workers on other hosts fetch new weights from this one. Unset: this host's address on "
+            "its connection to the bus, at a free port."
+        ),
+    ] = None
     lease_s: Annotated[
         float,
         doc("A reader that does not renew its lease for so long loses the entry to a peer.", unit="seconds", gt=0),

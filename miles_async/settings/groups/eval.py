@@ -30,6 +30,16 @@ class EvalSettings(Group, frozen=True, kw_only=True):
         tuple[str, ...],
         doc("Held-out prompts: pairs of name and path, space separated, or one path (named eval)."),
     ] = ()
+    eval_config: Annotated[
+        str | None,
+        doc(
+            "File (TOML or YAML) with held-out sets in place of eval_prompt_data: eval.datasets, a list of tables with name, path "
+            "and what differs (rm_type, n_samples_per_eval_prompt, temperature, max_response_len, ...), and eval.defaults."
+        ),
+    ] = None
+    eval_max_in_flight: Annotated[
+        PositiveInt | None, doc("Most held-out samples on the bus at once. Unset: all of an evaluation.", unit="samples")
+    ] = None
     eval_input_key: Annotated[str, doc("Column with the prompt in eval_prompt_data.", derived="input_key")]
     eval_label_key: Annotated[str | None, doc("Column with the answer in eval_prompt_data.", derived="label_key")]
     eval_tool_key: Annotated[str | None, doc("Column with tools in eval_prompt_data.", derived="tool_key")]
@@ -38,6 +48,9 @@ class EvalSettings(Group, frozen=True, kw_only=True):
         float, doc("Sampling temperature in evaluation; 0 is greedy.", derived="rollout_temperature", ge=0, le=100)
     ]
     eval_top_p: Annotated[float, doc("Nucleus mass in evaluation.", derived="rollout_top_p", gt=0, le=1)]
+    eval_top_k: Annotated[
+        int, doc("Sample from the k likeliest tokens in evaluation; -1 means all.", derived="rollout_top_k", ge=-1)
+    ]
     eval_max_response_len: Annotated[
         int, doc("Most tokens per evaluated sample.", unit="tokens", derived="rollout_max_response_len", ge=1)
     ]

@@ -1,6 +1,6 @@
 """PERF: how a training batch is cut into micro-batches, and CPU threads."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from miles_async.settings.doc import Group, doc
 
@@ -27,6 +27,22 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "of the memory, with the same gradients. Megatron calls it full recomputation."
         ),
     ] = False
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        doc(
+            "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first "
+            "step (ten to thirty seconds). auto: where flash attention runs. If compilation fails the layers run as they are, "
+            "with a warning. Never with true_on_policy_mode."
+        ),
+    ] = "auto"
+    attn_implementation: Annotated[
+        Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3"],
+        doc(
+            "Kernel of the trainer's attention. flash_attention_2: torch's own. flash_attention_3: SGLang's forward (it has no "
+            "backward) with the backward of the former. sdpa: padded, the only one on a CPU and in float32. auto: "
+            "flash_attention_2 where it can run, else sdpa. true_on_policy_mode takes SGLang's whatever stands here."
+        ),
+    ] = "auto"
     log_probs_max_tokens_per_gpu: Annotated[
         int,
         doc(
@@ -44,7 +60,14 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             shipped=("torch", "fsdp", "megatron"),
         ),
     ] = "torch"
-    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; this launcher has one.", unit="hosts", ge=1)] = 1
+    train_master: Annotated[
+        str | None,
+        doc(
+            "HOST:PORT where the trainer's processes meet. Given: all but the first are yours to start, by torchrun, Slurm or Ray: "
+            "python -m actors.trainer.follower, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Else the trainer starts them."
+        ),
+    ] = None
+    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; more than one needs train_master.", unit="hosts", ge=1)] = 1
     actor_num_gpus_per_node: Annotated[
         int,
         doc(

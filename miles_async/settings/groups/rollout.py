@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
-    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gpqa", "length"),
-    *("math", "math_whole", "random", "remote_rm"),
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa", "judge"),
+    *("length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
@@ -130,9 +130,27 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)
     ] = None
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
-    rm_url: Annotated[str | None, doc("Address of the reward service for rm_type remote_rm, http:// or https://.")] = (
-        None
-    )
+    rm_url: Annotated[
+        tuple[str, ...],
+        doc("Addresses of reward services for rm_type remote_rm, http:// or https://; of several, one that fails is passed by."),
+    ] = ()
+    rm_batch_size: Annotated[
+        int, doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1)
+    ] = 1
+    group_rm: Annotated[
+        bool, doc("Score all samples of a prompt at once: custom_rm_path and rm_url get a list and give a list.")
+    ] = False
+    judge_url: Annotated[
+        str | None,
+        doc(
+            "OpenAI-compatible endpoint of the model that scores for rm_type judge, as in http://HOST:PORT/v1. A key that it asks "
+            "for is in the variable MILES_ASYNC_JUDGE_KEY."
+        ),
+    ] = None
+    judge_model: Annotated[str, doc("Name of the judging model at judge_url.")] = "default"
+    judge_template_path: Annotated[
+        str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
+    ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
     reward_timeout_s: Annotated[
         float,

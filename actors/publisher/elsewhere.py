@@ -1,0 +1,117 @@
+"""Versions for workers that cannot read the files where they lie: which host fetches them from which.
+
+Owns the depot of the trainer's host, opened when the first such worker comes. Hosts make a chain, so that each link carries a
+version once: a host passes on what it has while the rest arrives (actors/runtime/fetch.py). Who comes later takes the first
+that is free. Always true: nobody's source waits for himself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from actors.publisher.members import Member
+from actors.runtime.context import Context
+from actors.runtime.depot import Depot
+from actors.runtime.fetch import pack_parcel
+from actors.runtime.host import place, shared_memory_name
+from bus.messages.weights import Parcel
+
+SOON_S = 0.2  # small files are read while the publisher waits, large ones beside it
+KEPT = 4  # parcels of the newest files
+
+
+def source_of(child: str, parents: Mapping[str, str], serving: Mapping[str, str], done: Collection[str]) -> str:
+    """The host from which `child` is to fetch (pure). `parents`: host -> its source, empty = the trainer's host, for all that
+    were told; `serving`: hosts that serve others, with their addresses; `done`: hosts that have all."""
+    below = {child}
+    for host in parents:  # also of those that were told before their source was told anew
+        if child in _upwards(host, parents):
+            below.add(host)
+    free = ["", *(host for host in parents if host in serving and host not in below)]
+    busy = [parent for host, parent in parents.items() if host not in done and host != child]
+    return min(free, key=lambda host: (busy.count(host), free.index(host)))
+
+
+def _upwards(host: str, parents: Mapping[str, str]) -> list[str]:
+    """Its source, the source of that, and so on."""
+    found: list[str] = []
+    while (host := parents.get(host, "")) and host not in found:
+        found.append(host)
+    return found
+
+
+class Elsewhere:
+    """See above. `tasks` runs what takes long; `token`: what a source asks for; `address`: the setting."""
+
+    def __init__(self, context: Context, tasks: asyncio.TaskGroup, *, token: str, address: str) -> None:
+        self._context, self._tasks = context, tasks
+        self._token, self._address = token, address
+        self._here = shared_memory_name()
+        self._depot: Depot | None = None
+        self._packing: dict[str, asyncio.Task[Parcel | None]] = {}
+        self._folders: dict[str, Path] = {}  # of parcels that were told
+        self._version = -1
+        self._parents: dict[str, str] = {}  # of that version
+        if address:
+            self._open()
+
+    def _open(self) -> Depot:
+        if self._depot is None:
+            host, bind, port = place(self._address, self._context.bus.link.local_address)
+            self._depot = Depot(self._folders.get, self._token, host=host, bind=bind, port=port)
+        return self._depot
+
+    def among(self, names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
+        """Those that see another memory than the trainer's host."""
+        return [name for name in names if members[name].memory not in ("", self._here)]
+
+    async def parcel(self, path: str) -> Parcel | None:
+        """What the files at `path` are; None while they are being read, or when they are gone."""
+        task = self._packing.get(path)
+        if task is None:
+            task = self._packing[path] = self._tasks.create_task(_pack(Path(path)), name="parcel")
+            for old in [p for p, t in self._packing.items() if t.done()][:-KEPT]:
+                del self._packing[old]
+        await asyncio.wait({task}, timeout=SOON_S)
+        if not task.done() or (parcel := task.result()) is None:
+            if task.done():
+                del self._packing[path]
+            return None
+        self._folders[parcel.id] = Path(path)
+        for stale in list(self._folders)[: -2 * KEPT]:
+            del self._folders[stale]
+        return parcel
+
+    def sources(
+        self, version: int, names: Sequence[str], members: Mapping[str, Member]
+    ) -> dict[tuple[str, ...], list[str]]:
+        """Addresses in the order in which to try them -> the workers to be told so. Workers of one host have the same."""
+        if version != self._version:
+            self._version, self._parents = version, {}
+        root = self._open().url
+        serving = {m.memory: m.depot for _, m in sorted(members.items(), reverse=True) if m.depot}
+        done = {m.memory for m in members.values() if m.serving >= version}
+        told: dict[tuple[str, ...], list[str]] = {}
+        for host in dict.fromkeys(members[name].memory for name in sorted(names)):
+            source = source_of(host, self._parents, serving, done)
+            self._parents.pop(host, None)  # told anew, it is the last again
+            self._parents[host] = source
+            way = [serving[h] for h in _upwards(host, self._parents) if h in serving]
+            told.setdefault((*way, root), []).extend(n for n in names if members[n].memory == host)
+        return told
+
+    async def close(self) -> None:
+        """Serve no more."""
+        for task in self._packing.values():
+            task.cancel()
+        if self._depot is not None:
+            await asyncio.to_thread(self._depot.close)
+
+
+async def _pack(folder: Path) -> Parcel | None:
+    try:
+        return await asyncio.to_thread(pack_parcel, folder)
+    except OSError:
+        return None

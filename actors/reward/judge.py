@@ -1,0 +1,110 @@
+"""A judge model behind an OpenAI-compatible endpoint: POST {url}/chat/completions with a template; its last "score: N" counts.
+
+Always true: what the judge is shown is the template with prompt, response and label put in once, so that a response cannot name a
+place of the template; an answer without a score is a failure, never a 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from actors.reward.sample import Sample, ScorerFailed, Value
+from actors.reward.service import Service, shown
+from actors.runtime.run import Refused
+from bus.errors import Poison
+
+KEY = "MILES_ASYNC_JUDGE_KEY"
+"""Variable with the key that the endpoint asks for; it is none of the settings, so that no file or stream holds it."""
+MAX_ANSWER_BYTES = 1 << 20
+TEMPLATE = """Judge an answer to a task.
+
+Task:
+{prompt}
+
+Reference answer (may be empty):
+{label}
+
+Answer to judge:
+{response}
+
+Say in a few words what is right and wrong about it. Then end with one line "Score: N", N from 0 (useless) to 10 (perfect)."""
+_PLACE = re.compile(r"\{(prompt|response|label)\}")
+_SCORE = re.compile(r"score\W{0,6}(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
+LARGEST = 10.0
+
+
+class JudgeRefused(Poison):
+    """The endpoint will never judge this sample."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class JudgeScorer:
+    """The model `model` at `url`. Use as `async with`. Refused when the template cannot be used."""
+
+    name = "judge"
+    default_key = ""
+
+    def __init__(self, url: str, *, model: str, template_path: str = "", max_tokens: int = 1024) -> None:
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._max_tokens = max_tokens
+        self._template = read_template(template_path) if template_path else TEMPLATE
+        key = os.environ.get(KEY, "")
+        self._service = Service(
+            JudgeRefused, limit_bytes=MAX_ANSWER_BYTES, role="judge", headers={"Authorization": f"Bearer {key}"} if key else {}
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._service.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._service.__aexit__(*exc)
+
+    async def score(self, sample: Sample, deadline_s: float) -> Value:
+        """0 to 1. Raises DeadlineExceeded, ScorerFailed (may work later) or JudgeRefused."""
+        asked = _PLACE.sub(lambda place: str(getattr(sample, place[1])), self._template)
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": asked}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0.0,
+        }
+        raw = await self._service.ask(self._url, body, sample.sample_id, deadline_s, what="judgement")
+        who = f"judge {shown(self._url)}"
+        try:
+            said = msgspec.json.decode(raw, type=_Answer).choices[0].message.content or ""
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise ScorerFailed(f"{who} answered no completion for {sample.sample_id}: {raw[:200]!r}") from error
+        found = _SCORE.findall(said)
+        if not found:
+            raise ScorerFailed(f"{who} named no score for {sample.sample_id}: {said[-200:]!r}")
+        number, of = found[-1]
+        return max(0.0, min(1.0, float(number) / (float(of or 0) or LARGEST)))
+
+
+def read_template(path: str) -> str:
+    """A user's template. Raises Refused when it shows the judge no response."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--judge-template-path {path!r} cannot be read: {error}") from error
+    if "{response}" not in text:
+        raise Refused(f"--judge-template-path {path!r} shows no response: write {{response}}, and {{prompt}} or {{label}}.")
+    return text

@@ -1,0 +1,211 @@
+"""A version's files from other hosts: from the first source that has them, piece by piece, each checked before it counts.
+
+    <folder>/<name>.part     whole pieces, in order; its size is the progress, from which readers and a successor go on
+    <folder>/<name>          complete
+
+Always true: what lies in either was checked against the parcel's checksums. One process of a host fetches, the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+from actors.runtime.checksum import checksum
+from actors.runtime.depot import ID, NAME
+from bus.errors import BadMessage, Transient
+from bus.messages.weights import Parcel, ParcelFile
+
+PIECES, LEAST_PIECE, MOST_PIECE = 64, 64 << 10, 64 << 20  # a relay begins to serve after one piece
+DIGEST = 16  # bytes
+STALL_S = 6.0  # without a byte: longer than a source itself waits for its own
+PAUSE_S = 0.25  # after no source had it
+SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")  # of what an engine may read
+
+
+class FetchFailed(Transient):
+    """The files did not come in time, or nobody waits for them any more."""
+
+
+class _Refused(Exception):
+    """A source does not give it, or gives something else."""
+
+
+def pack_parcel(folder: Path) -> Parcel:
+    """Names, sizes and checksums of the files in a folder. Raises OSError. Reads all of it."""
+    paths = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.startswith(".") and p.is_file())
+    total = sum(path.stat().st_size for path in paths)
+    piece = min(max(total // PIECES, LEAST_PIECE), MOST_PIECE)
+    files = tuple(_describe(path, piece) for path in paths)
+    name = checksum()
+    for file in files:
+        name.update(f"{file.name} {file.n_bytes} {piece}\n".encode() + file.pieces)
+    return Parcel(id=name.hexdigest(), piece_bytes=piece, files=files)
+
+
+def check_parcel(parcel: Parcel) -> None:
+    """BadMessage for names that lead elsewhere, or sizes that do not go together: it came over the bus."""
+    sound = re.fullmatch(ID, parcel.id) is not None and 0 < parcel.piece_bytes <= MOST_PIECE
+    for file in parcel.files:
+        n_pieces = -(-file.n_bytes // parcel.piece_bytes) if sound else 0
+        sound = sound and re.fullmatch(NAME, file.name) is not None and len(file.pieces) == DIGEST * n_pieces
+    if not sound:
+        raise BadMessage(f"the parcel {parcel.id[:40]!r} does not describe files")
+
+
+def _describe(path: Path, piece: int) -> ParcelFile:
+    digests, size = [], 0
+    with path.open("rb", buffering=0) as file:
+        while data := _read_up_to(file, piece):
+            size += len(data)
+            digests.append(_digest(data))
+    return ParcelFile(path.name, size, b"".join(digests))
+
+
+def _read_up_to(file: IO[bytes], size: int) -> bytes:
+    data = file.read(size)
+    while data and len(data) < size and (more := file.read(size - len(data))):
+        data += more
+    return data
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    total = checksum()
+    total.update(data)
+    return total.digest()
+
+
+class Fetch:
+    """One parcel into `folder`, which is private to us. `run` blocks: for a thread. `deadline_s`: longest time without a piece.
+    `came` hears the bytes of each piece. BadMessage for a parcel that is none."""
+
+    def __init__(
+        self,
+        parcel: Parcel,
+        folder: Path,
+        sources: Sequence[str],
+        *,
+        token: str,
+        deadline_s: float,
+        came: Callable[[int], None],
+    ) -> None:
+        check_parcel(parcel)
+        self._parcel, self._folder, self._sources = parcel, folder, sources
+        self._token, self._deadline_s, self._came = token, deadline_s, came
+        self._halt = threading.Event()
+        self._connection: http.client.HTTPConnection | None = None
+        self._why = "no source was named"
+
+    def stop(self) -> None:
+        """Let `run` end soon with FetchFailed; what came stays."""
+        self._halt.set()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(2)
+
+    def run(self) -> None:
+        """Until all files are here. Raises FetchFailed, and OSError when they cannot be written."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        os.utime(self._folder)
+        with (self._folder / ".lock").open("w") as lock:
+            self._take_turn(lock)
+            for file in self._parcel.files:
+                self._bring(file)
+
+    def _take_turn(self, lock: IO[str]) -> None:
+        """Another worker of this host may be fetching it; one that dies lets go."""
+        while not self._halt.is_set():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                self._halt.wait(0.05)
+        raise FetchFailed("given up")
+
+    def _bring(self, file: ParcelFile) -> None:
+        whole, part = self._folder / file.name, self._folder / f"{file.name}.part"
+        if whole.exists():
+            return
+        with part.open("ab", buffering=0) as out:
+            size = min(out.tell(), file.n_bytes)
+            if size < file.n_bytes:
+                size -= size % self._parcel.piece_bytes  # a killed writer's last piece may be cut
+            out.truncate(size)
+            self._fill(file, out, size)
+        part.rename(whole)
+
+    def _fill(self, file: ParcelFile, out: IO[bytes], have: int) -> None:
+        until = time.monotonic() + self._deadline_s
+        while have < file.n_bytes:
+            for source in self._sources:
+                try:
+                    for piece in self._pieces(source, file, have):
+                        _write_all(out, piece)
+                        have += len(piece)
+                        self._came(len(piece))
+                        until = time.monotonic() + self._deadline_s
+                    break
+                except _Refused as error:
+                    self._why = f"{source}: {error}"
+                if self._halt.is_set():
+                    raise FetchFailed("given up")
+            else:
+                if time.monotonic() > until:
+                    raise FetchFailed(
+                        f"{file.name} stopped at {have} of {file.n_bytes} bytes, nothing for {self._deadline_s:g} s: {self._why}"
+                    )
+                self._halt.wait(PAUSE_S)
+
+    def _pieces(self, source: str, file: ParcelFile, have: int) -> Iterator[memoryview]:
+        """Checked pieces from `have` on, in one answer."""
+        at = urlsplit(source)
+        connection = http.client.HTTPConnection(at.hostname or "127.0.0.1", at.port, timeout=STALL_S)
+        self._connection = connection
+        try:
+            asked = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={have}-{file.n_bytes - 1}"}
+            connection.request("GET", f"/{self._parcel.id}/{file.name}", headers=asked)
+            answer = connection.getresponse()
+            if answer.status != 206:
+                raise _Refused(_WORDS.get(answer.status, f"it answers {answer.status}"))
+            buffer = memoryview(bytearray(min(self._parcel.piece_bytes, file.n_bytes - have)))
+            while have < file.n_bytes:
+                index = have // self._parcel.piece_bytes
+                piece = buffer[: min(self._parcel.piece_bytes, file.n_bytes - have)]
+                _read_all(answer, piece)
+                if _digest(piece) != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
+                    raise _Refused(f"piece {index} of {file.name} is damaged")
+                yield piece
+                have += len(piece)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Refused(str(error) or type(error).__name__) from error
+        finally:
+            self._connection = None
+            connection.close()
+
+
+_WORDS = {401: "it refuses the run's token", 404: "it does not have it", 503: "it is busy"}
+
+
+def _read_all(answer: http.client.HTTPResponse, into: memoryview) -> None:
+    got = 0
+    while got < len(into):
+        n = answer.readinto(into[got:])
+        if not n:
+            raise _Refused("it broke off")
+        got += n
+
+
+def _write_all(out: IO[bytes], piece: memoryview) -> None:
+    done = 0
+    while done < len(piece):
+        done += out.write(piece[done:])

@@ -1,0 +1,38 @@
+"""What tells hosts apart, and which address of this one others can use."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+
+
+@cache
+def shared_memory_name() -> str:
+    """Equal for processes that see the same files in shared memory, and for no others: containers of one machine, or of one
+    name, may see different ones."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{boot}-{os.stat(SHARED).st_dev:x}"
+    except OSError:
+        return socket.gethostname()
+
+
+def place(given: str, own: str) -> tuple[str, str, int]:
+    """(host to say, address to bind, port) from the setting `HOST[:PORT]`, or from our own address on the bus.
+
+    A host that reaches the bus by loopback has no address there that others could use. It is on the bus's host then, and says
+    nothing: whoever reads that takes the address by which it reaches the bus itself.
+    """
+    if given:
+        host, colon, port = given.rpartition(":")
+        if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
+            host, port = given, "0"
+        return host.strip("[]"), "", int(port)
+    if not own:
+        return "", "127.0.0.1", 0
+    return ("", "", 0) if ipaddress.ip_address(own).is_loopback else (own, own, 0)

@@ -1,0 +1,251 @@
+"""One rank's share of a Megatron training: the policy's chunks, its optimizer, and the weights of other models on the host.
+
+There is one model on the device. Reference, teacher and former actors are copies of weights in host memory that the policy's
+chunks wear while they score; always true: outside `wearing` the chunks hold the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.runtime.checksum import checksum
+from actors.runtime.hooks import load_hook
+from actors.trainer.backend import BackendConfig, BatchSample
+from actors.trainer.hooks import install
+from actors.trainer.megatron_backend import setup
+from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
+from actors.trainer.megatron_backend.optimizer import Update
+from actors.trainer.megatron_backend.packing import StreamBatch
+from actors.trainer.megatron_backend.parallel import Groups, on_device
+from actors.trainer.megatron_backend.passes import Schedule
+from actors.trainer.megatron_backend.saving import Counters, Shards, check, identity_of
+from actors.trainer.megatron_backend.weights import export_hf
+from actors.trainer.objective import ObjectiveConfig
+from actors.trainer.torch_backend.fp8 import quantized, scheme_of
+from actors.trainer.torch_backend.model import export_files
+from actors.trainer.training.base import CoreBase
+from actors.trainer.training.export import gathered
+from actors.trainer.training.files import Identity, hash_tensors
+from actors.trainer.training.offload import Offload, storages
+from actors.trainer.training.old_actors import OldActors, worn
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.step import settle_objective
+from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
+
+HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
+
+
+class MegatronCore(CoreBase):
+    """Built once per process; `ranks` must be connected."""
+
+    def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
+        own = setup.own(config)
+        setup.check(config, own, ranks.size)
+        self.config, self.own, self.ranks = config, own, ranks
+        install(config.objective)
+        self.objective = settle_objective(config)
+        torch.set_num_threads(config.trainer_threads)
+        with on_device():
+            self.groups = Groups(setup.layout_of(own, ranks.size))
+            self.model = setup.Model(config, own, self.groups)
+            self.device, self.cost = self.model.device, self.model.cost
+            self.former = OldActors(on_host=True)
+            self.others: dict[str, dict[str, Tensor]] = {}
+            for which, directory in self._others():
+                self.model.load(directory)
+                self.others[which] = _to_host(self.model.weights())
+            self.model.load(config.hf_checkpoint)
+            self.update = Update(self.model.optimizer_config, self.model.chunks)
+            self.fp8 = scheme_of(self.model.source)
+            self._offload = Offload(config.offload_train_target, config.offload_dir)
+            self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
+        self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
+        if "init" in self._hooks:
+            self._hooks["init"](self)
+
+    def _others(self) -> Iterator[tuple[str, str]]:
+        if self.objective.needs_ref_logp:
+            yield "ref_logp", self.config.ref_load or self.config.hf_checkpoint
+        if self.objective.needs_student_logp and self.config.opd_teacher_load:
+            yield "teacher_logp", self.config.opd_teacher_load
+
+    # -- this rank among the others --------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.groups.dp.rank()
+
+    @property
+    def n_ranks(self) -> int:
+        return self.groups.dp.size()
+
+    @property
+    def cp_size(self) -> int:
+        return self.groups.cp.size()
+
+    @property
+    def mb_group(self) -> int:
+        """Micro-batches of a rank come in multiples of it: interleaved stages take them in groups."""
+        stages = self.groups.stages
+        return (self.own.microbatch_group_size_per_vp_stage or stages) if len(self.model.chunks) > 1 else 1
+
+    @property
+    def average_over(self) -> float:
+        return 1.0  # gradients are sums
+
+    def total(self, x: Tensor) -> Tensor:
+        return self.groups.over_data(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return self.groups.over_data(x, dist.ReduceOp.MAX)
+
+    def pack(self, samples: Sequence[BatchSample]) -> StreamBatch:
+        cp = self.groups.cp
+        block = self.own.data_pad_size_multiplier * self.groups.tp.size()
+        return StreamBatch(samples, cp_size=cp.size(), cp_rank=cp.rank(), block=block)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def models(self, cfg: ObjectiveConfig) -> tuple[str, ...]:
+        here = {"old_logp": cfg.needs_old_logp, "ref_logp": cfg.needs_ref_logp and "ref_logp" in self.others}
+        here["teacher_logp"] = "teacher_logp" in self.others
+        return tuple(name for name, wanted in here.items() if wanted)
+
+    def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
+        values = torch.zeros(packed.response_tokens)
+        every = [one for mine in work for one in mine]
+        self._call_hook("before_log_prob")
+        with self._wearing(self.others.get(which)), on_device():
+            for (_, micro), logp in zip(every, self.schedule.forward_only(every), strict=True):
+                values[torch.from_numpy(micro.response_slots)] = logp.float().cpu()
+        return self.total(values)
+
+    def former_steps(self) -> tuple[int, ...]:
+        return self.former.steps
+
+    def former_weights(self, step: int) -> AbstractContextManager[None]:
+        return self.former.wearing(step, self.model.weights())
+
+    def keep_weights(self, step: int, *, depth: int) -> None:
+        self.former.keep(step, self.model.weights(), depth=depth)
+
+    def refresh_reference(self) -> None:
+        if "ref_logp" in self.others:
+            self.others["ref_logp"] = _to_host(self.model.weights())
+
+    @contextmanager
+    def _wearing(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
+        if weights is None:
+            yield
+            return
+        with worn(self.model.weights(), weights, on_host=True):
+            yield
+
+    # -- backward and update ------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Watch
+    ) -> None:
+        self._call_hook("before_train_step")
+        with watch.phase("forward_backward"), on_device():
+            self.update.clear()
+            self.schedule.forward_backward(work, policy, entropy_gradient=entropy_gradient)
+
+    def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
+        with on_device():
+            norm = self.update.norm()
+            finite = norm < float("inf")  # false for nan too
+            if finite and update:
+                self.update.step(norm, lr=rates.lr, limit=rates.clip)
+                self.updates += 1
+        return {"grad_norm": norm}, finite
+
+    def _call_hook(self, name: str) -> None:
+        if name in self._hooks:
+            self._hooks[name](self)
+
+    # -- out: versions and checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def exporters(self) -> tuple[int, ...]:
+        """The first rank of each pipeline stage."""
+        stages = self.groups.stages
+        return tuple(stage * self.ranks.size // stages for stage in range(stages))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in export_hf(self.model.bare, self.model.architecture):
+            if self.fp8 is None:
+                yield name, tensor
+            else:
+                yield from quantized({name: tensor}, self.fp8).items()
+
+    def beside(self) -> dict[str, bytes]:
+        return export_files(self.model.source, None, self.model.dtype, is_fp8=self.fp8 is not None)
+
+    def weights_hash(self) -> str:
+        each = {n: hash_tensors({n: t.cpu()}) for bucket in gathered(self, self.ranks, HASHED_BYTES) for n, t in bucket}
+        total = checksum()
+        for name in sorted(each):
+            total.update(each[name].encode())
+        return total.hexdigest() if self.ranks.rank == 0 else ""
+
+    def identity(self) -> Identity:
+        return identity_of(self.model.architecture)
+
+    def save(self, directory: Path) -> Shards:
+        counters = msgspec.to_builtins(Counters(self.update.steps))
+        with on_device():
+            write = save_sharded(
+                self.model.bare, directory, optimizer=self.update.optimizer, extra=counters, group=self.groups.files
+            )
+        return Shards(write, directory)
+
+    def read(self, directory: Path) -> None:
+        check(directory, self.model.architecture)
+
+    def load(self, directory: Path, read: None) -> None:
+        said = load_sharded(
+            self.model.bare, self.model.architecture, directory, optimizer=self.update.optimizer, with_extra=True
+        )
+        self.update.steps = msgspec.convert(said, Counters).optimizer_steps
+        self.former.clear()
+
+    # -- the device, and others who want it ----------------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        return self._offload.away
+
+    def sleep(self) -> None:
+        self._offload.store(self._resident())
+
+    def wake(self) -> None:
+        self._offload.fetch()
+
+    @property
+    def less_memory(self) -> tuple[str, ...]:
+        full = self.schedule.config.recompute_granularity == "full"
+        return () if full else ("set --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",)
+
+    def resident_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in storages(self._resident()))
+
+    def _resident(self) -> Iterator[Tensor]:
+        yield from self.model.weights().values()
+        for chunk in self.model.chunks:
+            yield from (b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        yield from self.update.tensors()
+
+    def close(self) -> None:
+        self.groups.close()
+
+
+def _to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: p.detach().to("cpu", copy=True) for name, p in weights.items()}

@@ -1,0 +1,149 @@
+"""Samples packed for megatron-core: one THD stream, its share of each context-parallel rank, and where the response tokens lie.
+
+Always true: with C context-parallel ranks a sample is padded to a multiple of 2 C and rank c holds its pieces c and 2 C - 1 - c
+(so that causal attention is even work); the stream is padded to whole blocks by one more sample of zeros; padding lies behind what is
+real, so causality keeps it out. Every rank has the same micro-batch and holds the log-probs of its own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from actors.trainer.torch_backend.layout import Layout, PackedBatch
+
+
+@dataclass
+class PackedSamples(PackedSeqParams):
+    """What attention needs of the whole stream; `layout` is for the kernels of this package."""
+
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """T / C input tokens on this rank, and R response tokens of which it holds some."""
+
+    input_ids: Tensor
+    """int64 [1, T / C]"""
+    position_ids: Tensor
+    """int64 [1, T / C], from 0 in each sample"""
+    packed: PackedSamples
+    rows: Tensor
+    """int64 [K]: places in this rank's stream whose outputs predict response tokens"""
+    held: Tensor | None
+    """int64 [K]: which of the R response tokens those are; None: all, in order"""
+    targets: Tensor
+    """int64 [K]"""
+    temperature: float | Tensor
+    """one value, or float32 [K]"""
+    n_rows: int
+    """R"""
+    response_slots: np.ndarray
+    """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
+    lengths: np.ndarray
+    """int64: padded tokens of each sample, on all context-parallel ranks together; T is their sum"""
+
+    @property
+    def tokens(self) -> int:
+        """T: of all context-parallel ranks, with padding."""
+        return int(self.lengths.sum())
+
+    def stretched(self, tokens: int) -> Stream:
+        """The same with one more sample of padding, `tokens` long in all: pipeline stages pass on tensors of one shape."""
+        if tokens == self.tokens:
+            return self
+        more, device = tokens - self.tokens, self.input_ids.device
+        local = more * self.input_ids.shape[1] // self.tokens
+        lengths = np.append(self.lengths, more)
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, local)),
+            position_ids=F.pad(self.position_ids, (0, local)),
+            packed=_packed(lengths, device),
+            lengths=lengths,
+        )
+
+
+class StreamBatch(PackedBatch):
+    """A rollout batch; `block`: the stream's length is a multiple of it (on each context-parallel rank)."""
+
+    def __init__(self, samples: Sequence, *, cp_size: int = 1, cp_rank: int = 0, block: int = 1) -> None:  # type: ignore[type-arg]
+        super().__init__(samples)
+        self._cp = cp_size, cp_rank
+        self._block = block
+
+    def micro_batch(self, positions: Sequence[int], device: torch.device) -> Stream:  # type: ignore[override]
+        """The given samples, in the given order."""
+        plain = super().micro_batch(positions, torch.device("cpu"))
+        size, rank = self._cp
+        ids = np.fromiter(positions, dtype=np.int64, count=len(positions))
+        real = np.diff(plain.layout.cu_seqlens.numpy()).astype(np.int64)
+        unit = 2 * size if size > 1 else 1
+        padded = -(-real // unit) * unit
+        whole = math.lcm(self._block * size, unit)
+        tail = -int(padded.sum()) % whole
+        lengths = np.append(padded, tail) if tail else padded
+        starts = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        sample_of = np.repeat(np.arange(lengths.size), lengths)
+        position = np.arange(total) - starts[sample_of]
+        tokens = np.zeros(total, np.int64)
+        of_real = np.repeat(np.arange(ids.size), real)
+        at = starts[of_real] + np.arange(of_real.size) - (np.cumsum(real) - real)[of_real]
+        tokens[at] = plain.input_ids[0].numpy()
+        rows = at[plain.rows.numpy()] if of_real.size else plain.rows.numpy()
+        targets, warm, held = plain.targets, plain.temperature, None
+        if size > 1:
+            piece = lengths[sample_of] // (2 * size)
+            number = position // np.maximum(piece, 1)
+            owner = np.minimum(number, 2 * size - 1 - number)
+            place = starts[sample_of] // size + position % np.maximum(piece, 1) + np.where(number < size, 0, piece)
+            mine = owner == rank
+            order = np.argsort(place[mine], kind="stable")
+            tokens, position = tokens[mine][order], position[mine][order]
+            keep = np.flatnonzero(mine[rows])
+            rows, held = place[rows[keep]], torch.from_numpy(keep)
+            targets = targets[held]
+            warm = warm if isinstance(warm, float) else warm[held]
+        return Stream(
+            input_ids=_to(torch.from_numpy(tokens), device)[None],
+            position_ids=_to(torch.from_numpy(position), device)[None],
+            packed=_packed(lengths, device),
+            rows=_to(torch.from_numpy(rows), device),
+            held=None if held is None else _to(held, device),
+            targets=_to(targets, device),
+            temperature=warm if isinstance(warm, float) else _to(warm, device),
+            n_rows=plain.targets.numel(),
+            response_slots=plain.response_slots,
+            lengths=lengths,
+        )
+
+
+def _packed(lengths: np.ndarray, device: torch.device) -> PackedSamples:
+    longest = int(lengths.max(initial=1))
+    ends = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+    slots = None
+    if not (lengths == longest).all():
+        of = np.repeat(np.arange(lengths.size), lengths)
+        slots = _to(torch.from_numpy(of * longest + np.arange(of.size) - (np.cumsum(lengths) - lengths)[of]), device)
+    ends = _to(ends, device)
+    return PackedSamples(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        layout=Layout(ends, lengths.size, longest, slots),
+    )
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,163 @@
+"""What a Megatron training is made of: settings checked before anything is allocated, model chunks wrapped, configurations filled.
+
+Every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig may be given by its own name; what this backend
+decides itself, or can't do, is refused in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from actors.runtime.run import Refused
+from actors.trainer.backend import BackendConfig
+from actors.trainer.batch.batching import CostModel
+from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
+from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.layout import Layout, refusals
+from actors.trainer.megatron_backend.parallel import Groups
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def own(config: BackendConfig) -> MegatronConfig:
+    """The backend's own settings."""
+    if not isinstance(config.own, MegatronConfig):
+        raise TypeError(f"the Megatron backend was given {type(config.own).__name__}, of another backend")
+    return config.own
+
+
+def source_of(config: BackendConfig) -> str:
+    """The Hugging Face directory that says what the model is."""
+    return config.published_as or config.hf_checkpoint
+
+
+def layout_of(own: MegatronConfig, world: int) -> Layout:
+    """The layout that settings ask for, of `world` ranks."""
+    return Layout(
+        world=world,
+        tp=own.tensor_model_parallel_size,
+        pp=own.pipeline_model_parallel_size,
+        vpp=own.virtual_pipeline_model_parallel_size or 1,
+        cp=own.context_parallel_size,
+        ep=own.expert_model_parallel_size,
+        etp=own.expert_tensor_parallel_size,
+        sequence_parallel=own.sequence_parallel,
+        first=own.num_layers_in_first_pipeline_stage,
+        last=own.num_layers_in_last_pipeline_stage,
+    )
+
+
+def fields_of(kind: type) -> set[str]:
+    """Names of a configuration's fields."""
+    return {f.name for f in dataclasses.fields(kind)}
+
+
+TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig))
+
+
+def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
+    """Raises Refused, all reasons in one line, before a process group or a model exists."""
+    said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
+    said += [f"megatron.{name}: megatron-core has no such field" for name in own.megatron.keys() - TRANSFORMER - OPTIMIZER - DDP]
+    if config.objective.estimator.critic:
+        said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
+    if config.optimizer != "adam":
+        said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
+    if config.ref_update_interval:
+        said.append("ref_update_interval: the Megatron backend's reference stays; leave it out, or use --train-backend torch")
+    if said:
+        raise Refused("; ".join(said))
+
+
+class Model:
+    """This rank's chunks of the policy, each in Float16Module (bf16) and DistributedDataParallel."""
+
+    def __init__(self, config: BackendConfig, own: MegatronConfig, groups: Groups) -> None:
+        self.source = source_of(config)
+        self.architecture = arch = directory.read(self.source)
+        layout = layout_of(own, torch.distributed.get_world_size())
+        cuda = torch.cuda.is_available()
+        self.dtype = DTYPES[config.model_dtype]
+        torch.manual_seed(config.seed)
+        if cuda:
+            model_parallel_cuda_manual_seed(config.seed)
+        given = own.megatron
+        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.vocab = arch.vocab
+        narrow = self.dtype != torch.float32
+        ddp = DistributedDataParallelConfig(**{
+            "grad_reduce_in_fp32": True, "use_distributed_optimizer": narrow, **_only(given, DDP)
+        })  # fmt: skip
+        self.chunks: list[Any] = []
+        for k, chunk in enumerate(self.bare):
+            transformer = chunk.config
+            transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
+            wrapped = Float16Module(transformer, chunk) if narrow else chunk
+            self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
+        self.optimizer_config = OptimizerConfig(**{
+            "lr": config.lr, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1, "adam_beta2": config.adam_beta2,
+            "adam_eps": config.adam_eps, "clip_grad": config.clip_grad, "bf16": narrow, "params_dtype": self.dtype,
+            "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
+            **_only(given, OPTIMIZER)
+        })  # fmt: skip
+        shape = arch.shape
+        transformer = arch.transformer
+        self.cost = CostModel.of_shape(
+            hidden=transformer["hidden_size"], layers=shape.layers, ffn=shape.ffn, vocab=arch.vocab, heads=shape.heads,
+            kv_heads=shape.groups, head_dim=transformer["kv_channels"],
+        )  # fmt: skip
+
+    def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        latent = bool(self.architecture.transformer.get("multi_latent_attention"))
+        fast = {"apply_rope_fusion": not latent, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
+        return {
+            "variable_seq_lengths": False,
+            **(interleaved if own.virtual_pipeline_model_parallel_size else {}),
+            **(fast if model.has_transformer_engine() else {}),
+            **(full if own.gradient_checkpointing else {}),
+            **_only(given, TRANSFORMER),
+        }
+
+    def load(self, path: str) -> None:
+        """Weights of this architecture, out of a Hugging Face directory or a torch_dist checkpoint."""
+        if (Path(path) / torch_dist.TRACKER).is_file() or (Path(path) / torch_dist.CONTENTS).is_file():
+            checkpoint.load_sharded(self.bare, self.architecture, torch_dist.iteration(path))
+        else:
+            weights.load_hf(self.bare, self.architecture, path)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank, by chunk and name."""
+        return {f"{k}.{name}": t for k, chunk in enumerate(self.bare) for name, t in _tensors(chunk)}
+
+
+def _tensors(chunk: Any) -> Iterable[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    yield from ((name, t) for name, t in chunk.named_buffers() if name in chunk.state_dict())
+
+
+def _only(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}
+
+
+def hooks_of(own: MegatronConfig) -> dict[str, str]:
+    """Short name -> dotted path, of the hooks that are set."""
+    paths = {
+        "init": own.custom_megatron_init_path,
+        "before_log_prob": own.custom_megatron_before_log_prob_hook_path,
+        "before_train_step": own.custom_megatron_before_train_step_hook_path,
+    }
+    return {name: path for name, path in paths.items() if path}

@@ -1,0 +1,53 @@
+"""Decoder layers compiled by torch: one graph for all layers of a model and for all lengths.
+
+Always true: parameters keep their names and hooks stay outside of what is compiled, so sharding, masters and export see the model
+they know; a layer that cannot be compiled computes as it was written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
+
+from actors.trainer.torch_backend.model import RECOMPUTED
+
+log = logging.getLogger(__name__)
+
+
+def compile_layers(layers: Sequence[Any], backend: str = "inductor") -> None:
+    """Make decoder layers, all of one class, run compiled, with the sizes of sequences left open. Call it before they are sharded.
+    Layers that compute again in the backward (gradient checkpointing) still do, around what is compiled."""
+    # Failures of the backward's compilation too are met in the forward, where the plain layer can still take over.
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined, unused-ignore]
+    run = _Compiled(type(layers[0]).forward, backend)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(run, *args, **kwargs, **RECOMPUTED) if torch.is_grad_enabled() else run(*args, **kwargs)
+
+    for layer in layers:
+        layer.forward = MethodType(recomputed if layer.gradient_checkpointing else run, layer)
+        layer.gradient_checkpointing = False
+
+
+class _Compiled:
+    """A function, compiled; the function itself once compilation has failed."""
+
+    def __init__(self, plain: Callable[..., Any], backend: str) -> None:
+        self._plain = plain
+        self._compiled: Callable[..., Any] | None = torch.compile(plain, dynamic=True, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is not None:
+            try:
+                return self._compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                self._compiled = None
+                cause = str(getattr(error, "inner_exception", error)).strip().split("\n")[0]
+                log.warning("layers run uncompiled, which is slower: %s: %s (--compile off: no try)", type(error).__name__, cause)
+        return self._plain(*args, **kwargs)

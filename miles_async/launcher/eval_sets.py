@@ -1,0 +1,101 @@
+"""Held-out data sets of a run, from --eval-prompt-data or the file --eval-config. Of a set holds what its own table says, else the
+file's defaults, else the --eval-* settings."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.run import RunSettings
+
+
+class SetSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One data set. Names are those of the file, which are Miles'."""
+
+    name: str
+    path: str
+    input_key: str
+    label_key: str | None
+    tool_key: str | None
+    metadata_key: str | None
+    n_samples_per_eval_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int
+    rm_type: str | None = None
+    reward_key: str | None = None
+    metadata_overrides: dict[str, Any] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is laid over the metadata of each prompt."""
+        own = {name: value for name in ("rm_type", "reward_key") if (value := getattr(self, name)) is not None}
+        return self.metadata_overrides | own
+
+
+def eval_sets(settings: RunSettings) -> list[SetSpec]:
+    """All held-out data sets. SettingsError when the file says what cannot be."""
+    r, e = settings.rollout, settings.eval
+    base = {
+        "input_key": e.eval_input_key,
+        "label_key": e.eval_label_key,
+        "tool_key": e.eval_tool_key,
+        "metadata_key": r.metadata_key,
+        "n_samples_per_eval_prompt": e.n_samples_per_eval_prompt,
+        "temperature": e.eval_temperature,
+        "top_p": e.eval_top_p,
+        "top_k": e.eval_top_k,
+        "max_response_len": e.eval_max_response_len,
+    }
+    if e.eval_config is None:
+        return [msgspec.convert(base | {"name": name, "path": path}, SetSpec) for name, path in settings.flat.datasets]
+    defaults, tables = _read(e.eval_config)
+    found = [_one(base | defaults | table, e.eval_config) for table in tables]
+    names = [one.name for one in found]
+    if not found or len(set(names)) < len(names):
+        raise SettingsError(
+            "two data sets have one name" if found else "it names no data set", field="eval_config", value=e.eval_config,
+            remedy="Give each its own name under eval.datasets.",
+        )  # fmt: skip
+    return found
+
+
+def _one(given: dict[str, Any], file: str) -> SetSpec:
+    known = [field.name for field in msgspec.structs.fields(SetSpec)]
+    where = f"data set {given.get('name', '?')}"
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) or f"Known are {', '.join(known)}."
+            raise SettingsError(f"{where} has no {name} here", field="eval_config", value=file, remedy=hint)
+    try:
+        return msgspec.convert(given, SetSpec)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{where}: {error}", field="eval_config", value=file) from None
+
+
+def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Defaults and tables of a file {eval: {defaults, datasets: []}}, TOML or YAML."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        if file.endswith(".toml"):
+            found: Any = tomllib.loads(text)
+        else:
+            found = import_module("yaml").safe_load(text)  # transformers brings it
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot be read: {error}", field="eval_config", value=file) from None
+    except Exception as error:  # noqa: BLE001 - the two parsers' own
+        raise SettingsError(f"neither TOML (.toml) nor YAML: {error}", field="eval_config", value=file) from None
+    table = found.get("eval", found) if isinstance(found, Mapping) else None
+    defaults = table.get("defaults") or {} if isinstance(table, Mapping) else None
+    tables = table.get("datasets") or [] if isinstance(table, Mapping) else None
+    if not isinstance(defaults, dict) or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        problem = "it must hold eval.datasets, a list of tables, and may hold eval.defaults"
+        raise SettingsError(problem, field="eval_config", value=file)
+    return defaults, tables

@@ -1,0 +1,292 @@
+#!/usr/bin/env python3
+"""The Megatron backend on one GPU: speed against a bare megatron-core loop, losses against the torch backend, a resumed run.
+
+    python scripts/gpu_megatron.py --out DIR [--cases tiny,speed-0.6b,...] [--models DIR] [--budget-s 340]
+
+Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/megatron.json holds all that are there.
+Weights are random, of real shapes. Needs no network. Without a GPU `--cases tiny` rehearses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "scripts")]
+
+CASES = ("tiny", "resume", "speed-0.6b", "curve-megatron", "curve-torch", "speed-4b")
+"""`speed-0.6b-full` is the same with full recomputation."""
+DEADLINE_S = {"speed-4b": 150}
+PEAK_FLOPS = 989e12  # an H200's, bf16, dense
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+         "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True}  # fmt: skip
+
+
+def config(model: Path, *, megatron: bool, **settings: Any) -> Any:
+    """Start-up settings of a backend."""
+    import torch
+
+    from actors.trainer.megatron_backend.config import MegatronConfig
+    from tests.declared import backend_of, objective_of
+
+    own = {"own": MegatronConfig(**settings.pop("own", {}))} if megatron else {}
+    plain = {"lr": 1e-5, "model_dtype": "bfloat16" if torch.cuda.is_available() else "float32", "weight_decay": 0.1,
+             "max_tokens_per_gpu": 8192, "log_probs_max_tokens_per_gpu": 8192, "trainer_threads": 4}  # fmt: skip
+    objective = objective_of(correction="none", **settings.pop("objective", {}))
+    return backend_of(hf_checkpoint=str(model), objective=objective, **plain | settings | own)
+
+
+def batch(step: int, vocab: int, *, samples: int, tokens: int) -> Any:
+    """`samples` of about `tokens` tokens, a prompt of 64 in each; the same for every backend."""
+    import numpy as np
+
+    from actors.trainer.backend import BatchSample, StepBatch
+    from actors.trainer.objective import TrainSample
+
+    rng = np.random.default_rng(step)
+    made = []
+    for k in range(samples):
+        n = int(rng.integers(tokens // 2, tokens - 64)) if k % 2 else tokens - 64
+        train = TrainSample(sample_id=f"g{k // 4}/{k % 4}", group=f"g{k // 4}", response_length=n, reward=float(rng.random()),
+                            prompt_length=64, loss_mask=None, spans=[(step, n)],
+                            rollout_logp=np.full(n, -float(np.log(vocab)), np.float32))  # fmt: skip
+        draw = [rng.integers(0, vocab, size).astype(np.int32) for size in (64, n)]
+        made.append(BatchSample(draw[0], draw[1], 1.0, train))
+    return StepBatch(made, step=step, seed=step)
+
+
+def core_of(model: Path, *, megatron: bool = True, **settings: Any) -> Any:
+    from actors.trainer.training.ranked import core_of
+    from actors.trainer.training.ranks import Ranks
+
+    return core_of("megatron" if megatron else "torch")(config(model, megatron=megatron, **settings), Ranks())
+
+
+def model_of(models: Path, shape: str) -> Path:
+    import gpu_parts as parts
+
+    parts.SHAPES["small"] = SMALL
+    return parts.make_model(models, shape, 0)
+
+
+def timed(run: Callable[[], Any], *, warm: int, times: int) -> float:
+    """Seconds of one call: the median of `times` after `warm`."""
+    import torch
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    seconds = []
+    for k in range(warm + times):
+        wait()
+        began = time.monotonic()
+        run()
+        wait()
+        if k >= warm:
+            seconds.append(time.monotonic() - began)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def tiny(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Three steps of both backends."""
+    from actors.trainer.training.step import train_batch
+
+    model = model_of(args.models, "small")
+    for megatron in (True, False):
+        core = core_of(model, megatron=megatron)
+        losses = [train_batch(core, batch(step, 1024, samples=8, tokens=256)).metrics for step in range(3)]
+        yield {("megatron" if megatron else "torch"): [[m["train/loss"], m["train/grad_norm"]] for m in losses]}
+        core.close()
+
+
+def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Four steps are two, saved, loaded, and two more."""
+    from actors.trainer.training.ranked import RankedBackend
+
+    model, backend = model_of(args.models, "small"), RankedBackend("megatron")
+
+    def steps(*numbers: int) -> list[float]:
+        return [backend.train_step(batch(s, 1024, samples=8, tokens=256)).metrics["train/loss"] for s in numbers]
+
+    backend.setup(config(model, megatron=True, lr=1e-4))
+    first = steps(0, 1)
+    directory = args.out / f"checkpoint-{os.getpid()}"
+    directory.mkdir()
+    began = time.monotonic()
+    saved = backend.save(directory)
+    copied = time.monotonic()
+    saved.write()
+    saved.finish()
+    yield {"copy_s": copied - began, "write_s": time.monotonic() - copied}
+    whole, end = first + steps(2, 3), backend.weights_hash()
+    backend.setup(config(model, megatron=True, lr=1e-4))
+    backend.load(directory)
+    again, end_again = steps(2, 3), backend.weights_hash()
+    yield {"losses": whole, "resumed": again, "same_losses": again == whole[2:], "same_weights": end == end_again}
+    backend.sleep()
+    backend.wake()
+    yield {"same_after_sleep": backend.weights_hash() == end_again}
+
+
+def curve(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any]]:
+    """Losses of the same batches, 0.6B."""
+    from actors.trainer.training.step import train_batch
+
+    # Two updates a batch and an entropy term: on-policy losses alone are sums of advantages, 0 whatever the model says.
+    settings = {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}}
+    core = core_of(model_of(args.models, args.curve_shape), megatron=megatron, **settings)
+    vocab = SMALL["vocab_size"] if args.curve_shape == "small" else 151936
+    rows: list[list[float]] = []
+    for step in range(args.steps):
+        m = train_batch(core, batch(step, vocab, samples=16, tokens=512)).metrics
+        rows.append([m["train/loss"], m["train/grad_norm"], m["train/entropy_loss"], m["train/step_s"]])
+        if step % 5 == 4:
+            yield {"loss_norm_entropy_seconds": rows}
+
+
+def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterator[dict[str, Any]]:
+    """Tokens/s, MFU and peak memory of a training step and of a forward pass: through the backend, and of a bare loop over the same
+    micro-batches, chunks and optimizer with megatron-core's own loss over whole logits."""
+    import torch
+
+    from actors.trainer.training.step import _planned, train_batch
+
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if full else {}
+    core = core_of(model_of(args.models, shape), own={"megatron": recompute})
+    vocab = core.model.vocab
+    one = batch(0, vocab, samples=64, tokens=512)
+    lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
+    tokens, work = sum(n for n, _ in lengths), sum(core.cost(n, r) for n, r in lengths)
+    packed = core.pack(one.samples)
+    _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
+    yield {"shape": shape, "tokens": tokens, "padded_tokens": sum(m.tokens for _, m in planned[0]), "micro_batches": len(planned[0]),
+           "gpu": torch.cuda.get_device_name(), "full_recomputation": full}  # fmt: skip
+
+    def numbers(seconds: float, passes: int) -> dict[str, float]:
+        found = {"seconds": seconds, "tokens_per_s": tokens / seconds, "mfu": 2 * passes * work / seconds / PEAK_FLOPS,
+                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30}  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    phases: dict[str, float] = {}
+
+    def step() -> None:
+        phases.update({n: v for n, v in train_batch(core, one).metrics.items() if n.endswith("_s")})
+
+    yield {"step": numbers(timed(step, warm=3, times=5), 3), "phases": phases}
+    yield {"forward": numbers(timed(lambda: core.score("old_logp", packed, planned), warm=1, times=5), 1)}
+    bare = Bare(core, planned[0])
+    yield {"bare_step": numbers(timed(bare.step, warm=3, times=5), 3)}
+    yield {"bare_forward": numbers(timed(bare.forward, warm=1, times=5), 1)}
+
+
+class Bare:
+    """A loop as Megatron's users write it, over a core's chunks: labels in, losses of whole logits out."""
+
+    def __init__(self, core: Any, work: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.core, self.run = core, get_forward_backward_func()
+        self.feed = []
+        for _, micro in work:
+            labels, mask = micro.input_ids.roll(-1, 1), micro.input_ids.new_zeros(micro.input_ids.shape).float()
+            mask[0, micro.rows] = 1.0
+            self.feed.append((micro, labels, mask))
+        for chunk in core.model.bare:
+            del chunk.output_layer.__dict__["forward"]  # the layer's own again
+            chunk.config.finalize_model_grads_func = lambda model, n, **kw: finalize_model_grads(model, None, **kw)
+
+    def _forward(self, feed: Any, chunk: Any) -> Any:
+        micro, labels, mask = next(feed)
+        out = chunk(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, labels=labels,
+                    packed_seq_params=micro.packed)  # fmt: skip
+        return out, lambda losses, **_: ((losses.float() * mask).sum() / mask.sum(), mask.sum().int(), {})
+
+    def _pass(self, *, forward_only: bool) -> None:
+        self.run(forward_step_func=self._forward, data_iterator=[iter(self.feed)], model=self.core.model.chunks,
+                 num_microbatches=len(self.feed), seq_length=8192, micro_batch_size=1, forward_only=forward_only)  # fmt: skip
+
+    def step(self) -> None:
+        update = self.core.update
+        update.clear()
+        self._pass(forward_only=False)
+        update.optimizer.step()
+
+    def forward(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            self._pass(forward_only=True)
+
+
+def one_case(args: argparse.Namespace, case: str) -> None:
+    """In this process; what it has found is in its file after each number."""
+    kind, _, rest = case.partition("-")
+    run = {"tiny": lambda: tiny(args), "resume": lambda: resume(args),
+           "curve": lambda: curve(args, megatron=rest == "megatron"),
+           "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}[kind]  # fmt: skip
+    found: dict[str, Any] = {"case": case, "done": False}
+    file, began = args.out / f"{case}.json", time.monotonic()
+    try:
+        for more in run():
+            found |= more
+            file.write_text(json.dumps(found, indent=1))
+            print(case, json.dumps(more)[:600], flush=True)
+        found["done"] = True
+    except BaseException:
+        found["error"] = traceback.format_exc()[-4000:]
+        raise
+    finally:
+        found["case_s"] = time.monotonic() - began
+        file.write_text(json.dumps(found, indent=1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/megatron-models"))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--case", default="")
+    parser.add_argument("--curve-shape", default="0.6b")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--budget-s", type=float, default=340)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.models.mkdir(parents=True, exist_ok=True)
+    if args.case:
+        one_case(args, args.case)
+        return 0
+    end, codes = time.monotonic() + args.budget_s, {}
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for case in args.cases.split(","):
+        left = end - time.monotonic()
+        if left < 20:
+            print(f"{case}: left out, {left:.0f} s of the budget are left", flush=True)
+            continue
+        command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
+                   "--steps", str(args.steps),
+                   "--curve-shape", args.curve_shape]  # fmt: skip
+        try:
+            codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode
+        except subprocess.TimeoutExpired:
+            codes[case] = "timeout"
+        files = [args.out / f"{name}.json" for name in args.cases.split(",")]
+        every = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
+        (args.out / "megatron.json").write_text(json.dumps({"exit": codes, **every}, indent=1))
+    print(json.dumps(codes), flush=True)
+    return int(any(codes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

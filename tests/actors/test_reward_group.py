@@ -1,0 +1,53 @@
+"""--group-rm: all samples of a prompt are scored at once, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from actors.reward.actor import RewardSpec, run
+from bus.messages.samples import RolloutLost
+from bus.topology import DEAD, ROLLOUTS, SCORED
+from tests.actors.house import messages, open_bus, put, running, until
+from tests.actors.test_reward_actor import OPEN, done, scored_and_lost
+from tests.actors.test_reward_actor import tokenizer_dir as tokenizer_dir
+from tests.declared import room_of
+
+GROUP_HOOK = """
+def hook(samples):
+    if any(s["response"] == "raise" for s in samples):
+        raise ValueError("broken for a group")
+    best = max(len(s["response"]) for s in samples)
+    return [{"score": float(len(s["response"]) == best), "n": len(samples)} for s in samples]
+"""
+
+
+async def test_with_group_rm_a_prompt_is_scored_when_all_its_samples_are_here(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """g1 whole over a restart, g2 with a lost member, g3 that the function cannot take, g4 of which one is malformed."""
+    (tmp_path / "hook.py").write_text(GROUP_HOOK)
+    spec = room_of(
+        RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path / 'hook.py'}:hook", group_rm=True, reward_key="score",
+        max_retries=0, n_workers=1,
+    )  # fmt: skip
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
+        await put(bus, ROLLOUTS, done(1, 0, "a"), done(2, 0, "b"))
+        async with running(bus, "reward-0", run, spec) as context:
+            await until(lambda: asyncio.sleep(0, context.note.startswith("2 groups")))
+            assert await bus.length(SCORED) == 0
+        async with running(bus, "reward-0", run, spec):
+            lost = RolloutLost(sample_id="g2/1", group_id="g2", n_samples=2, reason="evicted")
+            broken = done(4, 1, "d")
+            broken = msgspec.structs.replace(broken, response=msgspec.structs.replace(broken.response, spans=()))
+            await put(bus, ROLLOUTS, done(1, 1, "bb"), lost, done(3, 0, "raise"), done(3, 1, "c"), done(4, 0, "c"), broken)
+            found = await scored_and_lost(bus, 8)
+        assert [(found[i].reward, found[i].rewards["n"]) for i in ("g1/0", "g1/1")] == [(0.0, 2.0), (1.0, 2.0)]
+        assert isinstance(found["g2/1"], RolloutLost) and found["g2/0"].scorer == "none"
+        for group in ("g3", "g4"):
+            members = [found[f"{group}/{i}"] for i in range(2)]
+            assert sorted(type(m).__name__ for m in members) == ["RolloutLost", "Scored"], group
+        letters = await messages(bus, DEAD)
+        assert "broken for a group" in " ".join(letter.error for letter in letters)

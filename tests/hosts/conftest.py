@@ -1,0 +1,127 @@
+"""A run over several hosts: trainer, rooms and Redis on the first, workers on others. Cases marked slow run with
+MILES_ASYNC_CRASH=matrix or all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from bus import Bus, BusConfig
+from bus.messages.control import Event
+from bus.server.binary import find_server
+from bus.topology import EVENTS
+from tests.crash.conftest import toy
+from tests.crash.house import REPO, Run, Tables, merged, toy_tables, until
+from tests.hosts.net import Host, Net, why_not
+
+__all__ = ("toy",)
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not asked for."""
+    if os.environ.get("MILES_ASYNC_CRASH", "") in ("matrix", "all"):
+        return
+    left_out = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+class NoServer:
+    """Redis ends with its host."""
+
+    def stop(self) -> None: ...
+
+
+class FarRun(Run):
+    """A run whose bus is on host `a`; this process reaches it by a socket. `model`: its model directory on the other hosts."""
+
+    def __init__(self, net: Net, toy: Path, home: Path, settings: Tables) -> None:
+        self.net, self.a, self.model, self.socket = net, net.host("a"), home / "model", home / "redis.sock"
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.url = f"redis://{self.a.address}:6379"
+        own = home / "a"  # the folders that no other host sees
+        own.mkdir()
+        shutil.copytree(toy / "model", self.model)
+        shutil.copytree(toy, own / "toy")
+        found = find_server()
+        words = f"{found.path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {self.socket} --save '' --appendonly no"
+        words += " --maxmemory-policy noeviction --loglevel warning"
+        self.redis = subprocess.Popen([*self.a.enter(), "sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
+        tables = merged(toy_tables(own / "toy", own, settings), {"bus": {"bus_url": self.url}})
+        super().__init__(own, tables)
+
+    def begin(self) -> None:
+        """Start the run on host a."""
+        until("Redis", self.socket.exists, seconds=10)
+        self.start(wrap=self.a.enter())
+        until("the run on its bus", lambda: bool(self.ask(lambda bus: bus.hash_of(bus.keys.vitals))))
+
+    def join_from(self, host: Host, name: str = "") -> subprocess.Popen[bytes]:
+        """A worker on another host, which sees neither the run's folders nor its shared memory."""
+        flags = ["--bus", self.url, "--run", "r", "--model-path", str(self.model), "--name", name or host.name]
+        words = [*host.enter([self.home]), sys.executable, "-m", "miles_async", "worker", *flags]
+        with (self.home.parent / f"{name or host.name}.log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+            self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+        return self.workers[-1]
+
+    def server(self) -> Any:
+        return NoServer()
+
+    def ask(self, question: Callable[[Bus], Any]) -> Any:
+        async def answer() -> Any:
+            async with Bus(BusConfig(url=f"unix://{self.socket}", run="r", deadline_s=10.0)) as bus:
+                return await question(bus)
+
+        return asyncio.run(answer())
+
+    def events(self, actor: str, kind: str) -> list[Event]:
+        """What a worker said."""
+
+        async def find(bus: Bus) -> list[Event]:
+            found = [await bus.message(e) for e in await bus.scan_all(EVENTS) if e.fields["note"] == kind]
+            return [event for event in found if event.actor == actor]
+
+        return list(self.ask(find))
+
+    def until_it_serves(self, *names: str, more_than: int = 0, seconds: float = 60.0) -> None:
+        """Each of these workers has activated so many versions, and one more."""
+        for name in names:
+            until(f"{name} serves", lambda name=name: len(self.events(name, "activated")) > more_than, seconds=seconds)  # type: ignore[misc]
+
+    def story(self) -> str:
+        logs = [f"-- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.parent.glob("*.log"))]
+        return "\n".join([super().story(), *logs])
+
+
+@pytest.fixture
+def far_run(toy: Path) -> Iterator[Callable[..., FarRun]]:
+    """Makes one run of a test, with settings over the usual ones; its hosts are gone at the end."""
+    if why := why_not():
+        pytest.skip(why)
+    with TemporaryDirectory(prefix="ma-hosts-") as folder:
+        net = Net(Path(folder) / "net")
+        made: list[FarRun] = []
+
+        def make(settings: Tables | None = None) -> FarRun:
+            made.append(FarRun(net, toy, Path(folder), settings or {}))
+            return made[-1]
+
+        try:
+            yield make
+        finally:
+            for run in made:
+                run.clean()
+            net.close()
+            for process in (p for run in made for p in (run.redis, *run.workers)):
+                process.wait(10)

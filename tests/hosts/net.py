@@ -1,0 +1,117 @@
+"""Hosts on one machine: network namespaces behind a switch, each with its own address, name, /dev/shm, view of the folders and
+wall clock, and a link that can be shaped and cut. Needs root, `ip`, `tc` and `unshare`; all of it is gone after `close`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+TOOLS = ("ip", "tc", "unshare", "mount", "umount", "hostname")
+_ENTER = 'hostname "$1"; mount --bind "$2" /dev/shm; for f in $3; do mount -t tmpfs none "$f"; done; shift 3; exec "$@"'
+
+
+def why_not() -> str:
+    """Why there can be no hosts here; empty when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"no {', '.join(missing)} here"
+    probe = f"ma{os.getpid()}p"
+    tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if tried.returncode:
+        return f"ip netns add: {tried.stderr.strip()}"
+    words = ["ip", "netns", "exec", probe, "unshare", "--mount", "--uts", "hostname", "probe"]
+    tried = subprocess.run(words, capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe])
+    return f"unshare: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _do(words: str) -> None:
+    done = subprocess.run(words.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{words}: {done.stderr.strip()}")
+
+
+class Host:
+    """One host. `skew_s`: what its wall clock is ahead."""
+
+    def __init__(self, net: Net, name: str, number: int, skew_s: int) -> None:
+        self.name, self.address, self.skew_s = name, f"10.77.{net.number}.{number}", skew_s
+        self.space, self._port, self._net = f"{net.tag}{name}", f"{net.tag}{number}", net
+        self.shm = net.folder / f"{name}-shm"
+        self.shm.mkdir()
+        _do(f"mount -t tmpfs tmpfs {self.shm}")
+        _do(f"ip netns add {self.space}")
+        _do(f"ip link add {self._port} netns {net.switch} type veth peer name eth0 netns {self.space}")
+        _do(f"ip -n {net.switch} link set {self._port} master br0 up")
+        _do(f"ip -n {self.space} addr add {self.address}/24 dev eth0")
+        _do(f"ip -n {self.space} link set lo up")
+        _do(f"ip -n {self.space} link set eth0 up")
+
+    def enter(self, hides: Sequence[Path] = ()) -> tuple[str, ...]:
+        """Words before a command that make it one of this host. `hides`: folders that are empty here."""
+        skew = ("env", f"LD_PRELOAD={self._net.skew()}", f"MA_SKEW_S={self.skew_s}") if self.skew_s else ()
+        words = ("ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", self.name)
+        return (*words, str(self.shm), " ".join(map(str, hides)), *skew)
+
+    def shape(self, rate: str) -> None:
+        """Both directions of its link, e.g. 200mbit."""
+        bucket = f"tbf rate {rate} burst 512kb latency 100ms"
+        _do(f"tc -n {self.space} qdisc replace dev eth0 root {bucket}")
+        _do(f"tc -n {self._net.switch} qdisc replace dev {self._port} root {bucket}")
+
+    def cut(self) -> None:
+        """Nothing passes its link; connections stay half open."""
+        _do(f"ip -n {self._net.switch} link set {self._port} down")
+
+    def mend(self) -> None:
+        """The link is back."""
+        _do(f"ip -n {self._net.switch} link set {self._port} up")
+
+    def kill(self) -> None:
+        """Every process of it, at once."""
+        pids = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            try:
+                os.kill(int(pid), 9)
+            except ProcessLookupError:
+                continue
+
+
+class Net:
+    """The switch, and who is on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, os.getpid() % 250
+        self.tag = f"ma{os.getpid() % 100000}"
+        self.switch = f"{self.tag}sw"
+        self.hosts: list[Host] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        _do(f"ip netns add {self.switch}")
+        _do(f"ip -n {self.switch} link add br0 type bridge forward_delay 0 stp_state 0")
+        _do(f"ip -n {self.switch} link set br0 up")
+
+    def host(self, name: str, *, skew_s: int = 0) -> Host:
+        """One more."""
+        made = Host(self, name, len(self.hosts) + 1, skew_s)
+        self.hosts.append(made)
+        return made
+
+    def skew(self) -> Path:
+        """The library that sets a process's clock wrong; compiled once."""
+        library = self.folder / "skew.so"
+        if not library.exists():
+            source = Path(__file__).with_name("skew.c")
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+        return library
+
+    def close(self) -> None:
+        """Kill what runs in it and take it away."""
+        for host in self.hosts:
+            host.kill()
+            subprocess.run(["ip", "netns", "del", host.space])
+            subprocess.run(["umount", "--lazy", str(host.shm)])
+        subprocess.run(["ip", "netns", "del", self.switch])

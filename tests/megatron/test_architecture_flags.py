@@ -1,0 +1,124 @@
+"""Architecture flags of Megatron launch scripts: equal to config.json, or refused with both values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.trainer.megatron_backend.flags import compare, facts, is_ours, layer_pattern
+from miles_async.cli.flags import parse_flags
+from miles_async.launcher.hooks import check_architecture
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.groups import ArchitectureSettings
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
+
+GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32,
+           "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+           "vocab_size": 151552, "partial_rotary_factor": 0.5, "tie_word_embeddings": False, "hidden_act": "silu"}  # fmt: skip
+GLM4_FLAGS = (
+    "--spec miles_plugins.models.glm4 get_glm_spec --swiglu --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 2 --use-rotary-position-embeddings --disable-bias-linear "
+    "--add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000 --vocab-size 151552 --post-self-attn-layernorm "
+    "--post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion --untie-embeddings-and-output-weights"
+)
+QWEN3_4B = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936,
+            "tie_word_embeddings": True, "hidden_act": "silu"}  # fmt: skip
+QWEN3_FLAGS = (
+    "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--rotary-base 1000000 --vocab-size 151936 --kv-channels 128 --qk-layernorm"
+)
+SPARSE = {**QWEN3_4B, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+          "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+
+
+def settings_of(flags: str, config: dict[str, Any], directory: Path) -> RunSettings:
+    (directory / "config.json").write_text(json.dumps(config))
+    found = parse_flags(flags.split(), frozenset())
+    assert not found.positional
+    values = {v.spec.name: v.spec.name for v in found.values}
+    assert set(values) <= set(ArchitectureSettings.__struct_fields__)
+    base: dict[str, Any] = {
+        "hf_checkpoint": str(directory),
+        "num_rollout": 1,
+        "rm_type": "math",
+        "prompt_data": "p.jsonl",
+    }
+    typed = {v.spec.name: typed_value(v.spec.kind, v.words) for v in found.values}
+    return settings_from(**base, **typed)
+
+
+def typed_value(kind: str, words: tuple[str, ...]) -> Any:
+    return {
+        "bool": lambda: words[0] == "true",
+        "int": lambda: int(words[0]),
+        "float": lambda: float(words[0]),
+        "list": lambda: words,
+    }.get(kind, lambda: words[0])()
+
+
+@pytest.mark.parametrize(("flags", "config"), [(GLM4_FLAGS, GLM4_9B), (QWEN3_FLAGS, QWEN3_4B)], ids=["glm4", "qwen3"])
+def test_the_flags_of_a_launch_script_are_what_config_says(flags: str, config: dict[str, Any], tmp_path: Path) -> None:
+    check_architecture(settings_of(flags, config, tmp_path))
+
+
+def test_what_differs_is_refused_with_both_values_all_at_once(tmp_path: Path) -> None:
+    flags = "--num-layers 36 --rotary-base 10000 --qk-layernorm --num-experts 8 --untie-embeddings-and-output-weights --vocab-size 151936"
+    with pytest.raises(SettingsError) as caught:
+        check_architecture(settings_of(flags, {**GLM4_9B, "tie_word_embeddings": True}, tmp_path))
+    said = str(caught.value)
+    for line in (
+        "--num-layers 36 is given, config.json says 40; leave it out",
+        "--qk-layernorm is given, config.json has no such thing",
+        "--num-experts 8 is given, config.json has no such thing",
+        "--untie-embeddings-and-output-weights is given, config.json has no such thing",
+        "--vocab-size 151936 is given, config.json says 151552",
+    ):
+        assert line in said
+    assert "rotary" not in said and "\n" not in said
+
+
+def test_a_model_that_megatron_does_not_know_is_refused_only_where_flags_ask(tmp_path: Path) -> None:
+    assert compare({"num_layers": None, "swiglu": False}, {"model_type": "mamba"}) == []
+    with pytest.raises(SettingsError, match="not model_type 'mamba'"):
+        check_architecture(settings_of("--num-layers 2", {"model_type": "mamba"}, tmp_path))
+
+
+def test_every_flag_that_describes_a_model_is_compared() -> None:
+    from actors.trainer.megatron_backend.families import describe
+
+    others = {
+        "model_name",
+        "megatron_to_hf_mode",
+        "spec",
+        "custom_model_provider_path",
+        "no_rope_fusion",
+        "make_vocab_size_divisible_by",
+    }
+    assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - others
+
+
+def test_patterns_of_layers_with_experts() -> None:
+    assert layer_pattern("[0]*2+[1]*3", 5) == layer_pattern("([0]*2+[1]*3)", 5) == [0, 0, 1, 1, 1]
+    assert layer_pattern("[1]+[0,1]*2", 5) == [1, 0, 1, 0, 1]
+    assert layer_pattern("2", 4) == [1, 0, 1, 0]
+    assert layer_pattern("__import__('os')", 4) is None
+    given = {
+        "moe_layer_freq": "[1]*36",
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_router_score_function": "softmax",
+    }
+    assert compare(given, SPARSE) == []
+    [said] = compare({"moe_layer_freq": "[0]*36"}, SPARSE)
+    assert said.startswith("--moe-layer-freq [0, 0")
+
+
+def test_layer_specs_of_miles_are_answered_by_the_family() -> None:
+    assert is_ours(("miles_plugins.models.glm4", "get_glm_spec"))
+    assert not is_ours(("mine.layers", "get_spec")) and not is_ours(())

@@ -1,0 +1,52 @@
+"""`miles-async convert`: there and back, bit by bit; what can't be converted is one line and writes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_async.cli.app import main
+from tests.megatron.tiny import make, tensors
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_a_model_comes_back_bit_by_bit(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, megatron, back = tmp_path / "made", tmp_path / "megatron", tmp_path / "back"
+    make(family, made, torch.bfloat16)
+    (made / "tokenizer.json").write_text("{}")
+    assert main(["convert", "hf-to-megatron", str(made), str(megatron)]) == 0
+    assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert {"common.pt", "metadata.json", ".metadata"} < {path.name for path in (megatron / "release").iterdir()}
+    assert main(["convert", "megatron-to-hf", str(megatron), str(back)]) == 0
+    assert capsys.readouterr().out.count("complete: ") == 2
+    want, got = tensors(made), tensors(back)
+    assert got.keys() == want.keys()
+    assert [
+        name for name in want if not torch.equal(got[name], want[name]) or got[name].dtype != want[name].dtype
+    ] == []
+    for name in ("config.json", "tokenizer.json"):
+        assert (back / name).read_bytes() == (made / name).read_bytes()
+
+
+def test_what_can_not_be_converted_is_one_line_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, target = tmp_path / "made", tmp_path / "target"
+    make("qwen2", made)
+    capsys.readouterr()
+    cases = {
+        (str(tmp_path / "none"), str(target)): "no Hugging Face model directory",
+        (str(made), str(made)): "exists and isn't empty",
+        (str(made), str(target), "--ckpt-step", "1"): "--ckpt-step and --hf-checkpoint are of megatron-to-hf",
+    }
+    for words, said in cases.items():
+        assert main(["convert", "hf-to-megatron", *words]) == 2
+        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert main(["convert", "megatron-to-hf", str(made), str(target)]) == 2
+    assert "latest_checkpointed_iteration.txt can't be read" in capsys.readouterr().err
+    shutil.move(made / "config.json", tmp_path / "config.json")
+    assert main(["convert", "hf-to-megatron", str(made), str(target)]) == 2
+    assert not target.exists()

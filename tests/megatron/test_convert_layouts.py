@@ -1,0 +1,155 @@
+"""Weights on every layout: out of Hugging Face directories and torch_dist checkpoints, and back bit by bit. Four processes."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend import checkpoint, model, weights
+from actors.trainer.megatron_backend.directory import read
+from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
+from tests.megatron.pool import Pool
+from tests.megatron.tiny import MODELS, make, tensors
+
+FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3")  # tied; fused halves and norms; experts; latent attention
+CUT = {"tp": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of all families; of those with experts too
+    "tp2": (CUT, {"ep": 2, "etp": 1}),
+    "tp2_pp2": ({**CUT, "pp": 2}, {"etp": 2}),
+    "dp4": ({}, {"ep": 4}),
+    "pp2_vpp2": ({"pp": 2, "vpp": 2}, {"ep": 2}),
+}
+pytestmark = pytest.mark.timeout(180)
+
+
+def layout_of(name: str, family: str) -> Layout:
+    common, sparse = LAYOUTS[name]
+    return Layout(4, **common, **(sparse if "num_experts_per_tok" in MODELS[family][1] else {}))
+
+
+def moved(name: str, family: str, models: str, source: str, target: str) -> tuple[set[str], list[str]]:
+    """Load on this layout, out of a checkpoint or the Hugging Face directory; save. (tensors of this stage, those that differ)"""
+    layout, directory = layout_of(name, family), Path(models) / family
+    arch = read(directory)
+    model.join(layout)
+    try:
+        chunks = model.build(arch, layout, dtype=torch.float32)
+        emptied(chunks)
+        if source:
+            assert checkpoint.load_sharded(chunks, arch, Path(source), with_extra=True) == {"step": 7}
+        else:
+            weights.load_hf(chunks, arch, directory)
+        if target:
+            Path(target).mkdir(parents=True, exist_ok=True)
+            write = checkpoint.save_sharded(chunks, Path(target), extra={"step": 7})
+            found = dict(weights.export_hf(chunks, arch))
+            emptied(chunks)  # what is written was copied before
+            write()
+        else:
+            found = dict(weights.export_hf(chunks, arch))
+    finally:
+        parallel_state.destroy_model_parallel()
+    wanted = tensors(directory)
+    return set(found), [tensor for tensor in found if not torch.equal(found[tensor], wanted[tensor])]
+
+
+def emptied(chunks: list[Any]) -> None:
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            torch.nn.init.constant_(weight, float("nan"))
+
+
+def all_moved(name: str, models: str, source: str, target: str) -> dict[str, tuple[set[str], list[str]]]:
+    def of(folder: str, family: str) -> str:
+        return f"{folder}/{family}" if folder else ""
+
+    return {family: moved(name, family, models, of(source, family), of(target, family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make(family, root / family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(models: Path, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of all models, written by two tensor-parallel ranks with sequence parallel, experts on two others."""
+    target = tmp_path_factory.mktemp("saved")
+    same(pool.run(4, all_moved, "tp2", str(models), "", str(target)), models)
+    return target
+
+
+def same(results: list[dict[str, tuple[set[str], list[str]]]], models: Path) -> None:
+    for family in FAMILIES:
+        assert [name for of_rank in results for name in of_rank[family][1]] == [], family
+        assert set().union(*(of_rank[family][0] for of_rank in results)) == tensors(models / family).keys(), family
+
+
+@pytest.mark.parametrize(
+    ("layout", "from_checkpoint"), [("tp2_pp2", True), ("dp4", True), ("pp2_vpp2", True), ("pp2_vpp2", False)]
+)
+def test_weights_are_bit_equal_on_every_layout(
+    layout: str, from_checkpoint: bool, models: Path, saved: Path, pool: Pool
+) -> None:
+    same(pool.run(4, all_moved, layout, str(models), str(saved) if from_checkpoint else "", ""), models)
+
+
+def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(
+    models: Path, saved: Path, tmp_path: Path
+) -> None:
+    arch = read(models / "glm4")
+    check(saved / "glm4", arch)
+    with pytest.raises(Refused, match=r"another architecture than glm4 with 4 layers: .*with .*k_layernorm"):
+        check(saved / "qwen3", arch)
+    ours = shutil.copytree(saved / "glm4", tmp_path / "parent" / "iter_0000007")
+    shard = sorted(ours.glob("*.distcp"))[0]
+    held = shard.read_bytes()
+    shard.write_bytes(held[: len(held) // 2])
+    with pytest.raises(Refused, match=rf"not whole: shard {shard.name} has {len(held) // 2} bytes"):
+        check(ours, arch)
+    shard.unlink()
+    with pytest.raises(Refused, match=rf"not whole: shard {shard.name} of \d+ is missing"):
+        check(ours, arch)
+
+
+class Shout:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("carried-code"),)
+
+
+def test_a_table_of_contents_that_carries_code_is_not_opened(models: Path, saved: Path, tmp_path: Path) -> None:
+    ours = shutil.copytree(saved / "glm4", tmp_path / "ck")
+    (ours / ".metadata").write_bytes(pickle.dumps(Shout()))
+    with pytest.raises(Refused, match=r"asks for pathlib\.\w*\.?touch|asks for builtins.getattr"):
+        check(ours, read(models / "glm4"))
+    assert not Path("carried-code").exists()
+
+
+def test_the_tracker_chooses_the_checkpoint(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="latest_checkpointed_iteration.txt can't be read"):
+        iteration(tmp_path)
+    tracker = tmp_path / TRACKER
+    for said, folder in (("7\n", "iter_0000007"), ("release", "release")):
+        tracker.write_text(said)
+        with pytest.raises(Refused, match=rf"{folder} is no torch_dist checkpoint"):
+            iteration(tmp_path)
+        shutil.copytree(saved / "glm4", tmp_path / folder)
+        assert iteration(tmp_path) == tmp_path / folder
+    assert iteration(tmp_path, 7) == tmp_path / "iter_0000007"
+    assert iteration(tmp_path / "release") == tmp_path / "release"
+    with pytest.raises(Refused, match=r"iter_0000008 is no torch_dist checkpoint: .* there are iter_0000007, release"):
+        iteration(tmp_path, 8)
+    tracker.write_text("iter_7")
+    with pytest.raises(Refused, match="says 'iter_7'; it must name a step or say release"):
+        iteration(tmp_path)

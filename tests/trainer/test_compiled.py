@@ -1,0 +1,117 @@
+"""Compiled layers compute what plain ones do, by few graphs. Traced and split as on a GPU; the code made from it is torch's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from actors.trainer.backend import StepBatch
+from actors.trainer.torch_backend import TorchBackend, attention, core
+from actors.trainer.torch_backend.compiled import compile_layers
+from actors.trainer.torch_backend.layout import Layout, PackedBatch
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it looks at activations
+
+
+def scores(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """float [H, T, T]: -inf where a token is of another sample, or later."""
+    of = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
+    hidden = (of[:, None] != of) | torch.ones(len(q), len(q)).triu(1).bool()
+    return torch.einsum("ihd,jhd->hij", q, k).masked_fill(hidden, float("-inf")) * scale
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
+    """What the operator is defined as."""
+    groups = q.shape[1] // k.shape[1]
+    s = scores(q, k.repeat_interleave(groups, 1), cu_seqlens, scale)
+    out = torch.einsum("hij,jhd->ihd", s.softmax(-1), v.repeat_interleave(groups, 1)).contiguous()
+    return out, s.logsumexp(-1)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+    p = torch.exp(scores(q, keys, cu_seqlens, scale) - lse[:, :, None])
+    d = p * (torch.einsum("ihd,jhd->hij", grad, values) - (grad * out).sum(-1).T[:, :, None]) * scale
+    dk, dv = (torch.einsum("hij,ihd->jhd", a, b).view(*k.shape[:2], groups, -1).sum(2) for a, b in ((d, q), (p, grad)))
+    return torch.einsum("hij,jhd->ihd", d, keys).contiguous(), dk, dv
+
+
+@pytest.fixture
+def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The flash operator with formulas as its kernels, chosen for every model."""
+    with torch.library._scoped_library("miles_async", "FRAGMENT") as library:
+        library.impl("flash_attention", forward, "CPU")
+        library.impl("flash_attention_backward", backward, "CPU")
+        monkeypatch.setattr(attention, "kernel_of", lambda q: attention.FLASH_2)
+        yield
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without a C++ compiler."""
+    monkeypatch.setattr(core, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("flash_on_cpu", "traced")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_give_the_plain_gradient_by_one_graph_for_all_lengths(
+    recompute: bool, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    settings: dict[str, Any] = {"objective": {"use_kl_loss": True}, "gradient_checkpointing": recompute, "num_steps_per_rollout": 2}
+    plain, compiled = (make_backend(compile=mode, lr=0.0, **settings) for mode in ("off", "on"))
+    for seed in range(3):
+        batch = make_batch(seed, groups=1 + seed, temperatures=(1.0, 0.8))
+        results = [backend.train_step(batch) for backend in (plain, compiled)]
+        assert results[0].metrics["train/loss"] == pytest.approx(results[1].metrics["train/loss"], abs=1e-6)
+        for name, p in compiled.core.weights.params.items():
+            torch.testing.assert_close(p.grad, plain.core.weights.params[name].grad, rtol=1e-4, atol=1e-6)
+    # The policy with and without gradient, and the reference, whose weights want none: not one graph per layer or length. What is
+    # computed again is traced once more.
+    assert counters["stats"]["unique_graphs"] == 3 + recompute
+    assert not counters["graph_break"]
+
+
+def test_layers_that_cannot_be_compiled_run_plain_and_say_so_once(
+    make_backend: Callable[..., TorchBackend],
+    make_batch: Callable[..., StepBatch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    policy = make_backend().core.policy
+    micro = PackedBatch(make_batch(1).samples).micro_batch(range(4), CPU)
+    want, _ = policy(micro)
+    compile_layers(policy.blocks, backend=broken)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(policy(micro)[0], want)
+    assert ["no compiler here" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
+def test_gradients_of_the_flash_operator_are_those_of_padded_attention() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8, generator=g, requires_grad=True) for heads in (4, 2, 2))
+    layout = Layout(torch.tensor([0, 4, 9], dtype=torch.int32), 2, 5, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9]))
+    grad, found = torch.randn(9, 4, 8, generator=g), []
+    for attend in (attention.attend, attention.padded_attention):
+        out = attend(q, k, v, layout, 0.3)
+        found.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
