@@ -6,16 +6,23 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from actors.generation.endpoint.agent import AgentProgram
+from actors.generation.endpoint.opened import open_program
 from actors.generation.endpoint.toolloop import ToolLoop
 from actors.generation.rollouts.session import Trajectory
 from actors.runtime.chat import Chat
 from actors.runtime.tools import Toolbox
+from miles_async.launcher.engines import generation_spec
+from miles_async.launcher.plan import Place
 from miles_async.quickstart.steps import CALL, CALLED, STEPS
 from miles_async.quickstart.task import EOS_ID
 from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.settings.load import settings_from
 from tests.actors.agent_house import ScriptedSession, make_chat, task
 
 
@@ -83,6 +90,22 @@ async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat, context: int)
     assert length <= context and found.segments[-1].kind == "model"
     assert all(len(seen) + asked.max_new_tokens <= context for seen, asked in zip(session.seen, session.asked, strict=True))
     assert counts["context_used_up"] == (found.segments[-1].finish == "stop")
+
+
+@pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("tests.actors.agent_house.make_chat", AgentProgram)])
+async def test_a_worker_opens_the_program_that_its_settings_name(function: str, kind: type, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, STEPS)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 99}')
+    place = Place(
+        run_dir="", model_dir=str(tmp_path), weights_dir="", blob_dir="", stop_token_ids=(EOS_ID,), num_rollout=1, fingerprint=""
+    )
+    plain: dict[str, Any] = {"hf_checkpoint": str(tmp_path), "prompt_data": "x", "num_rollout": 1, "rm_type": "math"}
+    tools = {"tools": ("calculator",), "apply_chat_template": True, "max_turns": 3}
+    spec = generation_spec(settings_from(**plain, **({"custom_agent_function_path": function} if function else tools)), place)
+    counts: Counter[str] = Counter()
+    assert spec.agent is not None and generation_spec(settings_from(**plain), place).agent is None
+    async with open_program(SimpleNamespace(count=counts.update), spec, spec.agent) as program:  # type: ignore[arg-type]
+        assert isinstance(program, kind) and (program._max_turns == 3 if isinstance(program, ToolLoop) else program.resumable)
 
 
 async def test_the_quickstart_s_right_answers_are_what_the_loop_plays(tmp_path: Path) -> None:
