@@ -22,6 +22,7 @@ from actors.generation.pace import Pace
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
+from actors.generation.rollouts.session import Program
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -45,7 +46,9 @@ FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", T
 class Worker:
     """The room."""
 
-    def __init__(self, context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
+    def __init__(
+        self, context: Context, spec: GenerationSpec, spare: Child | None = None, program: Program | None = None
+    ) -> None:
         self._context = context
         self._spec = spec
         self._link = open_link(context, spec, spare)
@@ -56,7 +59,9 @@ class Worker:
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path)
+        self._programs = Programs(
+            context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
+        )
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set())
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
@@ -325,4 +330,10 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 
 async def run(context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
     """A worker's process."""
-    await Worker(context, spec, spare).run()
+    if spec.agent is None:
+        await Worker(context, spec, spare).run()
+        return
+    from actors.generation.endpoint.opened import open_program  # a web server and transformers, which take their time
+
+    async with open_program(context, spec, spec.agent) as program:
+        await Worker(context, spec, spare, program).run()

@@ -14,6 +14,7 @@ from actors.runtime.chat import Chat
 from actors.runtime.hooks import load_hook
 from actors.runtime.rows import BadData, read, sources_of, value_at
 from actors.runtime.run import Refused
+from actors.runtime.tools import SHIPPED
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template: bool
     apply_chat_template_kwargs: str  # JSON
     chat_template_path: str
+    tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
     data_source_path: str  # function(path) -> rows, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
     supervised: bool = False  # the data holds responses too, which are trained
@@ -133,10 +135,11 @@ def _kind(value: object) -> str:
 class Tokenizer:
     """Text to ids, through the fast tokenizer file; the chat template needs transformers."""
 
-    def __init__(self, directory: str, *, chat: Chat | None = None) -> None:
+    def __init__(self, directory: str, *, chat: Chat | None = None, tools: Sequence[str] = ()) -> None:
         from tokenizers import Tokenizer as FastTokenizer
 
         self._chat = chat
+        self._tools = [SHIPPED[name].spec for name in tools]
         self._fast = FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
         self._special = [token.content for token in self._fast.get_added_tokens_decoder().values() if token.special]
 
@@ -146,7 +149,8 @@ class Tokenizer:
         if not spec.apply_chat_template:
             return Tokenizer(spec.tokenizer_dir)
         kwargs = json.loads(spec.apply_chat_template_kwargs or "{}")
-        return Tokenizer(spec.tokenizer_dir, chat=Chat(spec.tokenizer_dir, template_path=spec.chat_template_path, kwargs=kwargs))
+        chat = Chat(spec.tokenizer_dir, template_path=spec.chat_template_path, kwargs=kwargs)
+        return Tokenizer(spec.tokenizer_dir, chat=chat, tools=spec.tools)
 
     def encode(self, prompt: Any, tools: Sequence[Any] | None = None) -> tuple[str, list[int]]:
         """(text, ids) of a string or, with the chat template, of a string or chat messages. Refused where that cannot be right."""
@@ -157,7 +161,7 @@ class Tokenizer:
         if isinstance(prompt, str) and (own := next((t for t in self._special if prompt.lstrip().startswith(t)), "")):
             raise Refused(f"the prompt begins with {own!r} already, as after a chat template. Leave out --apply-chat-template.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self._chat.text(messages, tools)
+        text = self._chat.text(messages, tools or self._tools)
         return text, self._chat.encode(text)
 
     def supervised(self, row: Row, spec: DataSpec) -> tuple[str, list[int], list[int], list[int]]:
@@ -187,9 +191,18 @@ class Tokenizer:
 
 def vocabulary_of(model_dir: str) -> int:
     """Number of token ids of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "vocab_size")
+
+
+def context_of(model_dir: str) -> int:
+    """Most tokens of one sequence of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "max_position_embeddings")
+
+
+def _configured(model_dir: str, name: str) -> int:
     try:
         config = json.loads((Path(model_dir) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
+        size = config.get(name) or config.get("text_config", {}).get(name) or 0
     except (OSError, ValueError, AttributeError):
         return 0
     return size if isinstance(size, int) and size > 0 else 0

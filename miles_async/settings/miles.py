@@ -72,8 +72,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
     ),
     (
-        "There are no agents, tools or pictures.",
-        "--custom-agent-function-path --generate-* --multimodal-keys --session-* "
+        "Tools are --tools; there are no pictures.",
+        "--generate-* --multimodal-keys --session-* "
         "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-*",
     ),
