@@ -118,6 +118,20 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(
         check(ours, arch)
 
 
+def refused(family: str, models: str, source: str) -> str:
+    with pytest.raises(Refused) as caught:
+        moved("tp2_pp2", family, models, source, "")
+    return str(caught.value)
+
+
+def test_a_damaged_shard_is_refused_on_every_rank(models: Path, saved: Path, tmp_path: Path, pool: Pool) -> None:
+    ours = shutil.copytree(saved / "glm4", tmp_path / "ck")
+    for shard in ours.glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    for said in pool.run(4, refused, "glm4", str(models), str(ours)):
+        assert said.startswith(f"{ours} can't be loaded: ") and "\n" not in said
+
+
 class Shout:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("carried-code"),)
