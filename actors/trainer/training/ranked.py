@@ -7,7 +7,7 @@ meet in the collectives inside. Always true: what rank 0 can refuse alone it ref
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import cast
 
@@ -119,7 +119,7 @@ class RankedBackend:
             return f"{type(error).__name__}: {_line(error)}"
         return ""
 
-    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+    def export(self, limit_bytes: int) -> Generator[NamedTensors]:
         """The weights as engines load them, of all ranks, in buckets of at most `limit_bytes`; in this thread, to the end."""
         core = self.core
         self._tell(Export(limit_bytes))
