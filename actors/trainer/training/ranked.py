@@ -58,7 +58,13 @@ CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
 def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
     """What makes one rank's `Core` of a config and connected ranks. `library`: torch (fsdp is the same), megatron, or a dotted path
     of the user's. Raises Refused."""
-    return cast("Callable[[BackendConfig, Ranks], Core]", load_hook(LIBRARIES.get(library, library)))
+    try:
+        return cast("Callable[[BackendConfig, Ranks], Core]", load_hook(LIBRARIES.get(library, library)))
+    except Refused as error:
+        if library not in LIBRARIES:
+            raise
+        remedy = f"Install it with pip install 'miles-async[{library}]', or choose another --train-backend"
+        raise Refused(f"train backend {library} cannot be loaded: {error.__cause__}. {remedy}.") from error
 
 
 class RankedBackend:
