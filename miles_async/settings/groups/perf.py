@@ -66,8 +66,9 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "Library that trains: torch (transformers and FSDP2; fsdp is another name of it), megatron (megatron-core), or a "
             "dotted path of your own: (BackendConfig, Ranks) -> Core.",
             shipped=("torch", "fsdp", "megatron"),
+            derived="megatron where a setting is given that it alone has, else torch",
         ),
-    ] = "torch"
+    ]
     train_master: Annotated[
         str | None,
         doc(
