@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
     parser.add_argument(
+        "--custom-generate-function-path", default="", help="The run's rollout program, where it has one; found on this host."
+    )
+    parser.add_argument(
         "--weights-address",
         default="",
         metavar="HOST[:PORT]",
@@ -116,6 +119,10 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
+    program = str(room.get("program") or "")
+    if program != args.custom_generate_function_path:  # code is named where it runs, never by the bus
+        remedy = f"Give --custom-generate-function-path {program}" if program else "Leave --custom-generate-function-path out"
+        raise BusRefused(f"run {run_name!r} makes its samples by {program or 'the shipped program'}. {remedy}.")
     if args.model_path:
         room["model_path"] = args.model_path
     if args.threads:

@@ -200,7 +200,7 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     r = settings.rollout
     if r.num_rollout is not None:
         return int(r.num_rollout)
-    prompts = load_prompts(training_data(settings, str(directory))).prompts
+    prompts = load_prompts(training_data(settings, str(directory), stop_tokens(settings, directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
         raise SettingsError(

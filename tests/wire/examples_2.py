@@ -67,11 +67,11 @@ EPISODE = Episode(
 )
 JOURNAL = (Call(0, b"digest_0", 2, "stop"), Call(1, b"digest_1", answer=b"\x02"), Call(2, b"digest_2", 1))
 EXAMPLES: tuple[Message, ...] = (
-    _more(SampleTask, pinned=7),
+    _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01")),
     _more(RolloutDone, running=12, episode=EPISODE),
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),
-    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7"),
+    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7", reward_version=2),
     GroupKept(
         group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
     ),
