@@ -101,6 +101,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
+        copy=s.update_weight_copy,
         keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 

@@ -44,11 +44,7 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
-    values: dict[str, object] = {}
-    try:
-        values = custom_config(s.custom_config_path)
-    except SettingsError as error:
-        refused.found.append(error)
+    values = refused.attempt(custom_config, s.custom_config_path) or {}
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
@@ -128,7 +124,8 @@ def check_quantization(settings: RunSettings) -> None:
 def check_architecture(settings: RunSettings) -> None:
     """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
     given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
-    if settings.model.builtin_name is not None:
+    said = any(value not in (None, False, (), 1) for value in given.values())
+    if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
         return
     try:
         config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, slots, staleness, training
+from miles_async.settings import colocate, megatron, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import Flat
@@ -157,6 +157,8 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal(
             "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
         )
+    if s.supervised and not s.evaluates:
+        return
     if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if s.rm_type is not None and "." in s.rm_type:
@@ -361,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     *serving.RULES,
     *slots.RULES,
     *colocate.RULES,
+    *megatron.RULES,
 )
 
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
-    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa", "judge"),
-    *("length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa"),
+    *("ifbench", "judge", "length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
@@ -152,6 +152,15 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
     ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
+    reward_version: Annotated[
+        int,
+        doc(
+            "Raise it after a change of the function or the service that scores: functions are loaded anew, groups that are not "
+            "judged yet are scored again, and no batch mixes two versions.",
+            live="next sample scored, next group judged, next step (reward, filter, trainer)",
+            ge=0,
+        ),
+    ] = 0
     reward_timeout_s: Annotated[
         float,
         doc(
