@@ -162,7 +162,7 @@ class EngineLink:
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)
-                context.note = self.process.note if self.process is not None else self.kind.note
+                context.note = self._about()
                 await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
                 return
             except BootRefused as error:
@@ -191,6 +191,7 @@ class EngineLink:
             await (self._relabel(order) if self._holds(order.manifest) else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
+            self._context.note = f"version {version} failed: {error}"[:200]
             if self.state is State.LOADING and isinstance(error, TransportFailed):
                 self.enter(State.DAMAGED)
             if self.serving is None:
@@ -236,7 +237,7 @@ class EngineLink:
         plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
         if manifest.transport == "network":
-            manifest = await self._fetch(order)
+            manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
         if self._verify and plan is None:
@@ -291,13 +292,13 @@ class EngineLink:
         self._loader.check(plan)
         return plan
 
-    async def _fetch(self, order: Activate) -> WeightManifest:
+    async def _fetch(self, order: Activate, given_up: Callable[[], bool]) -> WeightManifest:
         """The same version in files of this host; the engine goes on with the old weights meanwhile."""
         if self._supply is None or order.parcel is None:
             raise WeightsUnusable("this order names no files to fetch")
         self.enter(State.WAITING)
         try:
-            folder = await self._supply.bring(order)
+            folder = await self._supply.bring(order, given_up)
         except (FetchFailed, BadMessage) as error:
             raise TransportFailed(str(error), damaged=False) from error
         except OSError as error:
@@ -306,10 +307,14 @@ class EngineLink:
             ) from error
         return msgspec.structs.replace(order.manifest, path=str(folder))
 
+    def _about(self) -> str:
+        """What is worth saying of the engine while all is well."""
+        return self.process.note if self.process is not None else self.kind.note
+
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.enter(State.SERVING)
         self.serving = order.version
-        self._context.version = order.version.id
+        self._context.version, self._context.note = order.version.id, self._about()
         version, step = order.version.id, order.version.step
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,

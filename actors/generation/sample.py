@@ -18,7 +18,7 @@ from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
 from bus.ledger import spans_after
-from bus.messages.base import EMPTY, Packed, join
+from bus.messages.base import EMPTY, Packed, join, pack_ints, unpack_ints
 from bus.messages.samples import Call, ParkReason, PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans, spans_within
 
@@ -53,7 +53,7 @@ def digest_of(*asked: bytes | memoryview) -> bytes:
 class Turn:
     """One answer of the model. `asked`: what it answers; None until the program asks for it again."""
 
-    def __init__(self, no: int, asked: array[int] | None = None, digest: bytes = b"") -> None:
+    def __init__(self, no: int, asked: list[int] | None = None, digest: bytes = b"") -> None:
         self.no = no
         self.asked = asked
         self.finish: Finish = ""  # empty while more may come
@@ -70,7 +70,7 @@ class Turn:
     @property
     def digest(self) -> bytes:
         if not self._digest and self.asked is not None:
-            self._digest = digest_of(self.asked.tobytes())
+            self._digest = digest_of(pack_ints(self.asked))
         return self._digest
 
     @property
@@ -129,6 +129,7 @@ class Running:
 
     def __init__(self, task: SampleTask) -> None:
         self.task = task
+        self.prompt = unpack_ints(task.prompt_tokens)
         self.turns: dict[int, Turn] = {}
         self.told: dict[int, Call] = {}
         self.n_tokens = 0  # of all turns
@@ -157,7 +158,7 @@ class Running:
         """Whether any call was answered, wholly or in part."""
         return bool(self.told) or any(turn.tokens for turn in self.turns.values())
 
-    def open(self, no: int, asked: array[int]) -> Turn:
+    def open(self, no: int, asked: list[int]) -> Turn:
         """A new turn."""
         turn = Turn(no, asked)
         turn.floor = self.last_version
@@ -179,7 +180,7 @@ class Running:
                     f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
                     f"{', '.join(versions) or 'none'})"
                 )
-            needed = max(turn.last_version, turn.floor)
+            needed = turn.spans[-1].version if turn.spans else turn.floor
             if version.id < needed or (not self.n_tokens and version.step < self.least_step):
                 raise RouteBroken(
                     f"it met version {version.id} of step {version.step} on its way, and needs step {self.least_step} and version "
@@ -226,7 +227,7 @@ class Running:
         first = self.turns.get(0)
         if first is None or self.told or len(self.turns) > 1 or first.finish:
             return False
-        return first.asked is None or first.asked.tobytes() == self.task.prompt_tokens
+        return first.asked is None or first.asked == self.prompt
 
     def response(self) -> Response:
         """All tokens so far, turn after turn."""
@@ -236,7 +237,8 @@ class Running:
         """The calls that go with `response`."""
         if self._plain():
             return msgspec.UNSET
-        turns = (Call(turn.no, turn.digest, len(turn.tokens), turn.finish) for turn in self.turns.values())
+        answered = (turn for turn in self.turns.values() if turn.tokens or turn.finish)
+        turns = (Call(turn.no, turn.digest, len(turn.tokens), turn.finish) for turn in answered)
         return tuple(sorted((*turns, *self.told.values()), key=lambda call: call.no))
 
     def uncounted(self) -> tuple[VersionSpan, ...]:

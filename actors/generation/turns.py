@@ -112,7 +112,7 @@ class Turns:
         assert turn.asked is not None
         request = GenerateRequest(
             rid=task.sample_id,
-            input_ids=(turn.asked + turn.tokens).tolist(),
+            input_ids=turn.asked + turn.tokens.tolist(),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -16,7 +16,6 @@ the last ones the run ends with the reason. Engines of a Send that are lost are 
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,6 +72,7 @@ class Publisher:
     def __init__(self, context: Context, spec: PublisherSpec) -> None:
         self._context = context
         self._spec = spec
+        self._elsewhere = Elsewhere(context, token=spec.weights_token, address=spec.serve_at)
         self._forget()
 
     def _forget(self) -> None:
@@ -91,16 +91,6 @@ class Publisher:
     async def run(self) -> None:
         """Until draining: waits for announcements and reports (woken by the blocking read)."""
         context = self._context
-        async with asyncio.TaskGroup() as tasks:
-            token, address = self._spec.weights_token, self._spec.serve_at
-            self._elsewhere = Elsewhere(context, tasks, token=token, address=address)
-            try:
-                await self._loop()
-            finally:
-                await self._elsewhere.close()
-
-    async def _loop(self) -> None:
-        context = self._context
         tail = Tail(context.bus, [POLICY, EVENTS])
         try:
             await self._rebuild(tail)
@@ -118,6 +108,7 @@ class Publisher:
                     await self._act(now)
         finally:
             await tail.close()
+            await self._elsewhere.close()
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything from the bus; again after a restart of the server, which may have lost what was said last."""

@@ -86,7 +86,8 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 class Fetch:
     """One parcel into `folder`, which is private to us. `run` blocks: for a thread. `deadline_s`: longest time without a piece.
-    `came` hears the bytes of each piece. BadMessage for a parcel that is none."""
+    `came` hears the bytes of each piece; `pointless` is asked when no source has given any. BadMessage for a parcel that is none.
+    """
 
     def __init__(
         self,
@@ -97,10 +98,12 @@ class Fetch:
         token: str,
         deadline_s: float,
         came: Callable[[int], None],
+        pointless: Callable[[], bool] = lambda: False,
     ) -> None:
         check_parcel(parcel)
         self._parcel, self._folder, self._sources = parcel, folder, sources
         self._token, self._deadline_s, self._came = token, deadline_s, came
+        self._pointless = pointless
         self._halt = threading.Event()
         self._connection: http.client.HTTPConnection | None = None
         self._why = "no source was named"
@@ -160,10 +163,8 @@ class Fetch:
                 if self._halt.is_set():
                     raise FetchFailed("given up")
             else:
-                if time.monotonic() > until:
-                    raise FetchFailed(
-                        f"{file.name} stopped at {have} of {file.n_bytes} bytes, nothing for {self._deadline_s:g} s: {self._why}"
-                    )
+                if time.monotonic() > until or self._pointless():
+                    raise FetchFailed(f"{file.name} stopped at {have} of {file.n_bytes} bytes: {self._why}")
                 self._halt.wait(PAUSE_S)
 
     def _pieces(self, source: str, file: ParcelFile, have: int) -> Iterator[memoryview]:

@@ -25,6 +25,7 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     """What the torch backend alone needs; a backend of the user's own gets it too."""
 
     gradient_checkpointing: bool
+    gradient_checkpointing_layers: int  # for the first so many layers; 0 = for all
     compile: str  # auto (on a GPU), on or off
     attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from bus.messages.base import EMPTY, Header, Message, Packed
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import NOT_MADE, VersionSpan
 
 LostReason = Literal["poison", "evicted", "cancelled", "malformed"]
 ParkReason = Literal["drain", "abort", "slice", "engine", "stop", "behind", "tail"]
@@ -47,6 +47,9 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
     step: int = 0  # that of the newest version served when it was issued: no token of it is made by an older one
     eval_name: str = ""  # data set of an evaluation sample; empty for training
     pinned: int | msgspec.UnsetType = msgspec.UNSET  # version id that an evaluation was issued for
+    # Supervised training: the response as the data has it, int32 [n], and what of it is trained, uint8 [n]. UNSET = generate one.
+    given_tokens: Packed | msgspec.UnsetType = msgspec.UNSET
+    given_mask: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
@@ -68,7 +71,7 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.made)
+        return tuple(span for span in self.spans if span.version != NOT_MADE)
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +138,8 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens of all its trajectories."""
+        if self.episode is msgspec.UNSET:
+            return self.response.made
         return tuple(span for strand in self.strands for span in strand.response.made)
 
     @property
@@ -179,6 +184,7 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     score_s: float = 0.0
     # float32 [n_tokens], the teacher's for the response; UNSET (not on the wire) = no teacher was asked
     teacher_logprobs: Packed | msgspec.UnsetType = msgspec.UNSET
+    reward_version: int | msgspec.UnsetType = msgspec.UNSET  # of the function or service that scored it; UNSET = 0
     answer: str | msgspec.UnsetType = msgspec.UNSET  # of an evaluation sample: what it answers, as votes are counted
 
     def header(self) -> Header:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_async import __version__
 from miles_async.cli.options import add_run_options, chosen_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # it names files and a consumer on the bus
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here."
     )
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
+    parser.add_argument(
+        "--custom-generate-function-path", default="", help="The run's rollout program, where it has one; found on this host."
+    )
     parser.add_argument(
         "--weights-address",
         default="",
@@ -99,6 +103,11 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         raise BusRefused(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
         )
+    if known.release and known.release.split(".")[:2] != __version__.split(".")[:2]:
+        raise BusRefused(
+            f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
+            f"same message. Install miles_async {known.release} here."
+        )
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith("generation-") or name in (*ROLES, *OTHERS):
@@ -110,6 +119,10 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
+    program = str(room.get("program") or "")
+    if program != args.custom_generate_function_path:  # code is named where it runs, never by the bus
+        remedy = f"Give --custom-generate-function-path {program}" if program else "Leave --custom-generate-function-path out"
+        raise BusRefused(f"run {run_name!r} makes its samples by {program or 'the shipped program'}. {remedy}.")
     if args.model_path:
         room["model_path"] = args.model_path
     if args.threads:

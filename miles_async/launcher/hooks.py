@@ -25,7 +25,7 @@ from miles_async.settings.run import RunSettings
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    "custom_generate_function_path",
+    *("custom_generate_function_path", "custom_agent_function_path"),
 )
 
 
@@ -44,11 +44,7 @@ def check_hooks(settings: RunSettings) -> None:
     if s.hook_paths:
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
-    values: dict[str, object] = {}
-    try:
-        values = custom_config(s.custom_config_path)
-    except SettingsError as error:
-        refused.found.append(error)
+    values = refused.attempt(custom_config, s.custom_config_path) or {}
     called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from miles_async.settings.derive import needs_whole_groups, solve_four_knobs
+from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -77,6 +77,11 @@ class Flat:
         """(name, path) of each held-out data set, in the order given."""
         data = tuple(self.eval_prompt_data)
         return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the data's own responses are learned."""
+        return self.loss_type in SUPERVISED
 
     @property
     def evaluates(self) -> bool:

@@ -30,7 +30,29 @@ def hooks_have_an_effect(s: Flat) -> None:
         )
 
 
+def supervised_training_has_nothing_to_compare(s: Flat) -> None:
+    if s.supervised != (s.policy_loss == "nll"):
+        raise refusal("policy_loss", s.policy_loss, f"loss_type is {s.loss_type!r}", "Leave it out, and it follows.")
+    if not s.supervised:
+        return
+    if s.n_samples_per_prompt != 1:
+        raise refusal("n_samples_per_prompt", s.n_samples_per_prompt, "the data has one response to a prompt", "Set it to 1.")
+    for name, value in (
+        ("use_opd", s.use_opd),
+        ("use_opsm", s.use_opsm),
+        ("keep_old_actor", s.keep_old_actor),
+        ("group_rm", s.group_rm),
+        ("off_policy_correction", s.off_policy_correction != "none"),
+    ):
+        if value:
+            raise refusal(name, True, f"has no meaning with loss_type {s.loss_type}", "Leave it out.")
+    if s.advantage_estimator != "grpo":
+        raise refusal("advantage_estimator", s.advantage_estimator, f"loss_type {s.loss_type} takes no rewards", "Leave it out.")
+
+
 def a_loss_belongs_to_its_estimator(s: Flat) -> None:
+    if s.supervised:
+        return
     own = s.advantage_estimator if s.advantage_estimator in ("gspo", "cispo") else None
     if s.policy_loss != own and (own or s.policy_loss in ("gspo", "cispo")):
         raise refusal(
@@ -145,6 +167,7 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
 RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
+    supervised_training_has_nothing_to_compare,
     a_loss_belongs_to_its_estimator,
     masked_sequences_have_moved,
     loss_is_reduced_one_way,

@@ -18,7 +18,7 @@ from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
-from bus.messages.samples import Response, RolloutDone, RolloutLost, Scored
+from bus.messages.samples import Episode, Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import VersionSpan
 from bus.topology import DEAD, EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, rollout, running, task, until
@@ -363,3 +363,17 @@ async def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+async def test_a_rollout_program_gives_the_reward_or_what_is_scored(redis_url: str, run_name: str, tokenizer_dir: str) -> None:
+    def told(index: int, text: str, **fields: Any) -> RolloutDone:
+        return msgspec.structs.replace(done(1, index, text, label="7"), episode=Episode(**fields))
+
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math", reward_key="score")
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus, running(bus, "reward", run, spec):
+        await put(bus, ROLLOUTS, told(0, "no", reward={"score": 0.25, "turns": 3.0}), told(1, "no", answer="\\boxed{7}"))
+        found = await scored_and_lost(bus, 2)
+    given, judged = found["g1/0"], found["g1/1"]
+    assert isinstance(given, Scored) and isinstance(judged, Scored)
+    assert (given.reward, given.rewards["turns"], given.scorer) == (0.25, 3.0, "program")
+    assert judged.reward == 1.0 and judged.scorer != "program"

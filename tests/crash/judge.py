@@ -138,7 +138,7 @@ def _within_the_bound(run: Run, done: dict[int, StepDone]) -> None:
         file = Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", str(step - 1)))
         record = read_record(file)
         assert record.done.samples == message.samples, f"step {step}: the record is of another batch"
-        spans = [s for g in record.groups for m in g.samples for s in m.rollout.response.spans]
+        spans = [s for g in record.groups for m in g.samples for s in m.rollout.made]
         fresh = sum(s.n for s in spans if staleness(step - 1, s.step) <= bound)
         assert message.metrics["train/trained_tokens"] <= fresh
 

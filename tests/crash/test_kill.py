@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from actors.trainer.record import read_record
 from tests.crash.conftest import Launch
-from tests.crash.house import evaluating
+from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
@@ -51,6 +52,24 @@ POINTS: dict[str, dict[str, dict[str, Any]]] = {
     # who serves what
     "publisher:before_order:4": {},
     "publisher:after_order:4": {},
+}
+
+# Episodes of several turns, hit between any two of their records; and what comes after them.
+EPISODES: dict[str, dict[str, Any]] = {
+    **{point: {} for point in ("before_tell:9", "after_tell:9", "before_save:20", "after_save:20", "before_tell:30")},
+    **{point: {} for point in ("after_save:60", "before_commit:6", "after_commit:6", "activating:3")},
+    "after_tell:25": {"rollout": {"max_tokens_per_slice": 16}},
+    "after_save:25": {"rollout": {"max_tokens_per_slice": 7}},
+    "after_commit:20": {"rollout": {"max_tokens_per_slice": 10}},
+    "activating:2": ABORTING,
+    "before_tell:12": {"rollout": {"partial_rollout": False}},
+    "after_tell:40": {"rollout": {"staleness_policy": "member"}},
+}
+PROGRAMS = {
+    **{f"rollout:generation:{point}": settings for point, settings in EPISODES.items()},
+    **{f"rewritten:{point}": {} for point in ("generation:after_tell:20", "trainer:after_done:3", "trainer:checkpoint_half:2")},
+    **{f"rewritten:{point}": {} for point in ("filter:after_commit:3", "reward:after_commit:9", "trainer:before_ack:2")},
+    **{f"lost_world:{point}": {} for point in ("generation:after_tell:20", "generation:activating:3")},
 }
 
 # Groups leave in parts, so that some are half trained at each of these moments.
@@ -111,3 +130,18 @@ def test_killed_while_groups_are_trained_in_parts(point: str, run_of: Launch) ->
     assert run.struck, f"nobody came to {point}"
     facts = judge(run)
     assert any(verdict.members for verdict in facts.verdicts), "no group left in parts"
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c.endswith(":after_tell:9") else pytest.mark.slow) for c in PROGRAMS])
+def test_killed_in_mid_episode(case: str, run_of: Launch) -> None:
+    program, _, point = case.partition(":")
+    path = {"rollout": {"custom_generate_function_path": f"tests.crash.episode.{program}"}}
+    run = run_of(merged(PROGRAMS[case], path))
+    run.start(fault=f"{point}:KILL")
+    run.finish()
+    assert run.struck, f"nobody came to {point}"
+    judge(run)
+    for file in (run.home / "batches").iterdir():
+        for scored in (s for group in read_record(file).groups for s in group.samples):
+            spoken = [span.n for span in scored.rollout.response.spans if not span.made]
+            assert spoken == [2, 2] or (program == "rewritten" and len(scored.rollout.strands) == 2)

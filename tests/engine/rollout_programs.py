@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from actors.generation.engine import Chunk, GenerateRequest
 from actors.generation.rollouts import Session, Task, Trajectory, env
 from tests.engine.scripted import ScriptedEngine
@@ -105,6 +107,11 @@ async def twice(task: Task, session: Session) -> list[Trajectory]:
     return [Trajectory(task.prompt, [said, said])]
 
 
+async def cooler(task: Task, session: Session) -> list[Trajectory]:
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.5)
+    return [Trajectory(task.prompt, [await session.generate(task.prompt, sampling)])]
+
+
 async def invented(task: Task, session: Session) -> list[Trajectory]:
     said = await session.generate(task.prompt)
     return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
@@ -137,3 +144,16 @@ async def retokenised(args: Any, sample: Any, sampling_params: dict[str, Any]) -
     done = await generate(args, sample, sampling_params)
     done.tokens[-1] += 1
     return done
+
+
+async def side_by_side(task: Task, session: Session) -> list[Trajectory]:
+    """Two turns at once behind a first one; what fails once is asked again from the journal."""
+    first = await session.generate(task.prompt)
+    told = await session.tell("once", add, task.sample_id, 0, [1])
+    ids = task.prompt + first.tokens
+    left, right = await asyncio.gather(session.generate([*ids, told]), session.generate([*ids, told, told]))
+    await session.tell("later", add, task.sample_id, 1, left.tokens + right.tokens)
+    STATE["runs"] = STATE.get("runs", 0) + 1
+    if STATE["runs"] == 1:
+        raise RuntimeError("once")
+    return [Trajectory([*ids, told], [left]), Trajectory(task.prompt, [first, env([told, told]), right])]

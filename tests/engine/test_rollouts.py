@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
 from actors.generation.rollouts import Session, live
+from actors.generation.rollouts.watchdog import watch
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from actors.runtime import consume
@@ -285,6 +287,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at rollout_programs.py:"),
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what args.post answered"),
+        ("cooler", "asks for temperature 0.5, its task has 1.0"),
         ("invented", "as the model's that no call of this session made"),
     ],
 )
@@ -293,6 +296,16 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
 ) -> None:
     rollout, _, [letter] = await played(redis_url, run_name, program)
     assert isinstance(rollout, RolloutLost) and said in letter.error
+
+
+async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:
+    rollout, accounts, dead = await played(redis_url, run_name, "side_by_side")
+    assert not dead and STATE["runs"] == 2 and [turn for _, turn, _ in ASKED] == [0, 1]
+    left, right = rollout.strands
+    assert unpack_ints(left.prompt_tokens) == [7, 12, token_at(2), 0, 1] and rollout.episode.turns == 3
+    assert unpack_ints(left.response.tokens) == [*map(token_at, (5, 6, 7))]
+    assert unpack_ints(right.response.tokens) == [token_at(2), 0, 1, 1, *map(token_at, (6, 7))]
+    assert accounts.tokens_generated == rollout.n_made == 7
 
 
 @pytest.mark.parametrize("program", ["generate", "newer"])
@@ -323,6 +336,19 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:
+    said: list[str] = []
+    left: list[int] = []
+    watching = asyncio.create_task(watch(said.append, ends_after_s=0.6, patience_s=0.3, leave=left.append))
+    await asyncio.sleep(0.1)
+    time.sleep(1.5)  # noqa: ASYNC251 - the fault
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert len(left) == 1 and "session.tell" in said[0]
+    assert "this worker ends" in said[-1] and "at test_rollouts.py:" in said[-1]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import msgspec
 import pytest
 
@@ -42,7 +40,7 @@ def make(running: Running, *tokens: int, version: int = 1, finish: str | None = 
 
 def turn_of(running: Running) -> Turn:
     """The one turn, in answer to the prompt."""
-    asked = array("i", unpack_ints(running.task.prompt_tokens))
+    asked = unpack_ints(running.task.prompt_tokens)
     turn = running.turns.get(0) or running.open(0, asked)
     turn.asked = asked
     return turn
@@ -51,7 +49,7 @@ def turn_of(running: Running) -> Turn:
 def input_ids(running: Running) -> list[int]:
     turn = turn_of(running)
     assert turn.asked is not None
-    return (turn.asked + turn.tokens).tolist()
+    return turn.asked + turn.tokens.tolist()
 
 
 def ended(running: Running) -> str:

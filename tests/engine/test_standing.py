@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +22,7 @@ def version(number: int, step: int | None = None) -> PolicyVersion:
 def test_tokens_of_an_older_version_than_the_sample_needs_are_sent_for_again() -> None:
     versions = {"1": version(1), "2": version(2), "3": version(3)}
     running_ = Running(sample("s", 1))
-    turn = running_.open(0, array("i"))
+    turn = running_.open(0, [])
     running_.least_step = 1
     with pytest.raises(RouteBroken, match="needs step 1"):
         running_.take(turn, Chunk([5], [-0.5], "1"), versions)

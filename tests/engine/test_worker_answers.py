@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -105,7 +104,7 @@ def test_a_sample_ends_at_its_stop_token_also_when_the_stream_broke_off_behind_i
     )  # fmt: skip
     running = start(task, [], mask_prefix=False)
     versions = {"1": PolicyVersion(id=1, step=0)}
-    turn = running.open(0, array("i", []))
+    turn = running.open(0, [])
     running.take(turn, Chunk([3, 5], [-1.0, -1.0], "1"), versions)
     assert not turn.ended(9, (3,))
     running.take(turn, Chunk([3], [-1.0], "1", finish), versions)

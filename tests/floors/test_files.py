@@ -24,6 +24,7 @@ STREAM_OF = {
 # Who writes a stream beside its room, and why that is right.
 ALSO_WRITES = {
     ("filter", "scored"): "an entry that cannot be read closes its group as lost through the filter's own input",
+    ("filter", "rollouts"): "what an earlier version of the reward scored goes back to be scored anew",
     ("evaluator", "eval.scored"): "the same for evaluation",
 }
 

@@ -32,6 +32,7 @@ THROUGH_OTHERS = {
 }
 # Structs that tests build by hand; a second default of a setting goes when its room reads the setting by name.
 SECOND_DEFAULTS = {
+    "actors/generation/endpoint/request.py": {"tools"},  # of a call's body
     "actors/generation/spec.py": {"engine", "server_args", "seed"},
     "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
     "actors/trainer/spec.py": {"offload", "save", "load"},

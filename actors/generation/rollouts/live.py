@@ -21,21 +21,21 @@ from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
 from bus import Entry
 from bus.errors import Poison
-from bus.messages.base import unpack_ints
+from bus.messages.base import pack_ints
 from bus.messages.samples import Call, ParkReason, SampleTask, Sampling
 
 Admit = Callable[[Running], Awaitable[ParkReason | None]]
 MOST_CALLS = 10_000  # of one episode; a program that makes more never ends
 
 
-def task_of(task: SampleTask) -> Task:
+def task_of(task: SampleTask, prompt: list[int]) -> Task:
     """A sample as its program sees it."""
     return Task(
         sample_id=task.sample_id,
         group_id=task.group_id,
         index=task.index,
         n_samples=task.n_samples,
-        prompt=unpack_ints(task.prompt_tokens),
+        prompt=prompt,
         prompt_text=task.prompt_text,
         label=task.label,
         metadata=task.metadata,
@@ -49,7 +49,7 @@ class Live:
     anyone."""
 
     def __init__(self, turns: Turns, admit: Admit, entry: Entry, running: Running, *, saves: bool) -> None:
-        self.task = task_of(running.task)
+        self.task = task_of(running.task, list(running.prompt))
         self._turns = turns
         self._admit = admit
         self._entry = entry
@@ -68,8 +68,11 @@ class Live:
         self._owner = asyncio.current_task()
         assert self._owner is not None
         try:
-            async with asyncio.timeout(deadline_s):
+            if deadline_s is None:
                 found = await program(self.task, self)
+            else:
+                async with asyncio.timeout(deadline_s):
+                    found = await program(self.task, self)
         except asyncio.CancelledError:
             if self._reason is None or self._owner.uncancel() > 0:
                 raise
@@ -116,13 +119,15 @@ class Live:
         self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
     ) -> Segment:
         running, no = self._running, await self._number()
-        asked = array("i", tokens)
+        asked = list(tokens)
+        if asked != running.prompt:
+            array("i", asked)  # TypeError or OverflowError in the program, which has given something else than token ids
         turn = running.turns.get(no)
         if turn is None:
             if no in running.told:
                 await self._leave("diverged")
             turn = running.open(no, asked)
-        elif turn.digest and turn.digest != digest_of(asked.tobytes()):
+        elif turn.digest and turn.digest != digest_of(pack_ints(asked)):
             await self._leave("diverged")
         turn.asked = asked
         more: Callable[[Turn], bool] | None = None
@@ -134,6 +139,11 @@ class Live:
             if turn.tokens and not more(turn):
                 turn.finish = "stop"
         sampling = sampling or self.task.sampling
+        if sampling.temperature != self.task.sampling.temperature and not self.task.eval_name:
+            raise Poison(
+                f"a turn of {self.task.sample_id} asks for temperature {sampling.temperature}, its task has "
+                f"{self.task.sampling.temperature}, and a sample is trained at one. Leave it out, or set --rollout-temperature."
+            )
         if not turn.ended(limit_of(turn, running, sampling), sampling.stop_token_ids):
             self._generating += 1
             try:
@@ -144,8 +154,8 @@ class Live:
                 await self._leave(reason)
         return Segment(
             "model",
-            turn.tokens.tolist(),
-            turn.logprobs.tolist(),
+            turn.tokens,
+            turn.logprobs,
             turn.spans,
             "stop" if turn.finish == "stop" else "length",
             no,

@@ -6,7 +6,6 @@ and the mask of its turn. All else is the environment's: no log-prob, no version
 
 from __future__ import annotations
 
-from array import array
 from typing import Any, Literal
 
 from msgspec import UNSET
@@ -67,11 +66,10 @@ def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], voca
             spans += part.spans
         parts.append(part)
     prompt = running.task.prompt_tokens
-    packed = array("i", trajectory.prompt).tobytes()
-    if packed != prompt:
+    if trajectory.prompt != running.prompt:
         if fault := tokens_fault(trajectory.prompt, vocabulary):
             raise Poison(f"the prompt of a trajectory of {running.task.sample_id}: {fault}")
-        prompt = memoryview(packed)
+        prompt = pack_ints(trajectory.prompt)
     if len(parts) == 1:
         return Strand(prompt, parts[0])
     response = Response(
@@ -85,8 +83,8 @@ def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], voca
 
 def _made(segment: Segment, running: Running, kept: dict[int, int]) -> Response:
     """A turn of the journal, or its beginning."""
-    turn, n = running.turns.get(segment.call), len(segment.tokens)
-    if turn is None or turn.tokens[:n].tolist() != segment.tokens:
+    turn, n = running.turns.get(segment.call), len(segment)
+    if turn is None or (segment.seen and turn.tokens[:n].tolist() != segment.tokens):
         raise Poison(
             f"a trajectory of {running.task.sample_id} holds {n} tokens as the model's that no call of this session made. "
             "Give what session.generate returned as it is, or as env."

@@ -17,6 +17,7 @@ from typing import Any
 from actors.generation.rollouts import Program, Trajectory, single
 from actors.generation.rollouts.adapters import Decode, program_of
 from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.watchdog import watch
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
@@ -29,6 +30,7 @@ from bus.errors import Poison, Transient
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 MOST_TRIES = 4  # of one sample
+LONGEST_BLOCK_S = 30.0  # of the event loop
 NOT_THEIRS = (*(str(Path(__file__).parents[3] / name) for name in ("actors", "bus")), sysconfig.get_path("stdlib"))
 
 
@@ -37,19 +39,33 @@ class ProgramFailed(Transient):
 
 
 class Programs:
-    """One worker's. `path`: dotted path, empty = the shipped program. `extra`: the user's own values for Miles' `args`. Raises
-    Refused when it cannot be loaded."""
+    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. `extra`: the user's own values for Miles'
+    `args`. Raises Refused when it cannot be loaded."""
 
-    def __init__(self, context: Context, path: str, deadline_s: float, extra: Mapping[str, Any], model_dir: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        path: str,
+        deadline_s: float,
+        extra: Mapping[str, Any],
+        model_dir: str,
+        program: Program | None = None,
+    ) -> None:
         self._context = context
-        self._name = path or "single turn"
-        self._program: Program = single.rollout
+        self._name = path or str(program or "single turn")
+        self._program: Program = program or single.rollout
         if path:
             self._program = program_of(path, lambda: {**context.knobs.values, **extra}, _decoder(model_dir))
-        self._deadline_s = deadline_s if path else None
+        self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
         self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
+
+    async def watch(self) -> None:
+        """Watches, until cancelled, that a program of the user's does not hold up the worker."""
+        if self._program is not single.rollout:
+            ends_after_s = max(LONGEST_BLOCK_S, self._context.bus.config.lease_s)
+            await watch(self._context.log.error, ends_after_s=ends_after_s)
 
     async def play(self, live: Live, entry: Entry) -> list[Trajectory] | Leaves:
         """One run. Raises Transient while attempts are left for what the program raises, then Poison."""

@@ -11,6 +11,7 @@ before is then answered from the episode's journal, so between two calls it must
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -41,24 +42,53 @@ class Task(msgspec.Struct, frozen=True):
     """Data set of an evaluation sample; empty for training."""
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """Consecutive tokens of one kind. Those of the model come from `Session.generate` only, the others from `env`."""
+class Segment:
+    """Consecutive tokens of one kind. Those of the model come from `Session.generate` only, the others from `env`.
 
-    kind: Literal["model", "env"]
-    tokens: list[int]
-    logprobs: list[float] = []
-    """One per token of the model: log softmax(logits / temperature); empty for env."""
-    spans: tuple[VersionSpan, ...] = ()
-    """The versions that made them, over all tokens of the model; empty for env."""
-    finish: Literal["stop", "length"] = "stop"
-    """`stop`: a stop token (it is the last one here) or `watch`; `length`: no room is left."""
-    call: int = -1
-    """Number of the call that made it; -1 for env."""
+    spans: the versions that made them, over all tokens of the model; empty for env. finish: `stop`: a stop token (it is the last
+    one here) or `watch`; `length`: no room is left. call: number of the call that made it; -1 for env.
+    """
+
+    __slots__ = ("_logprobs", "_tokens", "call", "finish", "kind", "spans")
+
+    def __init__(
+        self,
+        kind: Literal["model", "env"],
+        tokens: list[int] | array[int],
+        logprobs: list[float] | array[float] | None = None,
+        spans: tuple[VersionSpan, ...] = (),
+        finish: Literal["stop", "length"] = "stop",
+        call: int = -1,
+    ) -> None:
+        self.kind, self.spans, self.finish, self.call = kind, spans, finish, call
+        self._tokens = tokens  # a list when somebody has looked: most programs need not
+        self._logprobs = [] if logprobs is None else logprobs
+
+    @property
+    def tokens(self) -> list[int]:
+        if not isinstance(self._tokens, list):
+            self._tokens = self._tokens.tolist()
+        return self._tokens
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One per token of the model: log softmax(logits / temperature); empty for env."""
+        if not isinstance(self._logprobs, list):
+            self._logprobs = self._logprobs.tolist()
+        return self._logprobs
+
+    @property
+    def seen(self) -> bool:
+        """Whether its tokens were looked at, and so may have been changed."""
+        return isinstance(self._tokens, list)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     def first(self, n: int) -> Segment:
         """The first `n` tokens; the rest is thrown away, and counted as `discarded` unless it is kept elsewhere."""
         spans = spans_within(self.spans, 0, n)
-        return msgspec.structs.replace(self, tokens=self.tokens[:n], logprobs=self.logprobs[:n], spans=spans)
+        return Segment(self.kind, self.tokens[:n], self.logprobs[:n], spans, self.finish, self.call)
 
 
 def env(tokens: Sequence[int]) -> Segment:
@@ -96,7 +126,8 @@ class Session(Protocol):
         """One turn of the model behind `tokens`, which are all it sees. Leases, weight updates, dead engines and requests that
         break off on the way are the session's business.
 
-        sampling: None = the task's. At most `left` tokens are made, none (finish `length`) when nothing is left.
+        sampling: None = the task's; the temperature of a training sample stays (Poison). At most `left` tokens are made, none
+        (finish `length`) when nothing is left.
         watch: gets all tokens of this turn so far whenever more came, in a replay too; True ends the turn there (`stop`).
         Several may be under way at once, if the program starts them in the same order at every run.
         Raises Poison: the engine can never serve this (too long, ill-formed).
