@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +75,7 @@ class ScriptedSession:
         self.left -= len(ids)
         spans = (VersionSpan(7, 7, len(ids)),)
         segment = Segment("model", ids, [-0.5 - i for i in range(len(ids))], spans, finish, call)  # type: ignore[arg-type]
-        self.made.append(msgspec.structs.replace(segment))
+        self.made.append(segment)
         return segment
 
     async def tell(

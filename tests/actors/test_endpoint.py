@@ -18,6 +18,7 @@ from actors.generation.endpoint.agent import AgentHangs, AgentProgram
 from actors.generation.endpoint.server import Endpoint, Episode
 from actors.generation.rollouts.session import Task, Trajectory
 from actors.runtime.chat import Chat
+from actors.runtime.hooks import load_hook
 from bus.errors import Poison
 from tests.actors.agent_house import END, TEMPLATE, ScriptedSession, make_chat, task
 
@@ -262,6 +263,14 @@ async def test_an_agent_is_a_program(chat: Chat) -> None:
 
     [found] = await play(chat, agent, lambda _: "3")
     assert found.reward == 1.0 and found.segments[0].tokens[-1] == END
+
+
+async def test_the_agent_of_the_documentation_runs_as_it_stands(chat: Chat, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    (tmp_path / "my_agent.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    agent = load_hook(f"{tmp_path}/my_agent.py:agent")
+    [found] = await play(chat, agent, lambda text: "it is 3" if "Look again" in text else "it is 2")
+    assert found.reward == 1.0 and [s.kind for s in found.segments] == ["model", "env", "model"]
 
 
 async def test_an_agent_that_asks_for_ever_ends_with_its_tokens(chat: Chat) -> None:

@@ -83,13 +83,17 @@ async def test_a_model_that_calls_for_ever_is_stopped_by_turns_and_by_tokens(cha
     assert found.segments[-1].finish == "length" and found.segments[-1].kind == "model"
 
 
-@pytest.mark.parametrize("context", [120, 140, 200])
-async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat, context: int) -> None:
-    found, session, counts = await play(chat, lambda _: call("calculator", expression="1+1"), max_turns=9, context=context)
-    length = len(found.prompt) + sum(len(segment.tokens) for segment in found.segments)
-    assert length <= context and found.segments[-1].kind == "model"
-    assert all(len(seen) + asked.max_new_tokens <= context for seen, asked in zip(session.seen, session.asked, strict=True))
-    assert counts["context_used_up"] == (found.segments[-1].finish == "stop")
+async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat) -> None:
+    ends = set()
+    for context in range(100, 260, 5):
+        found, session, counts = await play(chat, lambda _: call("calculator", expression="1+1"), max_turns=9, context=context)
+        length = len(found.prompt) + sum(len(segment.tokens) for segment in found.segments)
+        assert length <= context and found.segments[-1].kind == "model"
+        assert all(len(seen) + asked.max_new_tokens <= context for seen, asked in zip(session.seen, session.asked, strict=True))
+        assert all(asked.max_new_tokens > 0 for asked in session.asked)
+        assert counts["context_used_up"] == (found.segments[-1].finish == "stop")
+        ends.add(found.segments[-1].finish)
+    assert ends == {"stop", "length"}
 
 
 @pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("tests.actors.agent_house.make_chat", AgentProgram)])

@@ -16,8 +16,8 @@ from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
-from tests.megatron.pool import Pool
 from tests.megatron.models import MODELS, make, tensors
+from tests.megatron.pool import Pool
 
 FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3")  # tied; fused halves and norms; experts; latent attention
 CUT = {"tp": 2, "sequence_parallel": True}
