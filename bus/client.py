@@ -7,6 +7,7 @@ there (miles_async/settings/secrets.py), so that no file, log, error or command 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from bus.errors import BusRefused
 SCHEMES = ("redis", "rediss", "unix")
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"  # variables of the environment
 CONNECT_DEADLINE_S = 5.0
+SILENT_S = 6  # of a peer's kernel: a paused server's answers all the same
 
 
 def without_secrets(url: str) -> str:
@@ -55,13 +57,20 @@ def connect(url: str) -> Redis:
         retry=Retry(NoBackoff(), 0),
     )
     if not url.startswith("unix:"):
-        options.setdefault("socket_keepalive", True)
+        options.update(socket_keepalive=True, socket_keepalive_options=_soon_dead())
     pool: Any = ConnectionPool(**options)
     try:
         pool.make_connection()  # dials nothing: it refuses options that no connection has
     except (ValueError, TypeError) as error:
         raise BusRefused(f"bus URL {without_secrets(url)!r} refused: {error}. Correct --bus-url.") from error
     return Redis.from_pool(pool)
+
+
+def _soon_dead() -> dict[int, int]:
+    """Options of TCP with which a connection whose network is gone ends after SILENT_S. By itself TCP tries again at doubled
+    pauses, and would notice a link that is back only after as long as it was away."""
+    names = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S - 3, "TCP_USER_TIMEOUT": 1000 * SILENT_S}
+    return {getattr(socket, name): value for name, value in names.items() if hasattr(socket, name)}
 
 
 def _options(url: str) -> dict[str, Any]:

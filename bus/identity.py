@@ -22,6 +22,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 2.0
     drain_timeout_s: float = 30.0
     run_dir: str = ""
+    release: str = ""
 
     def bus_at(self, url: str) -> BusConfig:
         """Bus settings of the run at the address that the joiner uses; BusRefused for those of another release."""

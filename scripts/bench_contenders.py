@@ -122,8 +122,7 @@ def bus_batched(*, files: bool = True) -> Run:
                 left = load.n
                 while left:
                     entries = await reader.read(load.batch, 1.0)
-                    for entry in entries:
-                        await bus.message(entry)
+                    await asyncio.gather(*map(bus.message, entries))  # as rooms do: a task for each entry
                     if entries:
                         await bus.commit(Commit(ack=entries))
                         reader.forget(entries)

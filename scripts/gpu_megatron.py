@@ -35,10 +35,9 @@ def config(model: Path, *, megatron: bool, **settings: Any) -> Any:
     """Start-up settings of a backend."""
     import torch
 
-    from actors.trainer.megatron_backend.config import MegatronConfig
-    from tests.declared import backend_of, objective_of
+    from tests.declared import backend_of, megatron_of, objective_of
 
-    own = {"own": MegatronConfig(**settings.pop("own", {}))} if megatron else {}
+    own = {"own": megatron_of(**settings.pop("own", {}))} if megatron else {}
     plain = {"lr": 1e-5, "model_dtype": "bfloat16" if torch.cuda.is_available() else "float32", "weight_decay": 0.1,
              "max_tokens_per_gpu": 8192, "log_probs_max_tokens_per_gpu": 8192, "trainer_threads": 4}  # fmt: skip
     objective = objective_of(correction="none", **settings.pop("objective", {}))
@@ -169,8 +168,8 @@ def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterat
     tokens, work = sum(n for n, _ in lengths), sum(core.cost(n, r) for n, r in lengths)
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
-    yield {"shape": shape, "tokens": tokens, "padded_tokens": sum(m.tokens for _, m in planned[0]), "micro_batches": len(planned[0]),
-           "gpu": torch.cuda.get_device_name(), "full_recomputation": full}  # fmt: skip
+    yield {"shape": shape, "tokens": tokens, "padded_tokens": sum(m.tokens for _, m in planned[0]),
+           "micro_batches": len(planned[0]), "gpu": torch.cuda.get_device_name(), "full_recomputation": full}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
         found = {"seconds": seconds, "tokens_per_s": tokens / seconds, "mfu": 2 * passes * work / seconds / PEAK_FLOPS,

@@ -18,7 +18,7 @@ def logprobs(case: dict[str, Any], found: dict[str, Any]) -> None:
         "float32": {"model_dtype": "float32", "compile": "off", "attn_implementation": "sdpa"},
         "eager": {"compile": "off"},
         "compiled": {},
-        "compiled_fa3": {"attn_implementation": "flash_attention_3"},
+        "compiled_fa2": {"attn_implementation": "flash_attention_2"},
     }
     case["tokens"] //= 4
     want: dict[str, Any] = {}
@@ -142,8 +142,8 @@ def head(case: dict[str, Any], found: dict[str, Any]) -> None:
                 row = {"forward_ms": (b - a) * 1e3, "backward_ms": (c - b) * 1e3}
                 if not entropy_gradient:
                     row |= {
-                        "logp_max": float((logp[:few].double() - want[0]).abs().max()),
-                        "entropy_max": float((entropy[:few].double() - want[1]).abs().max()),
+                        "logp_max": float((logp.detach()[:few].double() - want[0]).abs().max()),
+                        "entropy_max": float((entropy.detach()[:few].double() - want[1]).abs().max()),
                         "grad_hidden": float((h.grad[:few].double() - want_hidden).norm() / want_hidden.norm()),
                         "grad_weight_norm": float(w.grad.double().norm()),
                     }

@@ -14,6 +14,7 @@ FLOPs of a step over T tokens, N parameters (a tied embedding once), samples of 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -34,7 +35,9 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
     first, large = ("tiny", "") if a.shape == "tiny" else ("0.6b", "4b")
     found: list[dict[str, Any]] = [{"name": f"after-{first}", "shape": first, "lengths": [EQUAL, VARIED], "profile": True}]
     if large:
-        found.append({"name": f"after-{large}", "shape": large, "lengths": [EQUAL, VARIED], "profile": True})
+        few = {"gradient_checkpointing": True, "gradient_checkpointing_layers": 6}  # 140 GiB ask for as many, or more
+        found.append({"name": f"after-{large}", "shape": large, "lengths": [EQUAL, VARIED], "profile": True, "settings": few,
+                      "parts": 2, "steps": 3})  # fmt: skip
     found += [
         {"name": "logprobs", "kind": "logprobs", "shape": first},
         {"name": "attention", "kind": "attention", "shape": first},
@@ -43,12 +46,13 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
     if a.before:
         found.append({"name": f"before-{first}", "shape": first, "lengths": [EQUAL, VARIED], "code": a.before, "profile": True})
     found += [
-        {"name": "fa3", "shape": first, "lengths": [EQUAL, VARIED], "settings": {"attn_implementation": "flash_attention_3"}},
+        {"name": "fa2", "shape": first, "lengths": [VARIED], "settings": {"attn_implementation": "flash_attention_2"}},
         {"name": "eager", "shape": first, "lengths": [EQUAL], "settings": {"compile": "off"}},
         {"name": "recomputed", "shape": first, "lengths": [VARIED], "settings": {"gradient_checkpointing": True}},
     ]
     if large and a.before:
-        found.append({"name": f"before-{large}", "shape": large, "lengths": [EQUAL], "code": a.before})
+        again = {"gradient_checkpointing": True}
+        found.append({"name": f"before-{large}", "shape": large, "lengths": [EQUAL], "code": a.before, "settings": again})
     if a.device == "cuda" and a.ranks > 1:
         found.insert(2, {"name": "two-ranks", "shape": first, "lengths": [EQUAL, VARIED], "ranks": 2})
     for case in found:
@@ -210,7 +214,7 @@ def clocked(device: str) -> float:
 
 
 def train(case: dict[str, Any], found: dict[str, Any]) -> None:
-    """Steps of four micro-batches by `train_step`, and the forward pass alone by `score`."""
+    """Steps of some micro-batches by `train_step`, and the forward pass alone by `score`."""
     import torch
 
     began = time.monotonic()
@@ -219,13 +223,14 @@ def train(case: dict[str, Any], found: dict[str, Any]) -> None:
     found["setup_s"] = round(time.monotonic() - began, 2)
     config = core.policy.hf.config
     for kind in case["lengths"]:
-        steps = [batch_of(case, kind, 100 + i, config.vocab_size) for i in range(4)]
+        parts, count = case.get("parts", 4), case.get("steps", 4)
+        steps = [batch_of(case, kind, 100 + i, config.vocab_size, parts) for i in range(count)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         rows = []
         for batch in steps:
             start = clocked(case["device"])
-            metrics = backend.train_step(batch).metrics
+            metrics = stepped(backend, batch, found)
             seconds = clocked(case["device"]) - start
             work = flops(config, core, batch)
             rows.append(
@@ -249,10 +254,37 @@ def train(case: dict[str, Any], found: dict[str, Any]) -> None:
             found[kind]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         if case.get("ranks"):
             continue
-        score(case, core, steps[1:3], found[kind])
+        score(case, core, steps[:2], found[kind])
     if case.get("profile") and cuda:
-        profile(backend, batch_of(case, case["lengths"][-1], 200, config.vocab_size), found)
+        profile(backend, batch_of(case, case["lengths"][-1], 200, config.vocab_size, parts), found)
     backend.close()
+
+
+def stepped(backend: Any, batch: Any, found: dict[str, Any]) -> dict[str, float]:
+    """Metrics of a step; where memory is short, more layers compute again, until it fits."""
+    import torch
+
+    core = backend.core
+    own = getattr(core.config, "own", None)
+    first = getattr(own, "gradient_checkpointing_layers", 0)
+    for layers in (0, first + 6, first + 12) if first else (0,):
+        if layers:
+            from actors.trainer.torch_backend.compiled import compile_layers
+
+            found["recomputed_layers"] = layers
+            core.weights.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+            for block in core.policy.blocks[:layers]:
+                block.gradient_checkpointing = True
+            compile_layers(core.policy.blocks)
+        try:
+            return backend.train_step(batch).metrics
+        except Exception as error:
+            if type(error).__name__ != "NoRoom" or not first or layers == first + 12:
+                raise
+            print(error, file=sys.stderr, flush=True)
+    raise AssertionError
 
 
 def flops(config: Any, core: Any, batch: Any) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.trainer.backend import BackendConfig, TorchConfig
+from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from miles_async.launcher.plan import told
 from miles_async.settings.flat import Flat
@@ -35,6 +36,11 @@ def backend_of(**own: Any) -> BackendConfig:
     resolved |= {name: own[of] for name, of in follows if of in own}
     torch = told(TorchConfig, Flat(PLAIN), **{name: own.pop(name) for name in TorchConfig.__struct_fields__ if name in own})
     return told(BackendConfig, Flat(PLAIN), **({"objective": objective_of(), "own": torch} | resolved | own))
+
+
+def megatron_of(**own: Any) -> MegatronConfig:
+    """The Megatron backend's own settings: one rank."""
+    return told(MegatronConfig, Flat(PLAIN), **own)
 
 
 def room_of(kind: type[T], **own: Any) -> T:

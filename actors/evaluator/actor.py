@@ -214,7 +214,10 @@ class Evaluator:
                 of, prompt = self._samples[n]
                 if of is data:
                     by_prompt.setdefault(prompt.index, []).append(one)
-            await asyncio.to_thread(self._keep, data, step, by_prompt.values())
+            try:
+                await asyncio.to_thread(self._keep, data, step, by_prompt.values())
+            except OSError as error:
+                await self._context.refusals.add("kept samples", f"those of {data.name} at step {step} are lost: {error}")
             wall = self._context.clock.wall()
             measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
             outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured)))
@@ -234,7 +237,7 @@ class Evaluator:
     def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:
         """The samples of one data set as text, one JSON object a line, the worst first; the oldest evaluations' go."""
         folder = Path(self._context.spec.run_dir) / "eval_samples"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         tokenizer = Tokenizer(data.data.tokenizer_dir)
         scored = sorted((m for of in by_prompt for m in of if isinstance(m, Scored)), key=lambda m: m.reward)
         lines = [msgspec.json.encode({"step": step, **readable(m, tokenizer.decode)}) + b"\n" for m in scored]

@@ -1,6 +1,7 @@
 """Filter room: assembles groups, judges them, and lets them go whole or, on their last turn, in parts.
 
 Reads  scored (readers "filter"), policy (log)    Writes  groups (kept, turned), verdicts (all)
+       rollouts (members that an earlier version of the reward scored)
 Owns   half-assembled groups = its pending entries; what left of a group lies in the open hash
 A group or part leaves in one commit: its members are acknowledged, and it is either appended to `groups` or counted as
 dropped and closed. Killed at any await, the members are still pending and the group is assembled again.
@@ -31,7 +32,7 @@ from bus.errors import Poison
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import RolloutLost, Scored
-from bus.topology import GROUPS, POLICY, SCORED, VERDICTS
+from bus.topology import GROUPS, POLICY, ROLLOUTS, SCORED, VERDICTS
 
 NEWEST = 256  # entries of the policy log that are looked through for the step at the start
 JUDGE_RAISED = "judge_raised"
@@ -144,8 +145,19 @@ class Filter:
         }
 
     async def _release(self, half: Half, came: int | None = None) -> None:
-        """What is here of a group leaves: kept or dropped, whole or as a part. `came`: the member whose coming let it go."""
+        """What is here of a group leaves: kept or dropped, whole or as a part. `came`: the member whose coming let it go. Members
+        that an earlier reward version scored go back to be scored anew; of a group of which a part has left, it is too late."""
         context = self._context
+        if not (half.lost or half.split) and (old := self._outdated(half)):
+            members = [half.members[i] for i in old]
+            outs = [Out(ROLLOUTS, m.rollout) for m in members if isinstance(m, Scored)]
+            commit = Commit(ack=[half.entries[i] for i in old], append=outs)
+            if await self._consumer.commit(commit):
+                self._table.give_back(half, old)
+                context.count("scored_anew", len(old))
+            else:
+                self._again(half)
+            return
         basis = half.basis(came if tips(half, **self._now()) else None)
         indexes = sorted(half.members)
         entries, members = [half.entries[i] for i in indexes], [half.members[i] for i in indexes]
@@ -191,15 +203,23 @@ class Filter:
         # Not bounded: what moves from `scored` adds nothing, and a trainer that waits for `turned` would make no room.
         commit = Commit(ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=ledger)
         if not await self._consumer.commit(commit):
-            # Some member was finished by another filter; what is still ours comes back from the pending list.
-            for entry in entries:
-                if (entry.stream.name, entry.id) in self._consumer.reader.held:
-                    self._consumer.reader.retry_later(entry)
-            self._table.forget(half.group_id)
+            self._again(half)
             return
         self._table.release(half, indexes, basis)
         what = "groups" if whole else "parts"
         context.count(f"{what}_kept" if reason is None else f"{what}_dropped/{reason}")
+
+    def _again(self, half: Half) -> None:
+        """Some member was finished by another filter; what is still ours comes back from the pending list."""
+        for entry in half.entries.values():
+            if (entry.stream.name, entry.id) in self._consumer.reader.held:
+                self._consumer.reader.retry_later(entry)
+        self._table.forget(half.group_id)
+
+    def _outdated(self, half: Half) -> list[int]:
+        """Indexes of members that another version of the reward scored than the present one."""
+        version = int(self._context.knobs.reward_version)
+        return [i for i, m in sorted(half.members.items()) if isinstance(m, Scored) and (m.reward_version or 0) != version]
 
     async def _judge(self, group_id: str, members: list[Member], known: tuple[float, ...]) -> str | None:
         """The drop reason, or None. A judge that raises drops what it judged, with a reason of its own; one that raises again

@@ -125,6 +125,11 @@ class GroupTable:
         if not half.wanted:
             self._groups.pop(half.group_id, None)
 
+    def give_back(self, half: Half, indexes: Iterable[int]) -> None:
+        """These members will come again."""
+        for index in indexes:
+            del half.members[index], half.entries[index]
+
     def forget(self, group_id: str) -> None:
         """Begin anew with this group when its next member arrives."""
         self._groups.pop(group_id, None)

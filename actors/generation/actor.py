@@ -13,13 +13,16 @@ import asyncio
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import UNSET
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
+from actors.generation.given import given_response
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.pace import Pace
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
+from actors.generation.rollouts.session import Program
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -30,6 +33,7 @@ from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
 from actors.runtime.prompts import vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
+from bus.errors import Transient
 from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, PolicyActive, Sending, Turn
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
@@ -42,7 +46,9 @@ FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", T
 class Worker:
     """The room."""
 
-    def __init__(self, context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
+    def __init__(
+        self, context: Context, spec: GenerationSpec, spare: Child | None = None, program: Program | None = None
+    ) -> None:
         self._context = context
         self._spec = spec
         self._link = open_link(context, spec, spare)
@@ -53,7 +59,9 @@ class Worker:
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path)
+        self._programs = Programs(
+            context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
+        )
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set())
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
@@ -209,6 +217,9 @@ class Worker:
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context, programs = self._context, self._programs
         task = message.task if isinstance(message, PrefixResume) else message
+        if task.given_tokens is not UNSET:
+            await self._give(entry, task)
+            return
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
         saves = programs.resumable and bool(context.knobs.partial_rollout)
@@ -243,6 +254,22 @@ class Worker:
             episode=outcome.episode,
         )
         await self._commit(entry, out, running, thrown={"discarded": outcome.discarded, "restarted": running.thrown})
+
+    async def _give(self, entry: Entry, task: SampleTask) -> None:
+        """A response of the data goes on as it is."""
+        serving = self._link.serving
+        response = given_response(task, serving) if serving is not None else None
+        if response is None:
+            raise Transient(f"no version is served while {task.sample_id} is taken")
+        out = RolloutDone(task=task, response=response, finish="stop", worker=self._context.name, running=self._context.in_flight)
+        commit = Commit(
+            ack=(entry,),
+            append=(Out(ROLLOUTS, out),),
+            ledger=ledger.generated(self._context.name, response.made),
+            bounded=True,
+        )
+        if await self._consumer.commit(commit):
+            self._context.count("samples")
 
     def _plan(self, entry: Entry, running: Running) -> None:
         """When this sample gives its slot to others of its own accord: one that could not go on never does."""
@@ -303,4 +330,10 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 
 async def run(context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
     """A worker's process."""
-    await Worker(context, spec, spare).run()
+    if spec.agent is None:
+        await Worker(context, spec, spare).run()
+        return
+    from actors.generation.endpoint.opened import open_program  # a web server and transformers, which take their time
+
+    async with open_program(context, spec, spec.agent) as program:
+        await Worker(context, spec, spare, program).run()

@@ -47,6 +47,7 @@ from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan
 
+NO_ROOM_S = 5.0
 WEIGHTS = "weights"  # SGLang's tag of that part of an engine's memory
 
 
@@ -162,7 +163,7 @@ class EngineLink:
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)
-                context.note = self.process.note if self.process is not None else self.kind.note
+                context.note = self._about()
                 await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
                 return
             except BootRefused as error:
@@ -195,6 +196,7 @@ class EngineLink:
                 self.enter(State.DAMAGED)
             if self.serving is None:
                 self._context.version = -1
+            self._context.note = f"version {version} failed: {error}"[:200]
             if way != "disk":
                 text = f"{way}: {error}"[:300]
                 await self._context.event("transport failed", text, level="warning", version=version, transport=way)
@@ -236,7 +238,7 @@ class EngineLink:
         plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
         if manifest.transport == "network":
-            manifest = await self._fetch(order)
+            manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
         if self._verify and plan is None:
@@ -291,25 +293,31 @@ class EngineLink:
         self._loader.check(plan)
         return plan
 
-    async def _fetch(self, order: Activate) -> WeightManifest:
+    async def _fetch(self, order: Activate, given_up: Callable[[], bool]) -> WeightManifest:
         """The same version in files of this host; the engine goes on with the old weights meanwhile."""
         if self._supply is None or order.parcel is None:
             raise WeightsUnusable("this order names no files to fetch")
         self.enter(State.WAITING)
         try:
-            folder = await self._supply.bring(order)
+            folder = await self._supply.bring(order, given_up)
         except (FetchFailed, BadMessage) as error:
             raise TransportFailed(str(error), damaged=False) from error
         except OSError as error:
+            await self._context.clock.sleep(NO_ROOM_S)  # it is ordered again at once
             raise TransportFailed(
                 f"no room for {order.manifest.n_bytes} bytes of weights: {error}", damaged=False
             ) from error
         return msgspec.structs.replace(order.manifest, path=str(folder))
 
+    def _about(self) -> str:
+        """What is worth saying of the engine while all is well."""
+        return self.process.note if self.process is not None else self.kind.note
+
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.enter(State.SERVING)
         self.serving = order.version
         self._context.version = order.version.id
+        self._context.note = self._about()
         version, step = order.version.id, order.version.step
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,

@@ -18,6 +18,23 @@ from actors.runtime.child import ArgValue, Child, flag_name
 from actors.runtime.context import Context
 
 
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout of several turns: with the tools that ship, or an agent of the user's behind the OpenAI interface."""
+
+    tools: tuple[str, ...]
+    corpus: str
+    max_turns: int
+    parser: str
+    """Format of tool calls; auto = the one of the chat template."""
+    function: str
+    """The agent's dotted path; empty = the tools."""
+    idle_s: float
+    template_path: str
+    """File with a chat template; empty = the model's own."""
+    template_kwargs: str
+    """Arguments of the template, a JSON object."""
+
+
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Start-up settings of a worker. `engine`: embedded (a server of our own), sglang (a real one, started here) or
     external (running at `engine_url`). `router_url`: the router before all engines, empty = none."""
@@ -44,6 +61,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a program of Miles' signature finds on its `args`, beside the settings."""
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
+    agent: AgentSpec | None = None
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -51,18 +52,28 @@ class Supply:
         found = [home / parcel_id for home in self._homes if (home / parcel_id).is_dir()]
         return found[0] if found else self._homes[0] / parcel_id
 
-    async def bring(self, order: Activate) -> Path:
-        """The folder with an order's files, which need not be the first time. FetchFailed when nobody had them for the
-        deadline, when we drain, or at `stop`; OSError when there is no room; BadMessage."""
+    async def bring(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> Path:
+        """The folder with an order's files. FetchFailed when nobody had them for the deadline, or now and it is given up (there
+        is a newer order: while bytes come, this one goes on, or a slow link would never serve any), when we drain, or at `stop`;
+        OSError when there is no room; BadMessage."""
         assert order.parcel is not None
         context = self._context
 
-        def came(n_bytes: int) -> None:
-            context.received += n_bytes
+        parcel, note = order.parcel, context.note
+        began, here = context.clock.monotonic(), 0
 
-        folder = self._home(order.parcel.n_bytes) / order.parcel.id
+        def came(n_bytes: int) -> None:
+            nonlocal here
+            here += n_bytes
+            context.received += n_bytes
+            rate = here / max(1e-3, context.clock.monotonic() - began)
+            context.note = f"has {here / 1e6:.0f} of {parcel.n_bytes / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s"
+
+        folder = self._home(parcel.n_bytes) / parcel.id
         sources = [self._complete(source) for source in order.sources]
-        fetch = Fetch(order.parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came)
+        fetch = Fetch(
+            parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came, pointless=given_up
+        )
         self._fetch = fetch
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -77,7 +88,7 @@ class Supply:
         except* OSError as group:
             raise group.exceptions[0] from None
         finally:
-            self._fetch = None
+            self._fetch, context.note = None, note
         return folder
 
     def stop(self) -> None:

@@ -16,7 +16,6 @@ the last ones the run ends with the reason. Engines of a Send that are lost are 
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
 from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.fetch import Damaged
 from actors.runtime.logs import fold_log
 from actors.runtime.run import RunEnds
 from bus import Entry, Out, Tail
@@ -73,6 +73,7 @@ class Publisher:
     def __init__(self, context: Context, spec: PublisherSpec) -> None:
         self._context = context
         self._spec = spec
+        self._elsewhere = Elsewhere(context, token=spec.weights_token, address=spec.serve_at)
         self._forget()
 
     def _forget(self) -> None:
@@ -91,16 +92,6 @@ class Publisher:
     async def run(self) -> None:
         """Until draining: waits for announcements and reports (woken by the blocking read)."""
         context = self._context
-        async with asyncio.TaskGroup() as tasks:
-            token, address = self._spec.weights_token, self._spec.serve_at
-            self._elsewhere = Elsewhere(context, tasks, token=token, address=address)
-            try:
-                await self._loop()
-            finally:
-                await self._elsewhere.close()
-
-    async def _loop(self) -> None:
-        context = self._context
         tail = Tail(context.bus, [POLICY, EVENTS])
         try:
             await self._rebuild(tail)
@@ -118,6 +109,7 @@ class Publisher:
                     await self._act(now)
         finally:
             await tail.close()
+            await self._elsewhere.close()
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything from the bus; again after a restart of the server, which may have lost what was said last."""
@@ -197,7 +189,7 @@ class Publisher:
         if target.files is not None:
             far = self._elsewhere.among(ways.files, members.all)
             await self._order(target.version, target.files, [name for name in ways.files if name not in far], now)
-            await self._order_far(target.version, target.files, far, now)
+            await self._order_far(target, target.files, far, now)
         if ways.lacking:
             await self._ask_for_files(target, ways.lacking, now)
         if refusers and target.attempt >= TRIES and refusers >= serving.keys() and version not in serving.values():
@@ -251,9 +243,16 @@ class Publisher:
                 text = f"{name} gets files for {ASIDE_S / 60:g} minutes: what was sent failed {STRIKES} times in a row"
             await self._context.event("worker aside", text[:300], level="warning", worker=name)
 
-    async def _order_far(self, version: PolicyVersion, files: WeightManifest, workers: list[str], now: float) -> None:
+    async def _order_far(self, target: Target, files: WeightManifest, workers: list[str], now: float) -> None:
         """To those that must fetch the files."""
-        parcel = await self._elsewhere.parcel(files.path) if workers else None
+        version = target.version
+        try:
+            parcel = await self._elsewhere.parcel(files) if workers else None
+        except Damaged as error:
+            self._why = str(error)
+            if target.spoiled(files.path):
+                self._members.withdraw(version.id)
+            return
         if parcel is None:
             return
         way = msgspec.structs.replace(files, transport="network", path="", n_bytes=parcel.n_bytes)

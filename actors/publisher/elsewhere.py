@@ -16,6 +16,7 @@ from actors.runtime.context import Context
 from actors.runtime.depot import Depot
 from actors.runtime.fetch import pack_parcel
 from actors.runtime.host import place, shared_memory_name
+from bus.messages.policy import WeightManifest
 from bus.messages.weights import Parcel
 
 SOON_S = 0.2  # small files are read while the publisher waits, large ones beside it
@@ -43,14 +44,14 @@ def _upwards(host: str, parents: Mapping[str, str]) -> list[str]:
 
 
 class Elsewhere:
-    """See above. `tasks` runs what takes long; `token`: what a source asks for; `address`: the setting."""
+    """See above. `token`: what a source asks for; `address`: the setting."""
 
-    def __init__(self, context: Context, tasks: asyncio.TaskGroup, *, token: str, address: str) -> None:
-        self._context, self._tasks = context, tasks
+    def __init__(self, context: Context, *, token: str, address: str) -> None:
+        self._context = context
         self._token, self._address = token, address
         self._here = shared_memory_name()
         self._depot: Depot | None = None
-        self._packing: dict[str, asyncio.Task[Parcel | None]] = {}
+        self._packing: dict[str, asyncio.Future[Parcel | None]] = {}  # each in a thread
         self._folders: dict[str, Path] = {}  # of parcels that were told
         self._version = -1
         self._parents: dict[str, str] = {}  # of that version
@@ -60,24 +61,32 @@ class Elsewhere:
     def _open(self) -> Depot:
         if self._depot is None:
             host, bind, port = place(self._address, self._context.bus.link.local_address)
-            self._depot = Depot(self._folders.get, self._token, host=host, bind=bind, port=port)
+            self._depot = Depot(self._find, self._token, host=host, bind=bind, port=port)
         return self._depot
+
+    def _find(self, parcel_id: str) -> Path | None:
+        folder = self._folders.get(parcel_id)
+        return folder if folder is not None and folder.is_dir() else None
 
     def among(self, names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
         """Those that see another memory than the trainer's host."""
         return [name for name in names if members[name].memory not in ("", self._here)]
 
-    async def parcel(self, path: str) -> Parcel | None:
-        """What the files at `path` are; None while they are being read, or when they are gone."""
-        task = self._packing.get(path)
-        if task is None:
-            task = self._packing[path] = self._tasks.create_task(_pack(Path(path)), name="parcel")
-            for old in [p for p, t in self._packing.items() if t.done()][:-KEPT]:
+    async def parcel(self, files: WeightManifest) -> Parcel | None:
+        """What these files are; None while they are being read, or when they are gone. Damaged when they are."""
+        path = files.path
+        packing = self._packing.get(path)
+        if packing is None:
+            packing = asyncio.get_running_loop().run_in_executor(None, _pack, Path(path), files.checksum)
+            self._packing[path] = packing
+            for old in [p for p, f in self._packing.items() if f.done()][:-KEPT]:
                 del self._packing[old]
-        await asyncio.wait({task}, timeout=SOON_S)
-        if not task.done() or (parcel := task.result()) is None:
-            if task.done():
-                del self._packing[path]
+        await asyncio.wait({packing}, timeout=SOON_S)
+        if not packing.done():
+            return None
+        parcel = packing.result()
+        if parcel is None:
+            del self._packing[path]
             return None
         self._folders[parcel.id] = Path(path)
         for stale in list(self._folders)[: -2 * KEPT]:
@@ -104,14 +113,12 @@ class Elsewhere:
 
     async def close(self) -> None:
         """Serve no more."""
-        for task in self._packing.values():
-            task.cancel()
         if self._depot is not None:
             await asyncio.to_thread(self._depot.close)
 
 
-async def _pack(folder: Path) -> Parcel | None:
+def _pack(folder: Path, written: str) -> Parcel | None:
     try:
-        return await asyncio.to_thread(pack_parcel, folder)
+        return pack_parcel(folder, written)
     except OSError:
         return None

@@ -70,6 +70,8 @@ class RewardRoom:
         self._teacher = teacher
         self._tokenizer = _load_tokenizer(spec.tokenizer_dir)
         self._siblings: Siblings | None = Siblings() if spec.group_rm else None
+        self._version = int(context.knobs.reward_version)  # of what is loaded
+        self._reloading = asyncio.Lock()
         self._running: set[asyncio.Timeout] = set()
         self._until: float | None = None  # loop time at which samples at work are given up; None = not draining
         # A few more than can be at work keep the processes fed; more would only be leases that a peer could use.
@@ -122,6 +124,7 @@ class RewardRoom:
             async with asyncio.timeout_at(self._until) as scope:
                 self._running.add(scope)
                 try:
+                    version = await self._reward_version()
                     rewards, scorer, taught, answer = await self._score(entry, [rollout for _, rollout in whole])
                 finally:
                     self._running.discard(scope)
@@ -143,6 +146,7 @@ class RewardRoom:
                     scorer=scorer,
                     score_s=took_s,
                     teacher_logprobs=logprobs,
+                    reward_version=version or msgspec.UNSET,
                     answer=answer,
                 ),
             )
@@ -150,6 +154,17 @@ class RewardRoom:
         ]
         # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
         return Commit(ack=[one for one, _ in whole], append=outs)
+
+    async def _reward_version(self) -> int:
+        """The version to score under, loaded."""
+        wanted = int(self._context.knobs.reward_version)
+        if wanted != self._version:
+            async with self._reloading:
+                if wanted != self._version:
+                    await self._scorers.reload()
+                    self._version = wanted
+                    await self._context.event("reward version", f"samples are scored by version {wanted} from here on")
+        return wanted
 
     async def _passed(self, group_id: str) -> bool:
         """Whether a sibling went on without a score, as told by the filter's stream, which keeps it until the group is whole."""
@@ -189,6 +204,8 @@ class RewardRoom:
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
         samples = tuple(map(self._sample, rollouts))
         try:
+            if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
+                return [Reward(0.0)] * len(rollouts), "data", taught, answer
             given = rollouts[0].episode.reward if rollouts[0].episode else msgspec.UNSET
             if given is not msgspec.UNSET:  # by the rollout program
                 values, name, default_key = [given], "program", ""

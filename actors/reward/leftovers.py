@@ -1,12 +1,14 @@
-"""What a hook started in a session of its own, found by a variable that it inherits, and ended with the verifier it came from.
+"""What a hook started, ended with the verifier it came from.
 
-A process that clears its environment and takes a session of its own escapes; nothing short of a container would hold it.
+While the verifier lives, all of it is below it: it adopts what loses its parent. Once it has ended by itself, what took a session
+of its own is found by a variable that it inherits; only a process that cleared its environment as well escapes then.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from uuid import uuid4
 
 import psutil
@@ -17,6 +19,20 @@ MARK = "MILES_ASYNC_VERIFIER"
 def new_mark() -> str:
     """For one verifier: who owns it (process id and start), and which one it is (names only, decides nothing)."""
     return f"{_owner()}:{uuid4().hex}"
+
+
+def end_below(pid: int) -> None:
+    """SIGKILL to all that is below a living verifier, until nothing is; the verifier goes on."""
+    for _ in range(10):  # one of them may have started another meanwhile
+        try:
+            below = [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        except psutil.Error:
+            return
+        if not below:
+            return
+        for process in below:
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def end_marked(mark: str) -> int:

@@ -84,6 +84,12 @@ class VerifierPool:
             await seat.clear()
         await self._tasks.__aexit__(None, None, None)
 
+    async def reload(self) -> None:
+        """The function as its file says now: processes are ended, what is in them is scored again in fresh ones."""
+        for seat in self._seats:
+            async with seat.booting:
+                await seat.clear()
+
     async def score(self, sample: Sample | SampleGroup, deadline_s: float) -> Value:
         """The hook's answer. Raises ScorerFailed (it raised or crashed) or DeadlineExceeded (it hung and was ended)."""
         async with self._slots:  # waits at most for what is running, each under its own deadline

@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from actors.reward.leftovers import MARK, end_marked, new_mark
+from actors.reward.leftovers import MARK, end_below, end_marked, new_mark
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
@@ -158,6 +158,7 @@ def _environment() -> dict[str, str]:
 
 async def _end(child: asyncio.subprocess.Process, mark: str) -> None:
     if child.returncode is None:
+        await asyncio.to_thread(end_below, child.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     try:

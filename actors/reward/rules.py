@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from actors.reward.instructions import instructions
 from actors.reward.mathanswer import final_answer, last_boxed, reference_answer, same_answer, undecided
 from actors.reward.sample import BadLabel, Sample, Value
 from actors.runtime.seeds import rng_for
@@ -198,6 +199,7 @@ RULES: dict[str, Rule] = {
     "f1": f1,
     "finished": finished,
     "gpqa": gpqa,
+    "ifbench": instructions,
     "length": length,
     "random": random_bit,
 }
@@ -206,5 +208,5 @@ RULES: dict[str, Rule] = {
 BOXED_RULES: dict[str, Rule] = {**RULES, "math": MATH_RULES["math_whole"]}
 """What follows the prefix `boxed_`: the content of the box is all of the answer already."""
 
-DEFAULT_KEYS: dict[str, str] = {"dapo": "score"}
+DEFAULT_KEYS: dict[str, str] = {"dapo": "score", "ifbench": "score"}
 """Which part of a rule's table is the reward when no reward_key is set."""

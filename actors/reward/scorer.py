@@ -190,6 +190,11 @@ class Scorers:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
+    async def reload(self) -> None:
+        """Load the custom function anew."""
+        if self._custom is not None:
+            await self._custom.reload()
+
     @property
     def lacks_second_look(self) -> bool:
         """Whether the default is a math rule that has our own reading of an answer alone."""

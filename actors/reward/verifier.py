@@ -23,7 +23,7 @@ from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, f
 from actors.runtime.hooks import load_hook
 
 Hook = Callable[[Any], Any]
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -47,7 +47,9 @@ def main() -> None:
 def _end_with(parent: int) -> None:
     """A hook that holds the interpreter lock for ever must not outlive the actor (Linux; elsewhere the pipe's end must do)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that leftovers.py finds all that a hook started
     if os.getppid() != parent:
         sys.exit(0)
 

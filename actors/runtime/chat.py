@@ -55,6 +55,11 @@ class Chat:
             raise BadChat(f"the tokenizer in {directory} has no chat template. Give one with --chat-template-path FILE.")
         self._closing: list[int] | None = None
 
+    @property
+    def template(self) -> str:
+        """The template's own text; of several, all."""
+        return str(self._tokenizer.chat_template)
+
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, opened: bool = True) -> str:
         """The rendering. `opened`: with the opening of the assistant's next turn behind it. Raises BadChat."""
         try:

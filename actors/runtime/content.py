@@ -174,6 +174,13 @@ def _task(task: SampleTask, vocabulary: int) -> str:
         return f"temperature {sampling.temperature} and top_p {sampling.top_p} cannot be sampled under"
     if not 0 <= sampling.max_new_tokens < INT32:
         return f"max_new_tokens {sampling.max_new_tokens}"
+    if task.given_tokens is not UNSET or task.given_mask is not UNSET:
+        if task.given_tokens is UNSET or task.given_mask is UNSET or len(task.given_tokens) != 4 * len(task.given_mask):
+            return "a given response and its mask are not of one length"
+        if set(task.given_mask) - {0, 1}:
+            return "a mask of a given response holds what is neither 0 nor 1"
+        if fault := tokens_fault(task.given_tokens.cast("i"), vocabulary):
+            return fault
     return tokens_fault(task.prompt_tokens.cast("i"), vocabulary)
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from actors.runtime.checksum import checksum
+from actors.runtime.checksum import checksum, checksum_of
 from actors.runtime.depot import ID, NAME
-from bus.errors import BadMessage, Transient
+from bus.errors import BadMessage, MilesAsyncError, Transient
 from bus.messages.weights import Parcel, ParcelFile
 
 PIECES, LEAST_PIECE, MOST_PIECE = 64, 64 << 10, 64 << 20  # a relay begins to serve after one piece
@@ -40,8 +40,15 @@ class _Refused(Exception):
     """A source does not give it, or gives something else."""
 
 
-def pack_parcel(folder: Path) -> Parcel:
-    """Names, sizes and checksums of the files in a folder. Raises OSError. Reads all of it."""
+class Damaged(MilesAsyncError):
+    """The files are not those that were written."""
+
+
+def pack_parcel(folder: Path, written: str = "") -> Parcel:
+    """Names, sizes and checksums of the files in a folder. Raises OSError; Damaged where model.safetensors has not the checksum
+    `written` (empty = any). Reads all of it."""
+    if written and checksum_of(folder / "model.safetensors") != written:
+        raise Damaged(f"weights {folder / 'model.safetensors'} do not match their checksum")
     paths = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.startswith(".") and p.is_file())
     total = sum(path.stat().st_size for path in paths)
     piece = min(max(total // PIECES, LEAST_PIECE), MOST_PIECE)
@@ -86,7 +93,8 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 class Fetch:
     """One parcel into `folder`, which is private to us. `run` blocks: for a thread. `deadline_s`: longest time without a piece.
-    `came` hears the bytes of each piece. BadMessage for a parcel that is none."""
+    `came` hears the bytes of each piece; `pointless` is asked when no source has given any. BadMessage for a parcel that is none.
+    """
 
     def __init__(
         self,
@@ -97,10 +105,12 @@ class Fetch:
         token: str,
         deadline_s: float,
         came: Callable[[int], None],
+        pointless: Callable[[], bool] = lambda: False,
     ) -> None:
         check_parcel(parcel)
         self._parcel, self._folder, self._sources = parcel, folder, sources
         self._token, self._deadline_s, self._came = token, deadline_s, came
+        self._pointless = pointless
         self._halt = threading.Event()
         self._connection: http.client.HTTPConnection | None = None
         self._why = "no source was named"
@@ -160,10 +170,8 @@ class Fetch:
                 if self._halt.is_set():
                     raise FetchFailed("given up")
             else:
-                if time.monotonic() > until:
-                    raise FetchFailed(
-                        f"{file.name} stopped at {have} of {file.n_bytes} bytes, nothing for {self._deadline_s:g} s: {self._why}"
-                    )
+                if time.monotonic() > until or self._pointless():
+                    raise FetchFailed(f"{file.name} stopped at {have} of {file.n_bytes} bytes: {self._why}")
                 self._halt.wait(PAUSE_S)
 
     def _pieces(self, source: str, file: ParcelFile, have: int) -> Iterator[memoryview]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from actors.runtime.chat import Chat
 from actors.runtime.hooks import load_hook
 from actors.runtime.rows import BadData, read, sources_of, value_at
 from actors.runtime.run import Refused
+from actors.runtime.tools import SHIPPED
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +29,14 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template: bool
     apply_chat_template_kwargs: str  # JSON
     chat_template_path: str
+    tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
     data_source_path: str  # function(path) -> rows, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
+    supervised: bool = False  # the data holds responses too, which are trained
+    sft_loss_roles: tuple[str, ...]
+    loss_mask_type: str
+    max_response_len: int = 0  # tokens of such a response; longer ones are left out; 0 = no limit
+    end_token: int = -1  # behind a response that is a text; -1 = none
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -39,6 +47,8 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     label: str
     metadata: dict[str, Any] = {}
+    response: list[int] = []  # token ids that the data gives in answer
+    mask: list[int] = []  # 1 = trained, of each of them
 
 
 class Prompts(NamedTuple):
@@ -70,9 +80,9 @@ _CHAT = "These are chat messages: set --apply-chat-template, or give the text th
 _LABEL = "Name a part of it (--label-key reward_model.ground_truth), or keep it in the metadata and score with --custom-rm-path."
 
 
-def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False) -> Row:
+def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False) -> Row:
     """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
-    one with a dot. Raises BadRow."""
+    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. Raises BadRow."""
     found: dict[str, Any] = {}
     for setting, key in keys.items():
         try:
@@ -91,12 +101,14 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if not chat:
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
-        if prompt[-1]["role"] == "assistant":
+        if prompt[-1]["role"] == "assistant" and not supervised:
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
         raise refused("input_key", f"the prompt is {_kind(prompt)}, not a non-empty string or chat messages (role, content)")
     if isinstance(label, list | dict):
         raise refused("label_key", f"the label KEY is {_kind(label)}, not text", _LABEL)
+    if supervised and isinstance(prompt, str) and not label:
+        raise refused("label_key", "supervised training needs a response: there is no label", "Set --label-key.")
     if not isinstance(metadata, dict | None):
         raise refused("metadata_key", f"the metadata KEY is {_kind(metadata)}, not an object")
     if isinstance(tools, str):
@@ -123,10 +135,11 @@ def _kind(value: object) -> str:
 class Tokenizer:
     """Text to ids, through the fast tokenizer file; the chat template needs transformers."""
 
-    def __init__(self, directory: str, *, chat: Chat | None = None) -> None:
+    def __init__(self, directory: str, *, chat: Chat | None = None, tools: Sequence[str] = ()) -> None:
         from tokenizers import Tokenizer as FastTokenizer
 
         self._chat = chat
+        self._tools = [SHIPPED[name].spec for name in tools]
         self._fast = FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
         self._special = [token.content for token in self._fast.get_added_tokens_decoder().values() if token.special]
 
@@ -136,7 +149,8 @@ class Tokenizer:
         if not spec.apply_chat_template:
             return Tokenizer(spec.tokenizer_dir)
         kwargs = json.loads(spec.apply_chat_template_kwargs or "{}")
-        return Tokenizer(spec.tokenizer_dir, chat=Chat(spec.tokenizer_dir, template_path=spec.chat_template_path, kwargs=kwargs))
+        chat = Chat(spec.tokenizer_dir, template_path=spec.chat_template_path, kwargs=kwargs)
+        return Tokenizer(spec.tokenizer_dir, chat=chat, tools=spec.tools)
 
     def encode(self, prompt: Any, tools: Sequence[Any] | None = None) -> tuple[str, list[int]]:
         """(text, ids) of a string or, with the chat template, of a string or chat messages. Refused where that cannot be right."""
@@ -144,11 +158,31 @@ class Tokenizer:
             ids = list(self._fast.encode(prompt, add_special_tokens=True).ids)
             doubled = len(ids) > 1 and ids[0] == ids[1] and self._fast.id_to_token(ids[0]) in self._special
             return prompt, ids[doubled:]  # the text has its beginning token already
-        if isinstance(prompt, str) and (own := next((token for token in self._special if token in prompt), None)):
-            raise Refused(f"the prompt holds {own!r} already, as after a chat template. Leave out --apply-chat-template.")
+        if isinstance(prompt, str) and (own := next((t for t in self._special if prompt.lstrip().startswith(t)), "")):
+            raise Refused(f"the prompt begins with {own!r} already, as after a chat template. Leave out --apply-chat-template.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self._chat.text(messages, tools)
+        text = self._chat.text(messages, tools or self._tools)
         return text, self._chat.encode(text)
+
+    def supervised(self, row: Row, spec: DataSpec) -> tuple[str, list[int], list[int], list[int]]:
+        """(text of the prompt, its ids, ids behind it, mask of these) of a whole dialogue, or of a text and its label. Refused
+        where nothing would be trained."""
+        if self._chat is None:
+            ids = list(self._fast.encode(row.label, add_special_tokens=False).ids) + [spec.end_token] * (spec.end_token >= 0)
+            return (*self.encode(row.prompt), ids, [1] * len(ids))
+        messages = row.prompt
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}, {"role": "assistant", "content": row.label}]
+        last = spec.loss_mask_type in ("last", "distill_qwen")
+        pieces = self._chat.pieces(messages, row.tools, roles=spec.sft_loss_roles, last=last)
+        if not any(piece.made for piece in pieces):
+            roles = " or ".join(spec.sft_loss_roles)
+            raise Refused(f"no message is of {roles}, so nothing would be trained. Set --sft-loss-roles.")
+        context = list(takewhile(lambda piece: not piece.made, pieces))
+        prompt = [i for piece in context for i in piece.ids]
+        rest = pieces[len(context) :]
+        mask = [int(piece.made) for piece in rest for _ in piece.ids]
+        return self.decode(prompt), prompt, [i for piece in rest for i in piece.ids], mask
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, special tokens shown; ids that no token has are left out."""
@@ -157,9 +191,18 @@ class Tokenizer:
 
 def vocabulary_of(model_dir: str) -> int:
     """Number of token ids of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "vocab_size")
+
+
+def context_of(model_dir: str) -> int:
+    """Most tokens of one sequence of the model in a directory, by its config.json; 0 where that does not say."""
+    return _configured(model_dir, "max_position_embeddings")
+
+
+def _configured(model_dir: str, name: str) -> int:
     try:
         config = json.loads((Path(model_dir) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
+        size = config.get(name) or config.get("text_config", {}).get(name) or 0
     except (OSError, ValueError, AttributeError):
         return 0
     return size if isinstance(size, int) and size > 0 else 0
@@ -178,14 +221,19 @@ def load_prompts(spec: DataSpec) -> Prompts:
         for number, row in read(source, function):
             index += 1
             try:
-                found = parts_of(row, keys, chat=spec.apply_chat_template)
-                text, ids = tokenizer.encode(found.prompt, found.tools)
+                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised)
+                response: list[int] = []
+                mask: list[int] = []
+                if spec.supervised:
+                    text, ids, response, mask = tokenizer.supervised(found, spec)
+                else:
+                    text, ids = tokenizer.encode(found.prompt, found.tools)
             except Refused as error:
                 raise Refused(f"{source.path} row {number}: {error}") from error
-            if spec.max_prompt_len and len(ids) > spec.max_prompt_len:
+            if 0 < spec.max_prompt_len < len(ids) or 0 < spec.max_response_len < len(response):
                 too_long += 1
                 continue
-            prompts.append(Prompt(index, text, ids, found.label, found.metadata))
+            prompts.append(Prompt(index, text, ids, found.label, found.metadata, response, mask))
         parts.append((len(prompts) - before, source.weight))
         if before == len(prompts):
             raise Refused(

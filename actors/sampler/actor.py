@@ -293,7 +293,7 @@ class Sampler:
                     rm_type=str(prompt.metadata.get("rm_type", spec.rm_type)),
                     metadata=prompt.metadata,
                     sampling=Sampling(
-                        temperature=float(knobs.rollout_temperature),
+                        temperature=1.0 if prompt.response else float(knobs.rollout_temperature),
                         top_p=float(knobs.rollout_top_p),
                         top_k=spec.top_k,
                         max_new_tokens=int(knobs.rollout_max_response_len),
@@ -303,6 +303,8 @@ class Sampler:
                     attempt=group.attempt,
                     knob_epoch=knobs.epoch,
                     step=max(0, self._progress.active_step),
+                    given_tokens=pack_ints(prompt.response) if prompt.response else msgspec.UNSET,
+                    given_mask=memoryview(bytes(prompt.mask)) if prompt.response else msgspec.UNSET,
                 )
             )
         return tasks

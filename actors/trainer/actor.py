@@ -240,7 +240,7 @@ class Trainer:
             knobs=values,
         )
         fault_point(self._context.name, "before_step")
-        self._courier.weights_move()
+        await self._courier.let_go()
         try:
             result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:

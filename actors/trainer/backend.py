@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     """What the torch backend alone needs; a backend of the user's own gets it too."""
 
     gradient_checkpointing: bool
+    gradient_checkpointing_layers: int  # for the first so many layers; 0 = for all
     compile: str  # auto (on a GPU), on or off
     attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
@@ -161,7 +162,7 @@ class TrainBackend(Protocol):
         """Directory that engines booted from, of a backend that never changes its weights; else empty."""
         ...
 
-    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+    def export(self, limit_bytes: int) -> Generator[NamedTensors]:
         """The weights as engines load them, in buckets of at most `limit_bytes`. All of them, in the same thread."""
         ...
 

@@ -71,7 +71,8 @@ class Batches:
             made = Cut(missing="the filter's word that all on its last turn has left it,")
             if rule not in PARTING or intake.turned >= version.id:
                 patient = context.clock.monotonic() - came_at < PATIENCE_S
-                made = await self._cut(step=step, size=size, bound=bound, rule=rule, patient=patient)
+                ready = await self._of_one_version(size)
+                made = await self._cut(ready, step=step, size=size, bound=bound, rule=rule, patient=patient)
             if made.drop:
                 await intake.give_up(made.drop, reissue=rule == "drop")
             if made.take:
@@ -89,7 +90,21 @@ class Batches:
                     came_at = context.clock.monotonic()
         return None
 
-    async def _cut(self, *, step: int, size: int, bound: int, rule: Rule, patient: bool) -> Cut:
+    async def _of_one_version(self, size: int) -> dict[str, Part]:
+        """What is ready, of one version of the reward: while that is enough for a batch, what earlier versions judged; then the
+        rest of that is given up, its prompts are issued again, and the present version goes on."""
+        ready, present = self._intake.ready, int(self._context.knobs.reward_version)
+        old = {key: part for key, part in ready.items() if reward_version(part) != present}
+        if not old:
+            return ready
+        oldest = min(map(reward_version, old.values()))
+        alike = {key: part for key, part in old.items() if reward_version(part) == oldest}
+        if sum(len(part.left) for part in alike.values()) >= size:
+            return alike
+        await self._intake.give_up(tuple((key, "reward_version") for key in alike), reissue=True)
+        return await self._of_one_version(size)
+
+    async def _cut(self, ready: dict[str, Part], *, step: int, size: int, bound: int, rule: Rule, patient: bool) -> Cut:
         """What is open elsewhere is looked up only when there is enough for a batch. Without patience nothing under way is
         waited for."""
         intake = self._intake
@@ -104,7 +119,7 @@ class Batches:
             per_group = max((group.n_samples for group in listed), default=1)
             window = frozenset(order[: size // per_group + max(1, self._lookahead) - 1])
         return cut(
-            ready=intake.ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
+            ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
         )
 
     async def _listed(self) -> dict[str, bytes]:
@@ -142,6 +157,11 @@ class Batches:
             cost = f"{self._drained[1]} tokens in {self._drained[0]} parts were masked"
             text = f"from {before} to {batch.bound} steps; on the way {cost}"
             await self._context.event("bound reached", text)
+
+
+def reward_version(part: Part) -> int:
+    """The version of the reward that judged it."""
+    return max((part.group.samples[at].reward_version or 0 for at in part.left), default=0)
 
 
 def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ Reads  active (send), events (log)    Writes  policy (announced, ready, failed, 
 Owns   flat buffers, the broadcast group, the weights' files
 
     disk    whole files in shared memory, then PolicyAnnounced; written anew from the weights, until these move on
-    nccl    flat buffers, broadcast to a group of engines; files beside for others
+    nccl    flat buffers, broadcast to a group of engines; files beside for others. Without a copy: the weights themselves in
+            buckets, and they wait for it (`let_go`)
     ipc     flat buffers, which engines of this host map; files beside for others
 
     EMPTY --publish--> HELD --Send--> GATHERING --all are ready--> SENDING --sent, or all reported--> HELD
@@ -22,29 +23,26 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import ipaddress
-import os
 import shutil
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.host import shared_memory_name
 from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.files import VersionWriter, copied
-from actors.trainer.transports.flat import FlatBuffers, NamedTensors
-from actors.trainer.transports.ipc import IpcSender
-from actors.trainer.transports.nccl import GroupBroken, NcclSender, in_daemon
+from actors.trainer.transports.flat import NamedTensors
+from actors.trainer.transports.nccl import GroupBroken, in_daemon
+from actors.trainer.transports.senders import Senders
 from bus import Entry, Out, Tail
 from bus.messages.base import Message
 from bus.messages.control import Event
-from bus.messages.policy import PolicyAnnounced, Seat, Send, SendFailed, Sending, WeightManifest, WeightsReady
+from bus.messages.policy import PolicyAnnounced, Send, SendFailed, Sending, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
-from bus.messages.weights import WeightPlan
 from bus.plans import put_plan, version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 
@@ -90,13 +88,11 @@ class Courier:
         self._written: tuple[int, WeightManifest] | None = None  # its whole files, and the number of that writing
         self._files = asyncio.Lock()  # one writer of whole files
         self._copying = asyncio.Lock()  # neither buffers nor version change while they are copied
-        self._buffers = FlatBuffers(shared=weights_dir / "flat" if spec.transport == "ipc" else None)
+        export = partial(backend.export, spec.buffer_bytes)
+        self._senders = Senders(context.bus, spec, weights_dir / "flat", export)
+        self._under_way = 0  # orders for the version
+        self._taken = asyncio.Event()  # there were some, and none is under way
         self._plans: list[str] = []  # blobs of the newest plans
-        self._nccl: NcclSender | None = None
-        self._ipc: IpcSender | None = None
-        self._group_of: tuple[Seat, ...] = ()  # members of the present group, or whom the handles are for
-        if spec.transport == "nccl":
-            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # read when NCCL starts; engines run with it, and both must
 
     # -- the logs -----------------------------------------------------------------------------------------------
 
@@ -122,15 +118,27 @@ class Courier:
             await self._tail.close()
 
     def _obey(self, order: Send, tasks: asyncio.TaskGroup) -> None:
+        self._under_way += 1
         if order.transport == "disk":
-            tasks.create_task(self._to_disk(order.version, order.attempt), name="files")
+            tasks.create_task(self._done_with(self._to_disk(order.version, order.attempt)), name="files")
             return
         first, self._asked = self._asked is None, order  # later ones name who is left
         if first and self._stage is Stage.HELD and order.transport == self._spec.transport:
             self._stage = Stage.GATHERING
-            self._task = tasks.create_task(self._deliver(order), name="send")
+            self._task = tasks.create_task(self._done_with(self._deliver(order)), name="send")
         elif first:
-            tasks.create_task(self._say(SendFailed(version=order.version, text="it is not held any more")))
+            text = "it is not held any more"
+            tasks.create_task(self._done_with(self._say(SendFailed(version=order.version, text=text))))
+        else:
+            self._under_way -= 1
+
+    async def _done_with(self, order: Awaitable[None]) -> None:
+        try:
+            await order
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._taken.set()
 
     def _hear(self, event: Event) -> None:
         match event.kind:
@@ -145,13 +153,7 @@ class Courier:
 
     def close(self) -> None:
         """Leave the group and free the buffers; harmless twice."""
-        if self._nccl is not None:
-            self._nccl.close()
-        if self._ipc is not None:
-            self._ipc.close()
-        self._nccl, self._ipc = None, None
-        for file in self._buffers.files:
-            file.unlink(missing_ok=True)
+        self._senders.close()
 
     # -- a version ----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class Courier:
         self._version, self._asked, self._written = version, None, None
         self._ready, self._reported = set(), set()
         self._moved, self._kept = False, []
+        self._taken.clear()
         if self._backend.unchanged:
             self._stage, self._written = Stage.HELD, (NEVER_AGAIN, WeightManifest(path=self._backend.unchanged))
             await self._announce(version, self._written[1], began)
@@ -179,9 +182,19 @@ class Courier:
         self._stage = Stage.HELD
         await self._announce(version, manifest, began)
 
-    def weights_move(self) -> None:
-        """The training's thread is about to change them: from now on the version is in buffers and files alone."""
+    async def let_go(self) -> None:
+        """Before the weights move: from now on the version is in buffers and files alone. Where there are none, waits until engines
+        took it from the weights, or could not; of the publisher's order and of their being ready at most the deadline."""
+        if self._senders.passing is not None and self._stage is not Stage.EMPTY and not self._moved:
+            with self._context.waiting("engines to take the version from the weights"):
+                try:
+                    async with asyncio.timeout(self._spec.deadline_s):
+                        await self._taken.wait()
+                except TimeoutError:
+                    if self._stage is Stage.SENDING:  # which has a deadline of its own
+                        await self._taken.wait()
         self._moved = True
+        self._news.set()
 
     async def wait(self, *, last: bool = False) -> None:
         """Until the version under way is written or sent. `last`: whoever comes later finds it in files."""
@@ -209,14 +222,9 @@ class Courier:
                 self._next_waits = False
 
     def _fill(self) -> WeightManifest:
-        """In the training's thread: weights into the buffers."""
-        self._buffers.fill(self._backend.export(self._spec.buffer_bytes))
+        """In the training's thread: weights into the buffers, if there are any."""
         self._beside = self._backend.beside()
-        buckets = self._buffers.buckets
-        n_tensors, n_bytes = sum(len(b.tensors) for b in buckets), sum(b.n_bytes for b in buckets)
-        return WeightManifest(
-            transport=self._spec.transport, host=shared_memory_name(), n_tensors=n_tensors, n_bytes=n_bytes
-        )
+        return self._senders.take()
 
     def _copy(self, target: Path) -> VersionWriter:
         """In the training's thread: weights on their way into files."""
@@ -256,8 +264,9 @@ class Courier:
             if self._written is not None and self._written[0] >= attempt:
                 return self._written[1]
             target = version_dir(self._weights_dir, version.id) / f"files-{attempt}"
-            if self._buffers.flat or self._kept:
-                buckets = self._buffers.held() if self._buffers.flat else self._kept
+            buffers = self._senders.buffers
+            if buffers.flat or self._kept:
+                buckets = buffers.held() if buffers.flat else self._kept
                 writer = await asyncio.to_thread(copied, buckets, self._beside, target)
             else:
                 writer = await self._in_thread(lambda: None if self._moved else self._copy(target))
@@ -280,8 +289,8 @@ class Courier:
                 async with self._files:
                     filed = await self._whole_files(version, 0)
                 whole = filed.path if filed is not None else ""
-            plan = await asyncio.to_thread(self._prepare, order.seats, whole)
-            nccl = self._nccl
+            plan = await asyncio.to_thread(self._senders.plan, order.seats, whole, version=version.id)
+            nccl = self._senders.nccl
             manifest = await put_plan(self._context.bus, plan)
             self._plans.append(manifest.plan)
             await self._context.bus.blobs.delete(self._plans[:-PLANS_KEPT])
@@ -297,50 +306,18 @@ class Courier:
             self._stage = Stage.SENDING
             await self._say(Sending(version=version, workers=tuple(sorted(members))))
             if nccl is not None:
-                await in_daemon(nccl.send)
+                await (in_daemon(nccl.send) if self._senders.passing is None else self._in_thread(nccl.send))
             else:
                 await self._until_reported(version)
         except GroupBroken as error:
             # Of a group that broke nobody tells who is gone: all take this version from files first.
-            blamed = members if self._nccl is not None else members - self._ready
-            if self._nccl is not None:
-                self._nccl.close()
+            blamed = members if self._senders.nccl is not None else members - self._ready
+            self._senders.end_group()
             text = f"version {version.id} goes by files: {error}"
             await self._context.event("transfer failed", text[:300], level="warning", version=version.id)
             await self._say(SendFailed(version=version, workers=tuple(sorted(blamed)), text=text[:300]))
         finally:
             self._stage = Stage.HELD
-
-    def _prepare(self, seats: tuple[Seat, ...], whole: str) -> WeightPlan:
-        """The group or the handles for these engines, and the plan. Makes them anew when other engines are to be reached."""
-        if self._spec.transport == "ipc":
-            if self._ipc is None or self._group_of != seats:
-                self._ipc, self._group_of = IpcSender(tp_size=seats[0].gpus, buffers=self._buffers), seats
-            workers = tuple(seat.worker for seat in seats)
-            return self._ipc.plan(workers=workers, deadline_s=self._spec.deadline_s, whole=whole)
-        if self._nccl is None or not self._nccl.is_open or self._group_of != seats:
-            if self._nccl is not None:
-                self._nccl.close()
-            address = "127.0.0.1"
-            if any(seat.host != shared_memory_name() for seat in seats):
-                address = self._context.bus.link.local_address
-                if not address or ipaddress.ip_address(address).is_loopback:
-                    raise GroupBroken(
-                        "engines on other hosts cannot reach this one by the address of its bus connection "
-                        f"({address or 'a socket'}): give --bus-url an address of the network they share"
-                    )
-            self._nccl, self._group_of = (
-                NcclSender(
-                    {seat.worker: seat.gpus for seat in seats},
-                    name=f"{self._context.bus.config.run}-{os.getpid()}-{self._version.id}",
-                    address=address,
-                    backend="nccl" if self._buffers.flat[0].is_cuda else "gloo",
-                    deadline_s=self._spec.deadline_s,
-                    buffers=self._buffers,
-                ),
-                seats,
-            )
-        return self._nccl.plan(whole=whole)
 
     def _left(self) -> set[str]:
         """Engines that the publisher still counts on."""
@@ -352,7 +329,7 @@ class Courier:
             async with asyncio.timeout(self._spec.deadline_s):
                 while not members <= self._ready:
                     self._news.clear()
-                    if self._next_waits:
+                    if self._next_waits or (self._moved and self._senders.passing is not None):
                         return False
                     if gone := members - self._left():
                         raise GroupBroken(f"{', '.join(sorted(gone))} left before it was sent")

@@ -46,6 +46,8 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     grad_norm). The ratio is 1 unless the denominator is the engine's; the reference is the policy, since a run without a
     checkpoint starts from it; the gradient is small where a group's advantages cancel and the step is the only one, and
     the loss is a mean."""
+    if objective.policy_loss == "nll":
+        return {}  # nobody sampled these tokens
     own = objective.proximal in ("recompute", "current")
     shaped = objective.custom_reward_post_process_path or objective.custom_advantage_function_path or objective.use_opd
     centred = bool(objective.estimator.baseline) and not shaped and not objective.custom_loss_function_path

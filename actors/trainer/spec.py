@@ -14,6 +14,7 @@ class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes: int = 512 << 20
     deadline_s: float = 60.0
     check_equal: bool = False
+    copy: bool = True  # nccl: on the GPU, so that the weights may move while engines take it
     keep_copy: bool = False  # disk: in host memory, to write files anew once the weights sleep or have moved on
 
 

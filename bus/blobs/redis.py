@@ -5,41 +5,81 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 
 from bus.blobs.api import ids_of, parse_ref
 from bus.errors import BadMessage
 from bus.streams.keys import Keys
 from bus.streams.link import Link
+from bus.streams.wire import Command
 
 PIECE_BYTES = 512 * 1024
+MOST_PIECES = 1 << 16
+
+
+WRITE_BYTES = 4 << 20  # about so much in one write
 
 
 class RedisBlobs:
-    """One Redis list per blob, one element per piece."""
+    """One Redis list per blob, one element per piece. Bodies that come while others are being written go together in the next
+    write: across hosts a round trip costs more than the bytes."""
 
     def __init__(self, link: Link, keys: Keys) -> None:
         self._link = link
         self._keys = keys
+        self._waiting: list[tuple[bytes, asyncio.Future[str]]] = []
+        self._turn = asyncio.Lock()
 
     async def put(self, body: bytes) -> str:
-        return await self._link.retry(lambda: self._put(body))
+        mine: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((body, mine))
+        async with self._turn:
+            while not mine.done():
+                await self._write_some()
+        return mine.result()
 
-    async def _put(self, body: bytes) -> str:
-        blob_id = uuid.uuid4().hex  # a new one at each attempt: after a lost reply a piece could be there twice
-        for start in range(0, max(1, len(body)), PIECE_BYTES):
-            await self._link.bulk("RPUSH", self._keys.blob(blob_id), body[start : start + PIECE_BYTES])
-        return f"redis:{blob_id}:{len(body)}"
+    async def _write_some(self) -> None:
+        """The oldest bodies that wait, at least one. Their callers get what comes of it, and wait on if this one is cancelled."""
+        n, size = 0, 0
+        while n < len(self._waiting) and size < WRITE_BYTES:
+            size += len(self._waiting[n][0])
+            n += 1
+        some, self._waiting = self._waiting[:n], self._waiting[n:]
+        try:
+            refs = await self._link.retry(lambda: self._put([body for body, _ in some]))
+        except Exception as error:  # noqa: BLE001 - each caller gets it
+            for _, future in some:
+                future.set_exception(error)
+        except BaseException:
+            self._waiting[:0] = some
+            raise
+        else:
+            for (_, future), ref in zip(some, refs, strict=True):
+                future.set_result(ref)
+
+    async def _put(self, bodies: Sequence[bytes]) -> list[str]:
+        commands: list[Command] = []
+        refs: list[str] = []
+        for body in bodies:
+            blob_id = uuid.uuid4().hex  # a new one at each attempt: after a lost reply a piece could be there twice
+            for start in range(0, max(1, len(body)), PIECE_BYTES):
+                piece = body if len(body) <= PIECE_BYTES else body[start : start + PIECE_BYTES]
+                commands.append(("RPUSH", self._keys.blob(blob_id), piece))
+            refs.append(f"redis:{blob_id}:{len(body)}")
+        await self._link.bulk(commands)
+        return refs
 
     async def get(self, ref: str) -> bytes:
         blob_id, size = parse_ref(ref, "redis")
-        pieces: list[bytes] = []
         n_pieces = max(1, -(-size // PIECE_BYTES))
-        for index in range(n_pieces):
-            piece = await self._link.run("LINDEX", self._keys.blob(blob_id), index)
-            if piece is None:
-                raise BadMessage(f"blob {blob_id} is gone or cut: {index} of {n_pieces} pieces found")
-            pieces.append(piece)
-        body = b"".join(pieces)
+        if n_pieces > MOST_PIECES:
+            raise BadMessage(f"blob {blob_id} claims {size} bytes, which no body has")
+        key = self._keys.blob(blob_id)
+        asked = [self._link.run("LINDEX", key, index) for index in range(n_pieces)]
+        pieces = [await asked[0]] if n_pieces == 1 else await asyncio.gather(*asked)
+        if None in pieces:
+            raise BadMessage(f"blob {blob_id} is gone or cut: {pieces.index(None)} of {n_pieces} pieces found")
+        body = pieces[0] if n_pieces == 1 else b"".join(pieces)
         if len(body) != size:
             raise BadMessage(f"blob {blob_id} has {len(body)} bytes, its entry says {size}")
         return body

@@ -47,6 +47,9 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
     step: int = 0  # that of the newest version served when it was issued: no token of it is made by an older one
     eval_name: str = ""  # data set of an evaluation sample; empty for training
     pinned: int | msgspec.UnsetType = msgspec.UNSET  # version id that an evaluation was issued for
+    # Supervised training: the response as the data has it, int32 [n], and what of it is trained, uint8 [n]. UNSET = generate one.
+    given_tokens: Packed | msgspec.UnsetType = msgspec.UNSET
+    given_mask: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
@@ -181,6 +184,7 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     score_s: float = 0.0
     # float32 [n_tokens], the teacher's for the response; UNSET (not on the wire) = no teacher was asked
     teacher_logprobs: Packed | msgspec.UnsetType = msgspec.UNSET
+    reward_version: int | msgspec.UnsetType = msgspec.UNSET  # of the function or service that scored it; UNSET = 0
     answer: str | msgspec.UnsetType = msgspec.UNSET  # of an evaluation sample: what it answers, as votes are counted
 
     def header(self) -> Header:

@@ -98,6 +98,7 @@ class Link:
         self.clock = clock
         self.deadline_s = deadline_s
         self.server_restarts = 0
+        self.local_address, self.peer_address = "", ""  # see Wire; of the last time that we had to dial
         self._scripts = {script.sha: script for script in scripts}
         self._run_id = ""
         self._wire = Wire(url)
@@ -105,16 +106,6 @@ class Link:
         self._calls = 0
         self._queue: list[tuple[Command | Job, Waiting]] = []
         self._writer: asyncio.Task[None] | None = None
-
-    @property
-    def local_address(self) -> str:
-        """See Wire."""
-        return self._wire.local_address
-
-    @property
-    def peer_address(self) -> str:
-        """See Wire."""
-        return self._wire.peer_address
 
     async def run(self, *command: Any) -> Any:
         """One command, pipelined with whatever else is queued; safe-to-repeat commands only."""
@@ -242,10 +233,13 @@ class Link:
         async with self._bulk_turn:
             return await self._accepted(self._bulk, commands)
 
-    async def bulk(self, *command: Any) -> Any:
-        """One attempt of one command, on the connection for large bodies."""
+    async def bulk(self, commands: list[Command]) -> None:
+        """One attempt of all of them in one write, on the connection for large bodies. Raises the first refusal."""
         async with self._bulk_turn:
-            return await self._bulk.call(*command)
+            replies = await self._bulk.exchange(commands)
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise reply
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
@@ -287,7 +281,9 @@ class Link:
         """One command on a connection of its own: the others may be waiting for a server that takes no writes."""
         wire = Wire(self._url)
         try:
-            return await wire.call(*command)
+            answer = await wire.call(*command)
+            self.local_address, self.peer_address = wire.local_address, wire.peer_address
+            return answer
         finally:
             await wire.close()
 

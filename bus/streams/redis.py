@@ -6,6 +6,7 @@ change in one script on the server, and only if the input was still pending.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -91,8 +92,8 @@ class Bus:
             return
         commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
-        for out, body in zip(outs, bodies, strict=True):
-            one = await self._place(out, body, self.config.inline_limit_bytes)
+        for one in await self._place(outs, bodies, self.config.inline_limit_bytes):
+            out, body = one.out, one.body
             key = self._stream_keys[out.stream.name]
             if out.stream.cap:
                 commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *one.fields()))
@@ -114,11 +115,8 @@ class Bus:
         """
         kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
         released = [e.blob for e in commit.ack if e.blob and e.blob not in kept]
-        placed: list[Placed] = []
-        for out in commit.append:
-            body = encode(out.message)
-            small = len(body) <= self.config.hop_limit_bytes
-            placed.append(Placed(out, body) if small else await self._place(out, body, self.config.hop_limit_bytes))
+        bodies = [encode(out.message) for out in commit.append]
+        placed = await self._place(commit.append, bodies, self.config.hop_limit_bytes)
         outcome, rest = await self._hop(commit, placed)
         if outcome == b"moved":
             return CommitResult(done=False, moved=tuple(map(text_of, rest)))
@@ -184,8 +182,11 @@ class Bus:
             "--stream-max-bytes; nothing was lost."
         )
 
-    async def _place(self, out: Out, body: bytes, limit: int) -> Placed:
-        return Placed(out, body, "" if len(body) <= limit else await self.blobs.put(body))
+    async def _place(self, outs: Sequence[Out], bodies: Sequence[bytes], limit: int) -> list[Placed]:
+        """Bodies above the limit are put aside, all at once."""
+        large = [n for n, body in enumerate(bodies) if len(body) > limit]
+        refs = dict(zip(large, await asyncio.gather(*(self.blobs.put(bodies[n]) for n in large)), strict=True)) if large else {}
+        return [Placed(out, body, refs.get(n, "")) for n, (out, body) in enumerate(zip(outs, bodies, strict=True))]
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""

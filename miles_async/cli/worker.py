@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_async import __version__
 from miles_async.cli.options import add_run_options, chosen_run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # it names files and a consumer on the bus
@@ -101,6 +102,11 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if known is None:
         raise BusRefused(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
+        )
+    if known.release and known.release.split(".")[:2] != __version__.split(".")[:2]:
+        raise BusRefused(
+            f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
+            f"same message. Install miles_async {known.release} here."
         )
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name

@@ -23,6 +23,7 @@ Level = Literal["error", "warning", "info"]
 BRIEF_S = 5.0  # shorter than this is the ordinary course of things
 PATIENCE_S = 60.0  # a wait that should be short is a fault after this
 STALE_S = 30.0  # a worker may serve an older version for so long
+CLOCK_S = 5.0  # a clock may differ by so much
 STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
 
 
@@ -204,8 +205,21 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
             continue
         has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
         doing = f"; it waits for {vitals.waits_for}" if vitals.waits_for else ""
+        doing += f" ({vitals.note})" if vitals.note else ""
         text = f"{vitals.actor} {has}, newer ones have been announced for {duration(behind_s)} (now {policy.announced}){doing}"
         yield Finding("warning" if behind_s > STALE_S else "info", "stale worker", vitals.actor, text, behind_s)
+
+
+def wrong_clocks(scene: Scene) -> Iterator[Finding]:
+    """Hosts whose clocks differ from Redis's. Nothing is decided by them."""
+    off = {a.vitals.host: a.vitals.wall + a.age_s - scene.now for a in scene.snapshot.actors if a.life == "alive"}
+    for host, by_s in sorted(off.items()):
+        if abs(by_s) > CLOCK_S:
+            text = (
+                f"the clock of {host} is {duration(abs(by_s))} {'ahead of' if by_s > 0 else 'behind'} Redis's: the times that "
+                "its actors write into logs and events are off by as much, and nothing else. Correct it (NTP)"
+            )
+            yield Finding("warning", "clock", host, text)
 
 
 def starving_filter(scene: Scene) -> Iterator[Finding]:
@@ -272,6 +286,7 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     full_streams,
     long_waits,
     stale_workers,
+    wrong_clocks,
     starving_filter,
     incomplete_groups,
     dead_letters,

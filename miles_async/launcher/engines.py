@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from actors.generation.actor import GenerationSpec
+from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.settings.colocate import engine_args, gives_back
 from miles_async.settings.custom_config import custom_config
+from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
 
 if TYPE_CHECKING:
@@ -56,6 +57,22 @@ def generation_spec(
         program=settings.rollout.custom_generate_function_path or "",
         program_deadline_s=settings.rollout.rollout_timeout_s,
         program_values=custom_config(settings.rollout.custom_config_path),
+        agent=_agent(settings.rollout),
+    )
+
+
+def _agent(r: RolloutSettings) -> AgentSpec | None:
+    if not r.tools and not r.custom_agent_function_path:
+        return None
+    return AgentSpec(
+        tools=r.tools,
+        corpus=r.tool_corpus or "",
+        max_turns=r.max_turns,
+        parser=r.generate_tool_call_parser,
+        function=r.custom_agent_function_path or "",
+        idle_s=r.agent_idle_s,
+        template_path=r.chat_template_path or "",
+        template_kwargs=r.apply_chat_template_kwargs or "",
     )
 
 
@@ -84,6 +101,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
+        copy=s.update_weight_copy,
         keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 

@@ -25,7 +25,7 @@ from miles_async.settings.run import RunSettings
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    "custom_generate_function_path",
+    *("custom_generate_function_path", "custom_agent_function_path"),
 )
 
 
@@ -124,7 +124,8 @@ def check_quantization(settings: RunSettings) -> None:
 def check_architecture(settings: RunSettings) -> None:
     """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
     given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
-    if settings.model.builtin_name is not None:
+    said = any(value not in (None, False, (), 1) for value in given.values())
+    if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
         return
     try:
         config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())

@@ -17,7 +17,7 @@ from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.megatron_backend.config import MegatronConfig
-from actors.trainer.objective_config import ObjectiveConfig, Reduction
+from actors.trainer.objective_config import ObjectiveConfig, Proximal, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
@@ -79,6 +79,10 @@ def told(kind: type[T], settings: Flat, **own: Any) -> T:
     return kind(**{name: "" if values[name] is None and of is str else values[name] for name, of in named.items()} | own)
 
 
+def _proximal(s: Flat) -> Proximal:
+    return "rollout" if s.use_rollout_logprobs else "interpolate" if s.interpolate_proximal else "recompute"
+
+
 def objective_config(settings: RunSettings) -> ObjectiveConfig:
     """The objective's settings from the GRPO group."""
     s = settings.flat
@@ -86,9 +90,10 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
     return told(
         ObjectiveConfig,
         s,
-        rewards_normalization=not s.disable_rewards_normalization,
+        diagnostics=not s.supervised,
+        rewards_normalization=not (s.disable_rewards_normalization or s.supervised),
         grpo_std_normalization=not s.disable_grpo_std_normalization,
-        proximal="rollout" if s.use_rollout_logprobs else "interpolate" if s.interpolate_proximal else "recompute",
+        proximal="current" if s.supervised else _proximal(s),
         correction="none" if chosen == "rollout_logprobs" else chosen,
         report_only=s.get_mismatch_metrics,
         tis_batch_normalize=s.tis_batch_normalize and s.use_mis,
@@ -118,15 +123,18 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     )
 
 
-def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: str) -> DataSpec:
+def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: Any) -> DataSpec:
     """How to read one prompt file; `keys` where they are not those of training."""
     longest = settings.rollout.rollout_max_prompt_len or 0
     return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
 
 
-def training_data(settings: RunSettings, model_dir: str) -> DataSpec:
-    """How to read the training prompts."""
-    return data_spec(settings, model_dir, settings.rollout.prompt_data)
+def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[int, ...] = ()) -> DataSpec:
+    """How to read the training prompts. `stop_token_ids`: the first of them ends a given response."""
+    r, supervised = settings.rollout, settings.flat.supervised
+    longest = r.rollout_max_response_len if supervised else 0
+    end = stop_token_ids[0] if stop_token_ids else -1
+    return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -172,7 +180,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             told(
                 SamplerSpec,
                 settings.flat,
-                data=training_data(settings, place.model_dir),
+                data=training_data(settings, place.model_dir, place.stop_token_ids),
                 num_rollout=place.num_rollout,
                 shuffle=r.rollout_shuffle,
                 stop_token_ids=place.stop_token_ids,

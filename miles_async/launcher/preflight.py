@@ -71,7 +71,8 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
-        prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, chat=r.apply_chat_template)
+        how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
+        prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, **how)
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
         raise SettingsError(
             f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
@@ -95,7 +96,7 @@ def check_prompt_lengths(
     r = settings.rollout
     limits = [limit for limit in (r.rollout_max_context_len, model_context) if limit is not None]
     context = min(limits, default=None)
-    if not prompts.head:
+    if not prompts.head or settings.flat.supervised:  # whole dialogues are measured when they are read
         return
     try:
         keys = {"input_key": r.input_key, "tool_key": r.tool_key}
@@ -122,9 +123,11 @@ def check_prompt_lengths(
         )
 
 
-def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None], chat: bool = True) -> DataInfo:
+def check_prompt_data(
+    text: str, *, field: str, keys: dict[str, str | None], chat: bool = True, supervised: bool = False
+) -> DataInfo:
     """Check what one setting names. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether
-    prompts may be chat messages."""
+    prompts may be chat messages; `supervised`: they hold the responses too."""
     rows, head = 0, []
     try:
         for source in sources_of(text):
@@ -134,18 +137,18 @@ def check_prompt_data(text: str, *, field: str, keys: dict[str, str | None], cha
                 raise SettingsError(f"{source.path} {why}", field=field, value=text, remedy="A run needs at least one prompt.")
             rows += chosen
             for number, row in islice(read(source), CHECKED_ROWS):
-                _check_row(row, keys, f"{field} {source.path}, row {number}", chat=chat)
+                _check_row(row, keys, f"{field} {source.path}, row {number}", chat=chat, supervised=supervised)
                 head.append(row)
     except BadData as error:
         raise SettingsError(error.problem, field=field, value=text, remedy=error.remedy) from None
     return DataInfo(rows, tuple(head))
 
 
-def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, chat: bool) -> None:
+def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, chat: bool, supervised: bool) -> None:
     """SettingsError under the field that names the column."""
     fields = {name.removeprefix("eval_"): name for name in keys}
     try:
-        parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True)
+        parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True, supervised=supervised)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
         raise SettingsError(

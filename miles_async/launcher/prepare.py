@@ -34,6 +34,7 @@ from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
+from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data
 from miles_async.settings.catalog import kinds
@@ -199,7 +200,7 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     r = settings.rollout
     if r.num_rollout is not None:
         return int(r.num_rollout)
-    prompts = load_prompts(training_data(settings, str(directory))).prompts
+    prompts = load_prompts(training_data(settings, str(directory), stop_tokens(settings, directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
         raise SettingsError(
@@ -282,6 +283,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         heartbeat_s=settings.launch.heartbeat_s,
         drain_timeout_s=settings.launch.drain_timeout_s,
         run_dir=place.run_dir,
+        release=__version__,
     )
     known = await read_identity(bus)
     if known is not None:

@@ -32,6 +32,7 @@ SIGNATURES = {
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named",
     "custom_generate_function_path": SIGNATURE,
+    "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
 FIRST_ROWS, GROUP = 100, 2
@@ -66,6 +67,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be called as it will be: {error}"
     except ValueError:
         pass  # a builtin that tells no signature
+    if field == "custom_agent_function_path":
+        return ""  # what it needs is a model that answers
     try:
         answer = _answer(hook, given, ask.deadline_s)
     except (OSError, TimeoutError):
@@ -90,6 +93,8 @@ def _rollout_problem(path: str, ask: Ask) -> str:
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
         return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
+    if field == "custom_agent_function_path":
+        return None, "http://127.0.0.1/v1", "sk"
     if field == "data_source_path":
         assert ask.data is not None
         return (sources_of(ask.data.path)[0].path,)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+EOS = SPECIAL[EOS_ID]
 """Every vocabulary begins with these."""
 
 
@@ -90,6 +91,10 @@ class Task:
     """Held-out problems in the shipped files."""
     most: int
     """Most problems of one data set: well below the number of different ones."""
+    told: tuple[str, str] = ("", "")
+    """Marks around what the environment says within `Problem.written`; empty = it says nothing."""
+    template: str = ""
+    """Chat template of the tokenizer, where the task is a dialogue."""
     shape: Shape = field(default_factory=Shape)
     lessons: WarmStart = field(default_factory=WarmStart)
 
@@ -139,7 +144,17 @@ class Task:
     def encode(self, text: str) -> list[int]:
         """Ids of a text of this vocabulary, as the tokenizer gives them. Raises KeyError for anything else."""
         ids = {token: index for index, token in enumerate(self.vocabulary)}
-        return [ids[token] for token in _split(text, [t for t in self.vocabulary[len(SPECIAL) :] if len(t) > 1])]
+        return [ids[token] for token in _split(text, [t for t in self.vocabulary if len(t) > 1])]
+
+    def made(self, ids: Sequence[int]) -> list[bool]:
+        """Of the ids of a written response: which the model makes, and which the environment says."""
+        found, within = [], False
+        opening, closing = (self.vocabulary.index(mark) if mark else -1 for mark in self.told)
+        for token in ids:
+            within = within or token == opening
+            found.append(not within)
+            within = within and token != closing
+        return found
 
 
 def _split(text: str, marks: Sequence[str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.columns import COLUMNS
+from miles_async.quickstart.steps import STEPS
 from miles_async.quickstart.task import Task
 
-TASKS: Mapping[str, Task] = {task.name: task for task in (ARITHMETIC, COLUMNS)}
+TASKS: Mapping[str, Task] = {task.name: task for task in (ARITHMETIC, COLUMNS, STEPS)}

@@ -38,5 +38,7 @@ def save_tokenizer(directory: Path, task: Task) -> None:
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
+    if task.template:
+        config["chat_template"] = task.template
     text = json.dumps(config, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -30,8 +30,8 @@ _IGNORED = -100
 PROBLEMS_AT_ONCE = 400
 """Of one forward pass of `accuracy`."""
 
-Pair = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of a response with its end token."""
+Pair = tuple[list[int], list[int], list[int]]
+"""Token ids of a prompt, of a response with its end token, and the response's targets: _IGNORED where the environment speaks."""
 
 
 class WarmStartFailed(MilesAsyncError):
@@ -104,7 +104,9 @@ def accuracy(model: torch.nn.Module, task: Task, problems: Sequence[Problem]) ->
 
 
 def _pair(task: Task, problem: Problem, response: str) -> Pair:
-    return task.encode(problem.prompt), [*task.encode(response), EOS_ID]
+    ids = [*task.encode(response), EOS_ID]
+    targets = [token if made else _IGNORED for token, made in zip(ids, task.made(ids), strict=True)]
+    return task.encode(problem.prompt), ids, targets
 
 
 def _parts(pairs: Sequence[Pair], parts: int) -> list[Sequence[Pair]]:
@@ -118,23 +120,28 @@ def _parts(pairs: Sequence[Pair], parts: int) -> list[Sequence[Pair]]:
 
 def _batch(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets, int64 [B, T], padded on the right. Targets are set on answer and end token only."""
-    rows = [prompt + response for prompt, response in pairs]
-    targets = [[_IGNORED] * len(prompt) + response for prompt, response in pairs]
+    rows = [prompt + response for prompt, response, _ in pairs]
+    targets = [[_IGNORED] * len(prompt) + wanted for prompt, _, wanted in pairs]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])
     return tokens, torch.tensor([row + [_IGNORED] * (width - len(row)) for row in targets])
 
 
+def _counted(pairs: Sequence[Pair]) -> int:
+    """Tokens that are learnt."""
+    return sum(target != _IGNORED for _, _, targets in pairs for target in targets)
+
+
 def _backward(model: torch.nn.Module, recipe: WarmStart, pairs: Sequence[Pair]) -> None:
     """Gradient of the mean cross entropy per answer token. The causal mask makes padding on the right harmless."""
-    total = sum(len(response) for _, response in pairs)
+    total = _counted(pairs)
     for part in _parts(pairs, recipe.parts):
         tokens, targets = _batch(part)
         hidden = model.model(tokens[:, :-1]).last_hidden_state  # type: ignore[operator]
         expected = targets[:, 1:]
         counted = expected != _IGNORED
         logits = model.lm_head(hidden[counted])  # type: ignore[operator]
-        share = sum(len(response) for _, response in part) / total
+        share = _counted(part) / total
         (F.cross_entropy(logits, expected[counted]) * share).backward()
 
 

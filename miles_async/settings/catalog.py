@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from miles_async.settings import megatron_fields
 from miles_async.settings.run import RunSettings
 
 Kind = Literal["bool", "int", "float", "str", "choice", "list", "table"]
@@ -32,6 +33,8 @@ def passed_on(flag: str) -> tuple[str, str] | None:
         for prefix in prefixes:
             if flag.startswith(prefix) and len(flag) > len(prefix):
                 return table, flag.removeprefix(prefix)
+    if (field := megatron_fields.named(flag)) is not None:
+        return "megatron", field[0]
     return None
 
 
@@ -76,7 +79,7 @@ class FieldSpec:
     @property
     def prefix(self) -> str:
         """Of a table: what its flags begin with, `--sglang-` for server_args."""
-        return PREFIXES[self.name][0]
+        return PREFIXES.get(self.name, ("--",))[0]
 
     @property
     def text(self) -> str:

@@ -99,11 +99,13 @@ def _check_reference(settings: RunSettings) -> None:
         )
     path = Path(ref)
     if path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES):
+        if settings.flat.train_backend == "megatron":
+            return  # each rank looks at it before it allocates anything
         raise SettingsError(
             "a checkpoint of Megatron (torch_dist), which this trainer cannot read",
             field="ref_load",
             value=ref,
-            remedy="Give the Hugging Face directory that it was made from, or convert it to one.",
+            remedy="Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it.",
         )
     check_checkpoint_dir(ref, "ref_load", ("config.json",))
     if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 KL_CHARGED = (*WHITENED, "ppo")
 DISTILLATION = "on_policy_distillation"
 TOKEN_MEAN, CONSTANT_SUM = "token-mean", "seq-mean-token-sum-norm"
+SUPERVISED = ("sft", "sft_loss")
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
 
 
@@ -141,8 +143,15 @@ def _filter(v: Values) -> str:
     return KEEP_ALL if single or v["use_opd"] or v["advantage_estimator"] == DISTILLATION else NONZERO_STD
 
 
+def _policy_loss(v: Values) -> str:
+    if v["loss_type"] in SUPERVISED:
+        return "nll"
+    return str(v["advantage_estimator"]) if v["advantage_estimator"] in ("gspo", "cispo") else "ppo"
+
+
 # field -> how it follows. Read by `fill` in this order.
 DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
+    ("train_backend", lambda v: "megatron" if asked_for(v) else "torch"),
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
@@ -168,8 +177,8 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),
     ("balance_by_flops", lambda v: v["balance_data"]),
     ("selfcheck_logprob_tolerance", _tolerance),
-    ("policy_loss", lambda v: v["advantage_estimator"] if v["advantage_estimator"] in ("gspo", "cispo") else "ppo"),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
+    ("policy_loss", _policy_loss),
     ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
     ("critic_lr", lambda v: v["lr"]),
     ("opd_type", lambda v: "sglang" if v["opd_teacher_urls"] else "megatron"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from miles_async.settings.derive import needs_whole_groups, solve_four_knobs
+from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -79,6 +79,11 @@ class Flat:
         return (("eval", data[0]),) if len(data) == 1 else tuple(zip(data[::2], data[1::2], strict=False))
 
     @property
+    def supervised(self) -> bool:
+        """Whether the data's own responses are learned."""
+        return self.loss_type in SUPERVISED
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are held-out data sets."""
         return bool(self.eval_prompt_data or self.eval_config)
@@ -104,6 +109,16 @@ class Flat:
         if self.staleness_policy != "wait":
             return 0
         return -(-(int(self.staleness_lookahead) - 1) // self.groups_per_version)
+
+    @property
+    def model_parallel_ranks(self) -> int:
+        """Ranks of the trainer that share one copy of the model; with FSDP each has a part of every one."""
+        return int(self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of the trainer with samples of their own."""
+        return max(1, self.train_ranks // self.model_parallel_ranks)
 
     @property
     def needs_whole_groups(self) -> bool:

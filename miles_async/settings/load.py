@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from miles_async.settings import megatron_fields
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest
@@ -210,7 +211,7 @@ def value_of_words(flag: FlagValue) -> Any:
     spec, words = flag.spec, flag.words
     if spec.kind == "table":
         _, name = passed_on(flag.typed) or ("", flag.typed)
-        return {name: _passed_on(words)}
+        return {name: _of_megatron(flag) if spec.name == "megatron" else _passed_on(words)}
     if spec.kind == "list":
         return coerce(spec, words, flag.typed, text=True)
     return value_of_text(spec, words[0], flag.typed)
@@ -223,6 +224,18 @@ def value_of_text(spec: FieldSpec, text: str, where: str) -> Any:
     # A string field must not turn "null" into nothing, so only numbers and booleans are read from text.
     number = spec.kind in ("bool", "int", "float")
     return coerce(spec, text.strip() if number else text, where, text=number)
+
+
+def _of_megatron(flag: FlagValue) -> Any:
+    """A field of megatron-core, as its table says what it is."""
+    field, on = megatron_fields.named(flag.typed) or ("", True)
+    if not on:
+        return False
+    try:
+        return megatron_fields.typed(field, flag.words)
+    except (ValueError, KeyError):
+        kind = megatron_fields.FIELDS[field]
+        raise SettingsError(f"must be of kind {kind}", field=flag.typed, value=" ".join(flag.words)) from None
 
 
 def _passed_on(words: tuple[str, ...]) -> bool | str | tuple[str, ...]:

@@ -19,16 +19,18 @@ OTHERWISE: dict[str, str] = {
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
+    "loss_mask_type": "also all and last; the template itself says where a message ends",
+    "loss_type": "sft_loss is also called sft",
     "load_debug_rollout_data": "msgpack, not torch.save",
     "opd_type": "megatron means: in the trainer",
     "partial_rollout": "on by default",
-    "ref_load": "a Hugging Face directory, not torch_dist",
+    "ref_load": "a Hugging Face directory; for the Megatron backend torch_dist as well",
     "save_debug_rollout_data": "msgpack, not torch.save",
 }
 """Fields that have the name of a flag of Miles and another meaning."""
 OF_OURS = (
     *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
-    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size"),
+    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "reward_version", "sft_loss_roles"),
     *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
     *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
     *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
@@ -38,24 +40,21 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
-        "--padded-vocab-size --attention-dropout --hidden-dropout --attention-softmax-in-fp32 --mtp-*",
+        "--padded-vocab-size --mtp-*",
     ),
     (
-        "Of Megatron; this trainer shards with FSDP2 over --actor-num-gpus-per-node.",
-        "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --expert-*-parallel-size "
-        "--sequence-parallel --allgather-cp --moe-* --transformer-impl --megatron-* --distributed-* "
-        "--accumulate-allreduce-grads-in-fp32 --attention-backend --data-pad-size-multiplier --custom-megatron-* "
-        "--qkv-format --fp8-* --use-distributed-post --stream-optimizer-* --optimizer-cpu-offload "
-        "--linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
+        "The Megatron backend has nothing like it.",
+        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --use-distributed-post --indep-dp "
+        "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp",
     ),
-    ("Use --gradient-checkpointing.", "--recompute-granularity --recompute-method --recompute-num-layers --recompute-loss-*"),
+    ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
     ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
     ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus, on this host.", "--num-gpus-per-node"),
@@ -73,13 +72,20 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
     ),
     (
-        "There are no agents, tools or pictures.",
-        "--custom-agent-function-path --generate-* --multimodal-keys --session-* "
+        "Tools are --tools; there are no pictures.",
+        "--generate-* --multimodal-keys --session-* "
         "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
-        "--rollout-buffer-url --fetch-trajectory-* --loss-mask-type",
+        "--rollout-buffer-url --fetch-trajectory-*",
     ),
     ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
-     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-passrate --log-reward-category --log-correct-*"),
+     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-reward-category --custom-rollout-log-* "
+     "--custom-eval-rollout-log-*"),
+    ("pass@k and maj@k are told wherever an evaluation has several samples a prompt.", "--log-passrate"),
+    ("miles-async samples --best and --worst show kept samples.", "--log-correct-*"),
+    ("--data-source-path names a function that gives the rows.", "--disable-rollout-global-dataset"),
+    ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples"),
+    ("Samples are scheduled one by one.", "--rollout-submission-granularity"),
+    ("The bus is the buffer; --buffer-filter-path orders what was interrupted.", "--custom-async-data-buffer-path"),
     ("miles-async trace, doctor and replay look into a run instead.", "--dump-* --dumper-* --debug-* --memory-* --env-report "
      "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
     ("Every actor is restarted and every entry delivered again without being asked.", "--use-fault-tolerance --ft-* --mini-ft-* "
@@ -87,7 +93,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
     ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
-    ("Evaluation shares the engines (--eval-share) and samples as --eval-* say.", "--eval-*"),
+    ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
     ("The newest complete checkpoint is taken; the state of the optimizer is always saved.", "--ckpt-step --no-save-optim "

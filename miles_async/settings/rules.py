@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, second_models, serving, slots, staleness, training
+from miles_async.settings import colocate, megatron, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import Flat
@@ -157,6 +157,8 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal(
             "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
         )
+    if s.supervised and not s.evaluates:
+        return
     if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if s.rm_type is not None and "." in s.rm_type:
@@ -203,7 +205,7 @@ def data_of_a_function_has_a_known_end(s: Flat) -> None:
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path")
+    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
     own = {name: path for name in names if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
@@ -306,6 +308,18 @@ def checkpoint_options_agree(s: Flat) -> None:
         raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
 
 
+def tools_and_agents_have_what_they_need(s: Flat) -> None:
+    if s.tools and s.custom_agent_function_path:
+        raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
+    own = s.custom_generate_function_path
+    if own and (s.tools or s.custom_agent_function_path):
+        raise refusal("custom_generate_function_path", own, "it is the rollout, and so are tools and an agent", "Keep one of them.")
+    if s.tools and not s.apply_chat_template:
+        raise refusal("tools", s.tools, "the chat template shows them to the model", "Add --apply-chat-template.")
+    if ("search" in s.tools) != (s.tool_corpus is not None):
+        raise refusal("tool_corpus", s.tool_corpus, "the tool search looks into it", "Give both or neither.")
+
+
 def debug_modes_exclude_each_other(s: Flat) -> None:
     if s.debug_rollout_only and (s.debug_train_only or s.load_debug_rollout_data):
         raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
@@ -334,6 +348,7 @@ RULES: tuple[Rule, ...] = (
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
+    tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
     the_template_has_what_it_takes,
     data_of_a_function_has_a_known_end,
@@ -348,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     *serving.RULES,
     *slots.RULES,
     *colocate.RULES,
+    *megatron.RULES,
 )
 
 

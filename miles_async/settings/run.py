@@ -18,6 +18,7 @@ from miles_async.settings.groups import (
     LaunchSettings,
     ModelSettings,
     OptimizerSettings,
+    ParallelSettings,
     PerfSettings,
     RolloutSettings,
     SglangSettings,
@@ -32,6 +33,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rollout: RolloutSettings
     eval: EvalSettings
     perf: PerfSettings
+    parallel: ParallelSettings
     grpo: GrpoSettings
     optimizer: OptimizerSettings
     sglang: SglangSettings

@@ -158,7 +158,7 @@ def router_settings_agree(s: Flat) -> None:
         )
 
 
-def waves_are_for_files(s: Flat) -> None:
+def ways_fit_the_transport(s: Flat) -> None:
     way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
         raise SettingsError(
@@ -166,6 +166,13 @@ def waves_are_for_files(s: Flat) -> None:
             field="update_weight_wave_fraction",
             value=fraction,
             remedy="Leave it out, or set --update-weight-transport disk.",
+        )
+    if not s.update_weight_copy and way != "nccl":
+        raise SettingsError(
+            f"update_weight_transport is {way!r}, which cannot send from the weights themselves",
+            field="update_weight_copy",
+            value=False,
+            remedy="Leave it out, or set --update-weight-transport nccl.",
         )
 
 
@@ -186,7 +193,7 @@ def engines_are_different(s: Flat) -> None:
 
 RULES = (
     engines_are_different,
-    waves_are_for_files,
+    ways_fit_the_transport,
     engines_match_the_gpus,
     passed_flags_are_not_ours,
     router_settings_agree,

@@ -46,7 +46,7 @@ def stale_data_is_corrected(s: Flat) -> None:
     bound = s.max_weight_staleness
     corrected = s.off_policy_correction == "rollout_logprobs" or s.keep_old_actor or s.policy_loss == "dppo"
     corrected = corrected or (s.off_policy_correction != "none" and not s.get_mismatch_metrics)
-    if bound > 0 and not (corrected or s.no_correction):
+    if bound > 0 and not (corrected or s.no_correction or s.supervised):
         raise refusal(
             "max_weight_staleness",
             bound,

@@ -30,7 +30,29 @@ def hooks_have_an_effect(s: Flat) -> None:
         )
 
 
+def supervised_training_has_nothing_to_compare(s: Flat) -> None:
+    if s.supervised != (s.policy_loss == "nll"):
+        raise refusal("policy_loss", s.policy_loss, f"loss_type is {s.loss_type!r}", "Leave it out, and it follows.")
+    if not s.supervised:
+        return
+    if s.n_samples_per_prompt != 1:
+        raise refusal("n_samples_per_prompt", s.n_samples_per_prompt, "the data has one response to a prompt", "Set it to 1.")
+    for name, value in (
+        ("use_opd", s.use_opd),
+        ("use_opsm", s.use_opsm),
+        ("keep_old_actor", s.keep_old_actor),
+        ("group_rm", s.group_rm),
+        ("off_policy_correction", s.off_policy_correction != "none"),
+    ):
+        if value:
+            raise refusal(name, True, f"has no meaning with loss_type {s.loss_type}", "Leave it out.")
+    if s.advantage_estimator != "grpo":
+        raise refusal("advantage_estimator", s.advantage_estimator, f"loss_type {s.loss_type} takes no rewards", "Leave it out.")
+
+
 def a_loss_belongs_to_its_estimator(s: Flat) -> None:
+    if s.supervised:
+        return
     own = s.advantage_estimator if s.advantage_estimator in ("gspo", "cispo") else None
     if s.policy_loss != own and (own or s.policy_loss in ("gspo", "cispo")):
         raise refusal(
@@ -66,13 +88,13 @@ def ranks_have_work(s: Flat) -> None:
         )
     if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
         raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")
-    if s.train_ranks > s.global_batch_size:
+    if s.data_ranks > s.global_batch_size:
         field, others = ("actor_num_gpus_per_node", 1) if s.actor_num_nodes == 1 else ("actor_num_nodes", s.actor_num_gpus_per_node)
         raise refusal(
             field,
             s.train_ranks // others,
-            f"{s.train_ranks} ranks are more than global_batch_size = {s.global_batch_size}: one would have no sample",
-            f"Set it to {max(1, s.global_batch_size // others)} or less.",
+            f"{s.data_ranks} ranks are more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
+            f"Set it to {max(1, s.global_batch_size * s.model_parallel_ranks // others)} or less.",
         )
 
 
@@ -95,7 +117,7 @@ def loss_is_reduced_one_way(s: Flat) -> None:
 
 def ranks_have_equal_micro_batches(s: Flat) -> None:
     """Where micro-batches are of a fixed number of samples; with a token cap they are always made equal."""
-    ranks, size = s.train_ranks, s.micro_batch_size
+    ranks, size = s.data_ranks, s.micro_batch_size
     if s.use_dynamic_batch_size or ranks == 1:
         return
     if s.use_dynamic_global_batch_size and size > 1:
@@ -145,6 +167,7 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
 RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
+    supervised_training_has_nothing_to_compare,
     a_loss_belongs_to_its_estimator,
     masked_sequences_have_moved,
     loss_is_reduced_one_way,
@@ -156,7 +179,7 @@ RULES = (
 
 def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
-    ranks, total = s.train_ranks, s.samples_per_rollout
+    ranks, total = s.data_ranks, s.samples_per_rollout
     if s.use_dynamic_global_batch_size and total % ranks:
         yield (
             f"use_dynamic_global_batch_size leaves out {total % ranks} of {total} samples of every full rollout batch, "

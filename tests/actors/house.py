@@ -37,6 +37,7 @@ KNOBS: dict[str, Any] = {
     "partial_save_tokens": 4,
     "max_tokens_per_slice": 0,
     "reward_timeout_s": 5.0,
+    "reward_version": 0,
     "max_waves": 0,
     "dynamic_sampling_filter_path": "nonzero_std",
     "lr": 1e-3,

@@ -155,6 +155,17 @@ def test_a_parcel_that_names_files_elsewhere_is_refused(version: Path, tmp_path:
         fetching(msgspec.structs.replace(parcel, files=(file,)), tmp_path / "here")
 
 
+def test_what_nobody_has_any_more_is_given_up_for_what_is_newer(version: Path, serve: Serve, tmp_path: Path) -> None:
+    parcel, here = pack_parcel(version), tmp_path / "here"
+    fetch = Fetch(parcel, here, [serve(tmp_path / "gone").url], token="secret", deadline_s=60.0, came=print, pointless=lambda: True)
+    with pytest.raises(FetchFailed, match="it does not have it"):
+        fetch.run()
+    going_on, _ = fetching(parcel, here, serve(version).url)
+    going_on._pointless = lambda: True
+    going_on.run()
+    assert same(version, here), "what comes is finished, whatever is newer"
+
+
 def test_a_host_that_is_silent_costs_a_stall_and_no_more(
     version: Path, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_what_cannot_be_right_with_the_template_is_refused(tokenizer_dir: str) -
     assert prompt.text == "81+1=+9=" and prompt.metadata == {"tools": [{"name": "8"}]}
     for row, says in (
         ({"prompt": [*CHAT, {"role": "assistant", "content": "2"}]}, "nothing to answer"),
-        ({"prompt": "1<s>"}, "holds '<s>' already.*Leave out --apply-chat-template"),
+        ({"prompt": "<s>1"}, "begins with '<s>' already.*Leave out --apply-chat-template"),
         ({"prompt": CHAT, "tools": "8"}, "the tools under 'tools' are"),
     ):
         with pytest.raises(Refused, match=says):

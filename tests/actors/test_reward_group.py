@@ -42,7 +42,9 @@ async def test_with_group_rm_a_prompt_is_scored_when_all_its_samples_are_here(
             lost = RolloutLost(sample_id="g2/1", group_id="g2", n_samples=2, reason="evicted")
             broken = done(4, 1, "d")
             broken = msgspec.structs.replace(broken, response=msgspec.structs.replace(broken.response, spans=()))
-            await put(bus, ROLLOUTS, done(1, 1, "bb"), lost, done(3, 0, "raise"), done(3, 1, "c"), done(4, 0, "c"), broken)
+            await put(bus, ROLLOUTS, done(1, 1, "bb"), lost, done(3, 0, "raise"), done(3, 1, "c"), broken)
+            await scored_and_lost(bus, 7)
+            await put(bus, ROLLOUTS, done(4, 0, "c"))  # its sibling has passed
             found = await scored_and_lost(bus, 8)
         assert [(found[i].reward, found[i].rewards["n"]) for i in ("g1/0", "g1/1")] == [(0.0, 2.0), (1.0, 2.0)]
         assert isinstance(found["g2/1"], RolloutLost) and found["g2/0"].scorer == "none"

@@ -49,9 +49,10 @@ def hook(sample):
         child = subprocess.Popen(["sleep", "600"])
         open(sample["label"], "w").write(str(child.pid))
         child.wait()
-    if what == "setsid":
+    if what in ("setsid", "setsid bare"):
+        env = {} if what == "setsid bare" else None
         daemon = "import os, sys, time; os.fork() and os._exit(0); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", daemon, sample["label"]], start_new_session=True).wait()
+        subprocess.Popen([sys.executable, "-c", daemon, sample["label"]], start_new_session=True, env=env).wait()
     if what == "stdin":
         return float(len(sys.stdin.read()))
     if what == "dict":
@@ -180,10 +181,14 @@ async def test_a_hook_that_hangs_is_killed_while_others_go_on(sync_hook: str, tm
         assert await verifiers.score(sample("ok"), 20.0) == 2.0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="found by their environment, which psutil reads on Linux")
-async def test_what_a_hook_sent_into_a_session_of_its_own_ends_with_the_pool(sync_hook: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="verifiers adopt them on Linux")
+@pytest.mark.parametrize("how", ["setsid", "setsid bare"])
+async def test_what_a_hook_sent_into_a_session_of_its_own_ends_with_the_pool(
+    sync_hook: str, how: str, tmp_path: Path
+) -> None:
+    """Also when it cleared its environment."""
     async with pool(sync_hook) as verifiers:
-        await verifiers.score(sample("setsid", str(tmp_path / "pid")), 20.0)
+        await verifiers.score(sample(how, str(tmp_path / "pid")), 20.0)
         pid = int(await appears(tmp_path / "pid"))
         assert psutil.pid_exists(pid), "a hook may keep a helper while its verifier lives"
     await gone(pid)

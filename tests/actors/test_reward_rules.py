@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer, undecided
-from actors.reward.rules import BOXED_RULES, RULES, chosen_letter
+from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, RULES, chosen_letter
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import Scorers, UnknownScorer
 from actors.runtime.run import Refused
@@ -267,8 +267,10 @@ def test_chance_follows_from_seed_and_sample_only() -> None:
 )
 def test_no_response_is_an_error_or_takes_for_ever(name: str, response: str) -> None:
     label = "10" if name == "length" else "A"
+    metadata = {"instruction_id_list": ["detectable_format:title", "detectable_content:number_placeholders"]}
+    given = sample(response, label, metadata=metadata | {"kwargs": [{}, {"num_placeholders": 1}]})
     for rule in (RULES[name], BOXED_RULES[name]):
-        settle(rule(sample(response, label)), "score" if name == "dapo" else "", name)
+        settle(rule(given), DEFAULT_KEYS.get(name, ""), name)
 
 
 def test_last_boxed_keeps_nested_braces() -> None:

@@ -67,7 +67,6 @@ def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis
 
     async def address_at(url: str) -> str:
         async with Bus(BusConfig(url=url, run="cut")) as bus:
-            await bus.state("nothing")
             return bus.link.local_address
 
     async def body() -> tuple[str, str]:

@@ -31,7 +31,9 @@ from tests.actors.house import open_bus, running, until
 from tests.engine.workers import at_work, events, told
 
 Models = Callable[[str], tuple[Path, Path]]
-V1 = PolicyVersion(id=1, step=0)
+V1, V2 = PolicyVersion(id=1, step=0), PolicyVersion(id=2, step=1, parent=1)
+PLAIN = CourierSpec()
+PASSING = CourierSpec(transport="nccl", copy=False, buffer_bytes=20_000, check_equal=True)
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -68,22 +70,25 @@ def drop_all(directory: Path) -> None:
 
 
 @asynccontextmanager
-async def published(bus: Bus, folder: Path, backend: Weights, *, moves_on: bool = False) -> AsyncIterator[None]:
+async def published(
+    bus: Bus, folder: Path, backend: Weights, spec: CourierSpec = PLAIN, *, moves_on: bool = False
+) -> AsyncIterator[Courier]:
     """The trainer's part, once version 1 is announced. `moves_on`: the next step has begun by then, and a copy was kept."""
-    announced = asyncio.Event()
+    announced, made = asyncio.Event(), list[Courier]()
 
     async def in_thread(call: Any, *args: Any) -> Any:
         return await asyncio.to_thread(call, *args)
 
     async def body(context: Context, _: None) -> None:
-        courier = Courier(context, CourierSpec(keep_copy=moves_on), backend, in_thread, folder)
+        courier = Courier(context, spec, backend, in_thread, folder)
+        made.append(courier)
         async with asyncio.TaskGroup() as tasks:
             await courier.open()
             tasks.create_task(courier.follow())
             await courier.publish(tasks, V1)
             await courier.wait()
             if moves_on:
-                courier.weights_move()
+                await courier.let_go()
                 backend.export = None  # type: ignore[assignment,method-assign] # nobody may ask for them now
             context.version = V1.id
             announced.set()
@@ -95,7 +100,7 @@ async def published(bus: Bus, folder: Path, backend: Weights, *, moves_on: bool 
 
     async with running(bus, "trainer", body, None):
         await asyncio.wait_for(announced.wait(), 40.0)
-        yield
+        yield made[0]
 
 
 @asynccontextmanager
@@ -103,8 +108,8 @@ async def publishing(bus: Bus, folder: Path, ended: list[RunEnds]) -> AsyncItera
     async def body(context: Context, spec: PublisherSpec) -> None:
         try:
             await Publisher(context, spec).run()
-        except RunEnds as error:
-            ended.append(error)
+        except* RunEnds as group:
+            ended.extend(error for error in group.exceptions if isinstance(error, RunEnds))
 
     async with running(bus, "publisher", body, PublisherSpec(weights_dir=str(folder), worker_timeout_s=600.0)):
         yield
@@ -119,7 +124,8 @@ async def test_the_trainer_writes_the_version_anew_and_it_is_served(
     model, _ = models("qwen3")
     folder, ended = tmp_path / "weights", list[RunEnds]()
     spec = GenerationSpec(model_path=str(model))
-    async with open_bus(redis_url, run_name) as first, published(first, folder, Weights(model), moves_on=moves_on):
+    kept = CourierSpec(keep_copy=moves_on)
+    async with open_bus(redis_url, run_name) as first, published(first, folder, Weights(model), kept, moves_on=moves_on):
         damage(version_dir(folder, 1))
         async with (
             publishing(first, folder, ended),
@@ -156,3 +162,26 @@ async def test_files_that_are_damaged_each_time_end_the_run_with_the_reason(
         assert len(await events(bus, "weights refused")) == TRIES + 1 and await told(bus, "files anew", TRIES)
     assert f"no engine can load version 1, whose files were written anew {TRIES} times" in str(ended[0])
     assert "do not match their checksum" in str(ended[0])
+
+
+async def test_without_a_copy_the_weights_wait_until_engines_have_them(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    """The first version comes to an engine in files, the next by a broadcast."""
+    model, _ = models("qwen3")
+    folder, spec, backend = tmp_path / "weights", GenerationSpec(model_path=str(model), check_equal=True), Weights(model)
+    async with (
+        at_work(redis_url, run_name, spec, run_dir=str(tmp_path / "run")) as (bus, worker),
+        publishing(bus, folder, []),
+        published(bus, folder, backend, PASSING) as courier,
+    ):
+        await until(lambda: told(bus, "activated", 1), deadline_s=60)
+        async with asyncio.TaskGroup() as tasks:
+            await courier.let_go()
+            await courier.publish(tasks, V2)
+            await courier.let_go()
+            backend.export = None  # type: ignore[assignment,method-assign] # they are others from here on
+        await until(lambda: told(bus, "activated", 2), deadline_s=60)
+        event = (await events(bus, "activated"))[-1]
+        assert (event.data["transport"], worker._link.serving) == ("nccl", V2) and event.data["compared"] > 5
+        assert not await events(bus, "transfer failed")

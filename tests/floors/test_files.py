@@ -24,6 +24,7 @@ STREAM_OF = {
 # Who writes a stream beside its room, and why that is right.
 ALSO_WRITES = {
     ("filter", "scored"): "an entry that cannot be read closes its group as lost through the filter's own input",
+    ("filter", "rollouts"): "what an earlier version of the reward scored goes back to be scored anew",
     ("evaluator", "eval.scored"): "the same for evaluation",
 }
 
@@ -40,15 +41,20 @@ def test_a_module_opens_with_its_promise(path: Path) -> None:
     assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
 
 
+# Its reader of pickles knows the classes of a checkpoint's table of contents and no other.
+VETTED = Path("actors/trainer/megatron_backend/torch_dist.py")
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_nothing_received_can_be_run(path: Path) -> None:
     """But in the sandbox, which is there to run what nobody vouches for."""
     if path == Path("actors/runtime/sandbox_child.py"):
         return
+    vetted = {"pickle"} if path == VETTED else set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
-            assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, f"{path}:{node.lineno}"
+            assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"} - vetted, f"{path}:{node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno} calls {node.func.id}"
 

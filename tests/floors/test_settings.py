@@ -27,9 +27,12 @@ THROUGH_OTHERS = {
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
     "offload_rollout": "colocate.gives_back",
     "offload_rollout_level": "colocate.gives_back",
+    "model_name": "Miles' choice of a converter; config.json says it here",
+    "megatron_to_hf_mode": "Miles' choice of a converter; there is one here",
 }
 # Structs that tests build by hand; a second default of a setting goes when its room reads the setting by name.
 SECOND_DEFAULTS = {
+    "actors/generation/endpoint/request.py": {"tools"},  # of a call's body
     "actors/generation/spec.py": {"engine", "server_args", "seed"},
     "actors/trainer/objective_estimators.py": {"policy_loss"},  # of the record of an estimator
     "actors/trainer/spec.py": {"offload", "save", "load"},

@@ -13,3 +13,18 @@ from tests.megatron.pool import Pool, opened
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with opened(4, tmp_path_factory.mktemp("pool")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny Qwen3 with tied embeddings, and one with a head of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from tests.megatron.tiny import SHAPE
+
+    root = tmp_path_factory.mktemp("models")
+    for k, tied in enumerate((True, False)):
+        torch.manual_seed(k)
+        AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, tie_word_embeddings=tied)).save_pretrained(root / str(tied))
+    return {"tied": str(root / "True"), "apart": str(root / "False")}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0  # the first job waits until all have loaded megatron-core: half a minute each on a busy host
 
 
 def _live(pipe: Any, rank: int) -> None:
@@ -22,10 +22,10 @@ def _live(pipe: Any, rank: int) -> None:
         function, n, store, args = pipe.recv()
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=60)
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=DEADLINE_S)
             )
             pipe.send((True, function(*args)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - told to who asked
             pipe.send((False, traceback.format_exc()))
         finally:
             if dist.is_initialized():

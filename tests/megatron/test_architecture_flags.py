@@ -16,8 +16,9 @@ from miles_async.settings.groups import ArchitectureSettings
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
 
-GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32,
-           "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
+           "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
            "vocab_size": 151552, "partial_rotary_factor": 0.5, "tie_word_embeddings": False, "hidden_act": "silu"}  # fmt: skip
 GLM4_FLAGS = (
     "--spec miles_plugins.models.glm4 get_glm_spec --swiglu --num-layers 40 --hidden-size 4096 --ffn-hidden-size 13696 "
@@ -25,8 +26,9 @@ GLM4_FLAGS = (
     "--add-qkv-bias --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 10000 --vocab-size 151552 --post-self-attn-layernorm "
     "--post-mlp-layernorm --rotary-interleaved --rotary-percent 0.5 --no-rope-fusion --untie-embeddings-and-output-weights"
 )
-QWEN3_4B = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936,
+QWEN3_4B = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+            "vocab_size": 151936,
             "tie_word_embeddings": True, "hidden_act": "silu"}  # fmt: skip
 QWEN3_FLAGS = (
     "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --group-query-attention "
@@ -68,7 +70,8 @@ def test_the_flags_of_a_launch_script_are_what_config_says(flags: str, config: d
 
 
 def test_what_differs_is_refused_with_both_values_all_at_once(tmp_path: Path) -> None:
-    flags = "--num-layers 36 --rotary-base 10000 --qk-layernorm --num-experts 8 --untie-embeddings-and-output-weights --vocab-size 151936"
+    flags = "--num-layers 36 --rotary-base 10000 --qk-layernorm --num-experts 8 --vocab-size 151936"
+    flags += " --untie-embeddings-and-output-weights"
     with pytest.raises(SettingsError) as caught:
         check_architecture(settings_of(flags, {**GLM4_9B, "tie_word_embeddings": True}, tmp_path))
     said = str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles_async.cli.app import main
-from tests.megatron.tiny import make, tensors
+from tests.megatron.models import make, tensors
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])

@@ -9,32 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from actors.runtime.run import Refused
-from actors.trainer.megatron_backend import model, weights
+from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
 from actors.trainer.megatron_backend.layout import Layout
-from tests.megatron.tiny import DENSE, MODELS, VOCAB, make, tensors
+from tests.megatron.models import DENSE, MODELS, VOCAB, make, tensors
 
 TOKENS = 40  # more than what scaled positions were first made for
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture
+def alone() -> Iterator[None]:
     """This process as the only rank."""
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("current_device",):  # what the backend replaces where there is no CUDA
-            patched.setattr(torch.cuda, name, getattr(torch.cuda, name))
-        patched.setattr(torch.Tensor, "cuda", torch.Tensor.cuda)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        model.join(Layout())
+    with convert.alone():
         yield
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,10 +42,11 @@ def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
     later = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     with torch.no_grad():
         want = theirs(ids).logits
-        got = ours.eval()(ids, torch.arange(TOKENS).expand(2, -1), later)
+        here = next(ours.parameters()).device
+        got = ours.eval()(ids.to(here), torch.arange(TOKENS, device=here).expand(2, -1), later.to(here)).cpu()
     assert want.std() > 0.1
     torch.testing.assert_close(got[..., :VOCAB], want, rtol=0, atol=1e-4)
-    saved, back = tensors(tmp_path), dict(weights.export_hf([ours], arch))
+    saved, back = tensors(tmp_path), {name: t.cpu() for name, t in weights.export_hf([ours], arch)}
     assert back.keys() == saved.keys() == set(arch.hf_names())
     assert [name for name, tensor in saved.items() if not torch.equal(back[name], tensor)] == []
 
@@ -100,6 +92,8 @@ def test_a_directory_of_other_weights_than_its_config_is_refused_before_any_is_r
         index(tmp_path, arch)
     with pytest.raises(Refused, match=r"has 12 others \(lm_head.weight|has 12 others \(model.layers.3"):
         index(tmp_path, describe({**config, "num_hidden_layers": 3}))
+    with pytest.raises(Refused, match=r"quantised weights .*; give the directory in bfloat16"):
+        index(tmp_path, describe({**config, "quantization_config": {"quant_method": "fp8"}}))
     listed = {"weight_map": dict.fromkeys(describe(config).hf_names(), "model-00001-of-00002.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
     with pytest.raises(Refused, match=r"not whole: its index names model-00001-of-00002.safetensors, not there"):

@@ -17,24 +17,63 @@ GLM4_9B = Shape(heads=32, groups=2, layers=40, ffn=13696)
 @pytest.mark.parametrize(
     ("layout", "shape", "said"),
     [
-        (Layout(8, tp=4), GLM4_9B, "tensor_model_parallel_size=4: 2 key-value heads can't be cut into 4 equal parts; nearest: 2"),
-        (Layout(6, tp=2, pp=3), GLM4_9B, "pipeline_model_parallel_size=3: 40 layers can't be cut into 3 equal parts; nearest: 2 or 4"),
-        (Layout(6, tp=2, cp=2), GLM4_9B, "tensor x pipeline x context parallel size = 2 x 1 x 2: 6 ranks can't be cut into blocks of 4; "
-                                        "nearest: a product of 3 or 6"),
-        (Layout(8, pp=2, vpp=3), GLM4_9B, "virtual_pipeline_model_parallel_size=3: 20 layers of a stage can't be cut into 3 equal parts; "
-                                          "nearest: 2 or 4"),
-        (Layout(8, vpp=2), GLM4_9B, "virtual_pipeline_model_parallel_size=2: chunks need a pipeline; use 1, or "
-                                    "pipeline_model_parallel_size of 2 or more"),
+        (
+            Layout(8, tp=4),
+            GLM4_9B,
+            "tensor_model_parallel_size=4: 2 key-value heads can't be cut into 4 equal parts; nearest: 2",
+        ),
+        (
+            Layout(6, tp=2, pp=3),
+            GLM4_9B,
+            "pipeline_model_parallel_size=3: 40 layers can't be cut into 3 equal parts; nearest: 2 or 4",
+        ),
+        (
+            Layout(6, tp=2, cp=2),
+            GLM4_9B,
+            "tensor x pipeline x context parallel size = 2 x 1 x 2: 6 ranks can't be cut into blocks of 4; "
+            "nearest: a product of 3 or 6",
+        ),
+        (
+            Layout(8, pp=2, vpp=3),
+            GLM4_9B,
+            "virtual_pipeline_model_parallel_size=3: 20 layers of a stage can't be cut into 3 equal parts; "
+            "nearest: 2 or 4",
+        ),
+        (
+            Layout(8, vpp=2),
+            GLM4_9B,
+            "virtual_pipeline_model_parallel_size=2: chunks need a pipeline; use 1, or "
+            "pipeline_model_parallel_size of 2 or more",
+        ),
         (Layout(8, ep=2), GLM4_9B, "expert_model_parallel_size=2: the model has no experts; use 1"),
-        (Layout(8, sequence_parallel=True), GLM4_9B, "sequence_parallel: needs tensor_model_parallel_size of 2 or more; leave it out"),
-        (Layout(8, tp=2, etp=1), QWEN3_30B, "tensor_model_parallel_size=2 with 128 experts: needs sequence_parallel; add it"),
-        (Layout(8, ep=3), QWEN3_30B, "expert_model_parallel_size=3: 128 experts can't be cut into 3 equal parts; nearest: 2 or 4"),
-        (Layout(8, ep=16), QWEN3_30B, "expert_model_parallel_size=16: 8 blocks of ranks of a stage can't be cut into 16 equal parts; "
-                                      "nearest: 8"),
-        (Layout(8, pp=4, first=8, last=7), GLM4_9B, "num_layers_in_first_pipeline_stage=8, num_layers_in_last_pipeline_stage=7: the other "
-                                                    "25 of 40 layers can't be cut into 2 equal stages of 1 chunks; leave it out"),
+        (
+            Layout(8, sequence_parallel=True),
+            GLM4_9B,
+            "sequence_parallel: needs tensor_model_parallel_size of 2 or more; leave it out",
+        ),
+        (
+            Layout(8, tp=2, etp=1),
+            QWEN3_30B,
+            "tensor_model_parallel_size=2 with 128 experts: needs sequence_parallel; add it",
+        ),
+        (
+            Layout(8, ep=3),
+            QWEN3_30B,
+            "expert_model_parallel_size=3: 128 experts can't be cut into 3 equal parts; nearest: 2 or 4",
+        ),
+        (
+            Layout(8, ep=16),
+            QWEN3_30B,
+            "expert_model_parallel_size=16: 8 blocks of ranks of a stage can't be cut into 16 equal parts; nearest: 8",
+        ),
+        (
+            Layout(8, pp=4, first=8, last=7),
+            GLM4_9B,
+            "num_layers_in_first_pipeline_stage=8, num_layers_in_last_pipeline_stage=7: the other "
+            "25 of 40 layers can't be cut into 2 equal stages of 1 chunks; leave it out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_divide_is_refused_with_the_nearest_choice(layout: Layout, shape: Shape, said: str) -> None:
     assert refusals(layout, shape) == [said]
 

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.training.ranked import RankedBackend
+from actors.trainer.training.saving import Checkpoint
 from bus.errors import CheckpointRefused
-from tests.megatron.test_train_layouts import batch_of, config_of, model_dirs  # noqa: F401 - a fixture
+from tests.megatron.tiny import batch_of, config_of
 
 pytestmark = pytest.mark.timeout(180)
+
+
+def tensors(backend: RankedBackend, limit_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for bucket in backend.export(limit_bytes) for name, t in bucket}
 
 
 @pytest.fixture
@@ -28,28 +35,37 @@ def steps(backend: RankedBackend, *numbers: int) -> list[float]:
     return [backend.train_step(batch_of(step)).metrics["train/loss"] for step in numbers]
 
 
-def saved(backend: RankedBackend, directory: Path) -> None:
+def saved(backend: RankedBackend, directory: Path) -> Checkpoint:
     directory.mkdir()
     checkpoint = backend.save(directory)
     checkpoint.write()
     checkpoint.finish()
+    return checkpoint
 
 
 def test_a_resumed_run_goes_on_to_the_last_bit(
-    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path  # noqa: F811
+    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
 ) -> None:
     """Four steps are two, saved, loaded in a new backend, and two more; a damaged copy is refused and changes nothing."""
     settings = {"lr": 1e-3, "adam_eps": 1e-8}
     backend.setup(config_of(model_dirs["tied"], **settings))
     whole = steps(backend, 0, 1)
-    saved(backend, tmp_path / "two")
+    written = saved(backend, tmp_path / "two")
+    middle = backend.weights_hash()
     whole += steps(backend, 2, 3)
     end = backend.weights_hash()
+
+    backend.setup(config_of(str(tmp_path / "two"), published_as=model_dirs["tied"], **settings))
+    assert backend.weights_hash() == middle  # a start from torch_dist
 
     backend.setup(config_of(model_dirs["tied"], **settings))
     backend.load(tmp_path / "two")
     assert steps(backend, 2, 3) == whole[2:]
     assert backend.weights_hash() == end
+
+    written.write_hf(tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in tensors(backend).items()}
 
     shard = next((tmp_path / "two").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -59,7 +75,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
 
 
 def test_a_version_is_the_model_and_memory_comes_back(
-    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path  # noqa: F811
+    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
 ) -> None:
     backend.setup(config_of(model_dirs["apart"], offload_train_target="disk", offload_dir=str(tmp_path)))
     steps(backend, 0)
@@ -69,11 +85,50 @@ def test_a_version_is_the_model_and_memory_comes_back(
         backend.weights_hash()
     backend.wake()
     assert backend.weights_hash() == before
-    copied = backend.copy_weights()
-    assert "lm_head.weight" in copied.tensors and "config.json" in copied.beside
-    bucket = [t for bucket in backend.export(1 << 12) for t in bucket]
-    assert {name for name, _ in bucket} == copied.tensors.keys()
-    assert all(torch.equal(t, copied.tensors[name]) for name, t in bucket)
+    small, large = tensors(backend, 1 << 12), tensors(backend)
+    assert "lm_head.weight" in large and small.keys() == large.keys()
+    assert all(torch.equal(t, large[name]) for name, t in small.items())
+    assert "config.json" in backend.core.beside()
+
+
+def note_init(core: MegatronCore) -> None:
+    SEEN.append(("init", len(core.model.chunks)))
+
+
+def note_pass(core: MegatronCore) -> None:
+    SEEN.append(("pass", core.updates))
+
+
+def note_step(core: MegatronCore) -> None:
+    SEEN.append(("step", core.updates))
+
+
+SEEN: list[tuple[str, int]] = []
+
+
+def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
+    backend: RankedBackend, model_dirs: dict[str, str]
+) -> None:
+    """Two former versions in one batch, as the torch backend has it; the user's functions in their places."""
+    settings: dict[str, Any] = {"lr": 0.02, "adam_eps": 1e-5}
+    settings["objective"] = {"keep_old_actor": True, "max_staleness": 2, "use_kl_loss": False}
+    hooks = {f"custom_megatron_{n}_path": f"{__name__}.note_{f}"
+             for n, f in (("init", "init"), ("before_log_prob_hook", "pass"), ("before_train_step_hook", "step"))}  # fmt: skip
+    torch_backend = RankedBackend("torch")
+    torch_backend.setup(config_of(model_dirs["tied"], library="torch", **settings))
+    SEEN.clear()
+    backend.setup(config_of(model_dirs["tied"], own=hooks, **settings))
+    for step in range(3):
+        batches = [batch_of(step) for _ in range(2)]
+        for batch in batches if step == 2 else ():
+            for k, sample in enumerate(batch.samples):
+                sample.train.spans = [(k % 3, sample.train.response_length)]
+        got, want = backend.train_step(batches[0]), torch_backend.train_step(batches[1])
+        assert got.flags == want.flags == {}
+        for name in ("train/tis", "train/tis_abs", "train/grad_norm"):
+            assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-3, abs=1e-5), (step, name)
+    assert [("init", 1), ("pass", 0), ("step", 0), ("pass", 1), ("step", 1), *[("pass", 2)] * 3, ("step", 2)] == SEEN
+    torch_backend.close()
 
 
 @pytest.mark.parametrize(
@@ -81,12 +136,14 @@ def test_a_version_is_the_model_and_memory_comes_back(
     [
         ({"own": {"tensor_model_parallel_size": 3}}, "tensor_model_parallel_size=3: 4 attention heads"),
         ({"own": {"megatron": {"recompute_granulation": "full"}}}, "recompute_granulation: megatron-core has no such field"),
+        ({"own": {"megatron": {"use_precision_aware_optimizer": True}}}, "it needs a GPU and Transformer Engine"),
+        ({"own": {"megatron": {"recompute_granularity": "all"}}}, "megatron-core refuses these settings"),
         ({"optimizer": "muon"}, "optimizer=muon: the Megatron backend has adam"),
         ({"own": {"megatron": {"num_layers": 3}}}, "num_layers=3: config.json and the layout say 4"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    settings: dict[str, Any], said: str, backend: RankedBackend, model_dirs: dict[str, str]  # noqa: F811
+    settings: dict[str, Any], said: str, backend: RankedBackend, model_dirs: dict[str, str]
 ) -> None:
     with pytest.raises(Refused, match=said):
         backend.setup(config_of(model_dirs["tied"], **settings))

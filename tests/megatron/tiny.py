@@ -1,58 +1,68 @@
-"""Tiny random models of every family that the Megatron backend builds, as Hugging Face directories."""
+"""What tests of the Megatron backend train: a tiny Qwen3, its settings, batches from a seed, numbers of a step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import transformers
-from safetensors import safe_open
+import torch.distributed as dist
 from torch import Tensor
 
-VOCAB = 97  # odd: embeddings are padded where they are cut
-DENSE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
-SPARSE = {**DENSE, "head_dim": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-LATENT = {**DENSE, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
-          "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-          "v_head_dim": 16}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-        "original_max_position_embeddings": 32}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3Config", {**DENSE, "head_dim": 32, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", DENSE),
-    "llama": ("LlamaConfig", {**DENSE, "rope_parameters": LLAMA3}),
-    "glm4": ("Glm4Config", {**DENSE, "head_dim": 16, "attention_bias": True}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**SPARSE, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "glm4_moe": ("Glm4MoeConfig", {**SPARSE, "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True,
-                                   "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
-    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
-    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
-}  # fmt: skip
+from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
+from actors.trainer.megatron_backend.core import MegatronCore
+from actors.trainer.megatron_backend.weights import export_hf
+from actors.trainer.objective import TrainSample
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.step import train_batch
+from tests.declared import backend_of, megatron_of, objective_of
+
+VOCAB = 45
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2}  # fmt: skip
+OBJECTIVE = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "eps_clip_high": 0.28, "correction": "tis"}
+NUMBERS = ("loss", "grad_norm", "entropy_loss", "kl_loss", "pg_loss", "trained_tokens")
 
 
-def make(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Save the model; returns it. Weights are wide, so that a wrong place shows."""
-    kind, shape = MODELS[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**shape), dtype=dtype, attn_implementation="eager"
-    )
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n)]
-    with torch.no_grad():
-        for _, weight in named:
-            weight.copy_((weight if weight.ndim == 1 else 0) + 0.1 * torch.randn_like(weight))
-    model.save_pretrained(directory)
-    return model.eval()
+def config_of(path: str, *, library: str = "megatron", **settings: Any) -> BackendConfig:
+    # A large eps makes Adam's first update the gradient's multiple, not its sign: weights then tell gradients.
+    plain = {"device": "cpu", "lr": 1.0, "adam_eps": 10.0, "max_tokens_per_gpu": 60, "weight_decay": 0.1, "clip_grad": 2.0}
+    own = {"own": megatron_of(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
+    objective = objective_of(**OBJECTIVE | settings.pop("objective", {}))
+    return backend_of(hf_checkpoint=path, objective=objective, **plain | settings | own)
 
 
-def tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face directory."""
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(str(path), framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+def batch_of(step: int) -> StepBatch:
+    """16 uneven samples of two temperatures; tokens without gradient in the middle of some."""
+    rng = np.random.default_rng(step)
+    samples = []
+    for k in range(16):
+        prompt, n = rng.integers(0, VOCAB, rng.integers(2, 9)).astype(np.int32), int(rng.integers(1, 14))
+        train = TrainSample(
+            sample_id=f"g{k // 4}/{k % 4}", group=f"g{k // 4}", response_length=n, reward=float(rng.random()),
+            prompt_length=len(prompt), loss_mask=(rng.random(n) < 0.9).astype(np.uint8), spans=[(step, n)],
+            rollout_logp=(-3.7 + 0.1 * rng.standard_normal(n)).astype(np.float32),
+        )  # fmt: skip
+        samples.append(BatchSample(prompt, rng.integers(0, VOCAB, n).astype(np.int32), (1.0, 0.8)[k % 2], train))
+    return StepBatch(samples, step=step, seed=step)
+
+
+def trained(
+    path: str, steps: int, settings: dict[str, Any], *, begin: str = "", first: int = 0, end: str = ""
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """(numbers of each step, this stage's weights afterwards under their Hugging Face names) of this rank. `begin`: checkpoint to
+    go on from, at step `first`; `end`: directory to save to."""
+    torch.set_num_threads(1)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    core = MegatronCore(config_of(path, **settings), Ranks(rank, size))
+    try:
+        if begin:
+            core.load(Path(begin), None)
+        metrics = [train_batch(core, batch_of(step)).metrics for step in range(first, first + steps)]
+        weights = {name: t.clone() for name, t in export_hf(core.model.bare, core.model.architecture)}
+        if end:
+            core.save(Path(end)).write()
+    finally:
+        core.close()
+    return [{name: m[f"train/{name}"] for name in NUMBERS} for m in metrics], weights

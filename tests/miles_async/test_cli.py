@@ -81,10 +81,10 @@ def test_help_is_one_screen_with_a_way_in(capsys):
 
 def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     rows = dict(line.split(maxsplit=1) for line in helped(capsys, "miles").splitlines())
-    assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--num-layers"]
+    assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--tensor-model-parallel-size")} <= {
+    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--allgather-cp")} <= {
         why for why, _ in WHY_NOT
     }
     assert why_not("--nonsense") == ""
@@ -111,7 +111,7 @@ def test_help_shows_every_flag_with_unit_and_default(capsys):
         (["train", "c.toml", "--rollout-bach-size", "4"], "Did you mean --rollout-batch-size?"),
         (["train", "c.toml", "--global-batch-size", "7"], "global_batch_size = 7"),
         (["train", "c.toml", "--dryrun"], "Did you mean --dry-run?"),
-        (["train", "c.toml", "--num-layers", "4"], "Miles has it. The architecture comes from config.json"),
+        (["train", "c.toml", "--padded-vocab-size", "4"], "Miles has it. The architecture comes from config.json"),
     ],
 )
 def test_a_refusal_is_one_line_on_stderr_and_status_2(words, said, tmp_path):

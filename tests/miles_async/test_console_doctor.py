@@ -64,6 +64,28 @@ async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
     assert "it holds 1 entry" in found["silent actor"]
 
 
+@pytest.mark.parametrize(("skew_s", "word"), [(90, "ahead of"), (-90, "behind"), (2, "")])
+async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, word):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        await bus.set_vitals("far", vitals("far", "generation", host="node7", wall=time.time() + skew_s, version=2))
+        found = await faults(bus)
+    assert bool(word) == ("clock" in found)
+    assert not word or re.match(f"the clock of node7 is 1:[23][0-9] {word} Redis's", found["clock"]), found
+
+
+async def test_a_worker_that_fetches_says_how_far_it_is(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        note = "has 120 of 800 MB, 3.1 MB/s"
+        await story.alive(vitals("generation-1", "generation", version=1, note=note, waits_for="activation of version 2"))
+        scene = await read_scene(bus)
+        late = msgspec.structs.replace(scene.snapshot.policy, announced=3, announced_ages={2: 40.0, 3: 35.0})
+        told = await faults(bus, snapshot=msgspec.structs.replace(scene.snapshot, policy=late))
+    assert told["stale worker"].endswith("it waits for activation of version 2 (has 120 of 800 MB, 3.1 MB/s)")
+
+
 async def test_a_worker_that_is_gone_for_good_is_only_history(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)

@@ -138,7 +138,8 @@ def test_every_prompt_and_response_survives_the_tokenizer(directories: dict[str,
         ids = plain.encode(text).ids
         assert ids == auto(text)["input_ids"] == task.encode(text)
         assert "".join(task.vocabulary[token] for token in ids) == text
-        assert plain.decode([*ids, EOS_ID]) == auto.decode([*ids, EOS_ID], skip_special_tokens=True) == text
+        shown = text.replace("<eos>", "")
+        assert plain.decode([*ids, EOS_ID]) == auto.decode([*ids, EOS_ID], skip_special_tokens=True) == shown
     one, two = task.encode("1"), task.encode("2")
     assert plain.encode("1?é2").ids == [*one, UNK_ID, UNK_ID, *two]
 

@@ -5,6 +5,7 @@ import pytest
 
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, live_fields, names
 from miles_async.settings.derive import DERIVATIONS
+from miles_async.settings.miles import why_not
 
 FIELDS = list(catalog().values())
 SOLVED = {"name", "model_dtype", "use_dynamic_batch_size", "global_batch_size", "num_steps_per_rollout"}
@@ -12,7 +13,7 @@ SOLVED = {"name", "model_dtype", "use_dynamic_batch_size", "global_batch_size", 
 
 def test_the_groups_are_there():
     assert list(groups()) == [
-        "model", "ckpt", "rollout", "eval", "perf", "grpo", "optimizer", "sglang", "bus", "launch",
+        "model", "ckpt", "rollout", "eval", "perf", "parallel", "grpo", "optimizer", "sglang", "bus", "launch",
         "architecture",
     ]  # fmt: skip
 
@@ -50,6 +51,22 @@ def test_established_names_are_accepted():
     ):  # fmt: skip
         assert flag in {spec.flag for spec in FIELDS}
     assert names()["tis_threshold"].name == "tis_clip"
+
+
+def test_no_flag_of_data_rewards_or_evaluation_is_refused_without_its_reason():
+    for flag in (
+        *("--prompt-data", "--input-key", "--label-key", "--metadata-key", "--tool-key", "--multimodal-keys", "--data-source-path"),
+        *("--apply-chat-template", "--apply-chat-template-kwargs", "--chat-template-path", "--disable-rollout-global-dataset"),
+        *("--rm-type", "--rm-url", "--group-rm", "--custom-rm-path", "--reward-key", "--eval-reward-key", "--loss-mask-type"),
+        *("--eval-interval", "--eval-prompt-data", "--eval-config", "--eval-input-key", "--eval-label-key", "--eval-tool-key"),
+        *("--n-samples-per-eval-prompt", "--eval-temperature", "--eval-top-p", "--eval-top-k", "--eval-max-response-len"),
+        *("--eval-max-prompt-len", "--eval-min-new-tokens", "--eval-max-context-len", "--eval-function-path", "--eval-num-gpus"),
+        *("--eval-overflow-policy", "--eval-max-in-flight", "--eval-keep-snapshots", "--eval-hf-dir", "--skip-eval-before-train"),
+        *("--log-passrate", "--log-correct-samples", "--log-reward-category", "--custom-rollout-log-function-path"),
+        *("--custom-eval-rollout-log-function-path", "--disable-rollout-trim-samples", "--rollout-submission-granularity"),
+        *("--custom-async-data-buffer-path", "--rollout-shuffle", "--rollout-seed", "--loss-type"),
+    ):
+        assert flag.removeprefix("--").replace("-", "_") in names() or why_not(flag), flag
 
 
 def test_live_fields_cover_what_may_be_turned_while_the_run_goes_on():

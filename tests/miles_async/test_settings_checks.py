@@ -208,7 +208,9 @@ def test_bad_model_directories_are_refused(data, model, tmp_path):
     for file in (".metadata", "common.pt"):
         (tmp_path / file).mkdir()
         (tmp_path / file / file).write_text("")
-        assert "torch_dist" in refusal(make(data, hf_checkpoint=str(model), ref_load=str(tmp_path / file)))
+        given = {"hf_checkpoint": str(model), "ref_load": str(tmp_path / file)}
+        assert "torch_dist" in refusal(make(data, **given))
+        preflight(make(data, **given, train_backend="megatron"))
     (model / "tokenizer.json").unlink()
     assert "hf_checkpoint" in refusal(make(data, hf_checkpoint=str(model)))
     assert "no tokenizer.json" in refusal(make(data, hf_checkpoint=str(model)))

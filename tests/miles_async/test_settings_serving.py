@@ -166,6 +166,7 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
             "--update-weight-wave-fraction 0.5 --update-weight-transport nccl",
             ("update_weight_wave_fraction = 0.5", "'nccl', which reaches all engines at once"),
         ),
+        ("", "--no-update-weight-copy", ("update_weight_copy = false", "'disk', which cannot send from the weights")),
         ("", "--update-weight-wave-fraction 0", ("--update-weight-wave-fraction = '0': must be a number > 0 and <= 1",)),
         ("", "--router-policy random", ("router_args", "use_router is off")),
         ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("router_args", "its own flags")),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend, attention, core
 from actors.trainer.torch_backend.compiled import compile_layers
@@ -67,12 +68,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.timeout(180)  # torch.compile on a busy machine
 @pytest.mark.usefixtures("flash_on_cpu", "traced")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_layers_give_the_plain_gradient_by_one_graph_for_all_lengths(
-    recompute: bool, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+def test_compiled_layers_give_the_plain_gradient_by_few_graphs_for_all_layers_and_lengths(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
 ) -> None:
-    settings: dict[str, Any] = {"objective": {"use_kl_loss": True}, "gradient_checkpointing": recompute, "num_steps_per_rollout": 2}
+    settings: dict[str, Any] = {"num_steps_per_rollout": 2, "gradient_checkpointing": True, "gradient_checkpointing_layers": 1}
     plain, compiled = (make_backend(compile=mode, lr=0.0, **settings) for mode in ("off", "on"))
     for seed in range(3):
         batch = make_batch(seed, groups=1 + seed, temperatures=(1.0, 0.8))
@@ -80,9 +81,8 @@ def test_compiled_layers_give_the_plain_gradient_by_one_graph_for_all_lengths(
         assert results[0].metrics["train/loss"] == pytest.approx(results[1].metrics["train/loss"], abs=1e-6)
         for name, p in compiled.core.weights.params.items():
             torch.testing.assert_close(p.grad, plain.core.weights.params[name].grad, rtol=1e-4, atol=1e-6)
-    # The policy with and without gradient, and the reference, whose weights want none: not one graph per layer or length. What is
-    # computed again is traced once more.
-    assert counters["stats"]["unique_graphs"] == 3 + recompute
+    # With and without gradient, and what is computed again in the first of the two layers: not one a layer or length.
+    assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
 
 
@@ -102,6 +102,13 @@ def test_layers_that_cannot_be_compiled_run_plain_and_say_so_once(
         for _ in range(2):
             assert torch.equal(policy(micro)[0], want)
     assert ["no compiler here" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", [attention.FLASH_2, attention.FLASH_3])
+def test_a_kernel_that_cannot_run_is_refused(name: str) -> None:
+    with pytest.raises(Refused, match=f"attn_implementation={name} computes in bfloat16 on a GPU; this trainer has float32 on cpu"):
+        attention.select(name, CPU, torch.float32)
+    assert attention.select("auto", CPU, torch.float32) == attention.SDPA
 
 
 @pytest.mark.usefixtures("flash_on_cpu")

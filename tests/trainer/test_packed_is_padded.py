@@ -40,7 +40,13 @@ def padded_logprobs(model: torch.nn.Module, batch: StepBatch) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dynamic_batch_size": False, "micro_batch_size": 3}, {"gradient_checkpointing": True}]
+    "settings",
+    [
+        {},
+        {"use_dynamic_batch_size": False, "micro_batch_size": 3},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_layers": 1},
+    ],
 )
 def test_gradient_of_packed_equals_gradient_of_padded(
     family: str,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,9 @@ import torch
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
-from actors.trainer.followers import Followers
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.training import ranks
 from actors.trainer.training.files import hash_tensors, read_index
 from actors.trainer.training.ranked import RankedBackend
-from actors.trainer.training.ranks import Ranks, RanksApart
 from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
 from bus.errors import CheckpointRefused
 from tests.trainer.conftest import published, saved, served, state_of
@@ -303,6 +298,14 @@ def test_a_library_that_is_not_there_is_refused_in_one_line(library: str, make_c
     assert "\n" not in str(refusal.value)
 
 
+def test_a_library_that_is_not_installed_is_refused_with_the_way_to_get_it(
+    make_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "actors.trainer.megatron_backend.core", None)
+    with pytest.raises(Refused, match=r"train backend megatron cannot be loaded: .*pip install 'miles-async\[megatron\]'"):
+        RankedBackend("megatron").setup(make_config())
+
+
 def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
     batch = make_batch(3, lr=1e-4)
     command = pack_step(batch)
@@ -324,18 +327,3 @@ def test_a_follower_alone_refuses_to_run() -> None:
         check=False,
     )
     assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
-
-
-async def test_ranks_that_others_start_meet_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "9")
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))  # nobody listens there, and nobody will: rank 0 is rank 1 of somebody else's
-        followers = Followers(2, str(tmp_path), f"127.0.0.1:{port.getsockname()[1]}")
-        await followers.start()
-        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
-        assert not list(tmp_path.iterdir()), "no process of ours"
-        monkeypatch.setattr(ranks, "STEP_DEADLINE", timedelta(seconds=1))
-        with pytest.raises(RanksApart, match=r"rank 1 of the trainer's 2 found not all of them at 127\.0\.0\.1:\d+") as error:
-            await asyncio.to_thread(Ranks(1, 2).connect)
-    assert "\n" not in str(error.value)

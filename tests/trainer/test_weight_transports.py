@@ -377,7 +377,7 @@ def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path
 
 def test_nccl_asks_for_the_variable_that_engines_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    made = NcclSender({"w": 1}, name="g")
+    made = NcclSender({"w": 1}, name="g", buffers=FlatBuffers())
     with pytest.raises(GroupBroken, match="NCCL_CUMEM_ENABLE=0"):
         made.open()
     made.close()

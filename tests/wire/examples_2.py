@@ -13,6 +13,7 @@ from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
+    Activate,
     GroupsGivenUp,
     PolicyActive,
     Restored,
@@ -34,6 +35,7 @@ from bus.messages.samples import (
     Strand,
 )
 from bus.messages.versions import VersionSpan
+from bus.messages.weights import Parcel, ParcelFile
 from tests.wire.examples import EXAMPLES as SCHEMA_1
 from tests.wire.examples import SCORED, VERSION
 
@@ -65,11 +67,11 @@ EPISODE = Episode(
 )
 JOURNAL = (Call(0, b"digest_0", 2, "stop"), Call(1, b"digest_1", answer=b"\x02"), Call(2, b"digest_2", 1))
 EXAMPLES: tuple[Message, ...] = (
-    _more(SampleTask, pinned=7),
+    _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01")),
     _more(RolloutDone, running=12, episode=EPISODE),
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),
-    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7"),
+    _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7", reward_version=2),
     GroupKept(
         group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
     ),
@@ -85,7 +87,12 @@ EXAMPLES: tuple[Message, ...] = (
     Send(version=VERSION, transport="nccl", seats=(Seat("w1", 2, "host-a", "1700000000000-0"),), attempt=2),
     SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
     _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
-    _more(Vitals, slots=64),
+    _more(Vitals, slots=64, memory="8c070432-1d", depot="http://10.0.0.7:7070", received=1 << 20),
+    _more(
+        Activate,
+        parcel=Parcel(id="0f" * 16, piece_bytes=65536, files=(ParcelFile("model.safetensors", 46, bytes(range(16))),)),
+        sources=("http://10.0.0.6:7070", "http://:7071"),
+    ),
     _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

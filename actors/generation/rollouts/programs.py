@@ -39,16 +39,24 @@ class ProgramFailed(Transient):
 
 
 class Programs:
-    """One worker's. `path`: dotted path, empty = the shipped program. `extra`: the user's own values for Miles' `args`. Raises
-    Refused when it cannot be loaded."""
+    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. `extra`: the user's own values for Miles'
+    `args`. Raises Refused when it cannot be loaded."""
 
-    def __init__(self, context: Context, path: str, deadline_s: float, extra: Mapping[str, Any], model_dir: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        path: str,
+        deadline_s: float,
+        extra: Mapping[str, Any],
+        model_dir: str,
+        program: Program | None = None,
+    ) -> None:
         self._context = context
-        self._name = path or "single turn"
-        self._program: Program = single.rollout
+        self._name = path or str(program or "single turn")
+        self._program: Program = program or single.rollout
         if path:
             self._program = program_of(path, lambda: {**context.knobs.values, **extra}, _decoder(model_dir))
-        self._deadline_s = deadline_s if path else None
+        self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
         self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)

@@ -74,7 +74,7 @@ class Architecture:
 
     def hf_names(self) -> Iterator[str]:
         """Every tensor of the Hugging Face directory, once."""
-        seen = set()
+        seen: set[str] = set()
         for rule in self.rules:
             for n in range(self.layers if "{n}" in rule.megatron else 1):
                 if not self._in_layer(rule, n):

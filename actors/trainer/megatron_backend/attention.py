@@ -45,8 +45,8 @@ class Attention(DotProductAttention):
 
 
 def zigzag(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(place in the ranks' concatenated streams of each token of the whole stream, int64 [T]; places in the whole stream of `rank`'s
-    tokens, int64 [T / size])."""
+    """(place of each token of the whole stream in the ranks' concatenated streams, int64 [T]; those of `rank`'s tokens in the whole
+    stream, int64 [T / size])."""
     ends = cu_seqlens.to(torch.int64)
     starts, lengths = ends[:-1], ends.diff()
     of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ends.device), lengths)

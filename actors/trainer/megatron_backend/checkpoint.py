@@ -1,13 +1,12 @@
 """Checkpoints in Megatron's torch_dist format: each rank writes its shards, any layout reads them again.
 
-A save has two parts. `save_sharded` copies what this rank writes to the host, and weights may change again as soon as it returns; the
-function that it returns writes, now or in a thread. Both are collective. Nothing is unpickled but plain values and tensors.
+A save has two parts. `save_sharded` copies what this rank writes to the host, and weights may change again as soon as it returns;
+the function that it returns writes, now or in a thread. Both are collective. Nothing is unpickled but plain values and tensors.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.safe_globals import SAFE_GLOBALS
-from torch import nn
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.megatron_backend.torch_dist import check
+from actors.trainer.megatron_backend.torch_dist import NotPlain, check
 
 SHARDING = "fully_reshardable"
 """How a distributed optimizer is cut in a checkpoint: by parameter, so that any layout reads it again."""
@@ -36,7 +34,7 @@ EXTRA = "_extra_state"
 
 
 def save_sharded(
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[Any],
     directory: Path,
     *,
     optimizer: Any = None,
@@ -76,7 +74,7 @@ def save_sharded(
 
 
 def load_sharded(
-    chunks: Sequence[nn.Module], arch: Architecture, directory: Path, *, optimizer: Any = None, with_extra: bool = False
+    chunks: Sequence[Any], arch: Architecture, directory: Path, *, optimizer: Any = None, with_extra: bool = False
 ) -> dict[str, Any]:
     """Fill chunks, and the optimizer if given, from a checkpoint of any layout; returns its `extra` if asked to. Collective.
     Raises Refused, before a tensor is read, where the checkpoint is of another model, not whole, or carries code."""
@@ -89,7 +87,7 @@ def load_sharded(
             loaded = dist_checkpointing.load(
                 state, str(directory), common_strategy=small, validate_access_integrity=False
             )
-    except (CheckpointingException, pickle.UnpicklingError, KeyError, RuntimeError) as err:
+    except (CheckpointingException, NotPlain, KeyError, RuntimeError) as err:
         raise Refused(f"{directory} can't be loaded: {str(err).splitlines()[0]}") from err
     for key, chunk in _named(chunks):
         lacks = [k for k in chunk.load_state_dict(loaded[key], strict=False).missing_keys if not k.endswith(EXTRA)]
@@ -100,13 +98,13 @@ def load_sharded(
     return dict(loaded.get("extra") or {})
 
 
-def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     return [("model" if len(chunks) == 1 else f"model{k}", chunk) for k, chunk in enumerate(chunks)]
 
 
-def _state(chunks: Sequence[nn.Module], optimizer: Any, *, loading: bool, numbered: bool = False) -> dict[str, Any]:
-    """Sharded tensors of model and optimizer, under the names that Megatron-LM gives them. `numbered`: each layer under its own name,
-    instead of all layers as one tensor."""
+def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool, numbered: bool = False) -> dict[str, Any]:
+    """Sharded tensors of model and optimizer, under the names that Megatron-LM gives them. `numbered`: each layer under its own
+    name, instead of all layers as one tensor."""
     how = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
     state: dict[str, Any] = {}
     for key, chunk in _named(chunks):

@@ -30,8 +30,10 @@ from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, 
 from actors.trainer.training.export import bucketed
 
 SHARD_BYTES = 4 << 30
-BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
 
 
 def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> None:
@@ -43,7 +45,7 @@ def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> No
         dtype = opened.get_tensor(name).dtype
     _room(sum(path.stat().st_size for path in set(files.values())))
     _empty(target)
-    with _alone():
+    with alone():
         chunks = model.build(arch, Layout(), dtype=dtype)
         weights.load_hf(chunks, arch, source)
         say(f"{len(files)} tensors of {arch.family} read, {str(dtype).removeprefix('torch.')}")
@@ -69,7 +71,7 @@ def megatron_to_hf(
     dtype = table["embedding.word_embeddings.weight"].properties.dtype
     _room(sum(path.stat().st_size for path in folder.glob("*.distcp")))
     _empty(target)
-    with _alone():
+    with alone():
         chunks = model.build(arch, Layout(), dtype=dtype)
         checkpoint.load_sharded(chunks, arch, folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -116,12 +118,15 @@ def _copy(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """This process as the only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not (connected := dist.is_initialized()):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model.join(Layout())
+        parallel_state.destroy_model_parallel()
+        model.join(Layout(world=1))
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if not connected:
+            dist.destroy_process_group()

@@ -205,7 +205,7 @@ class MegatronCore(CoreBase):
             write = save_sharded(
                 self.model.bare, directory, optimizer=self.update.optimizer, extra=counters, group=self.groups.files
             )
-        return Shards(write, directory)
+        return Shards(write, directory, self.model.source)
 
     def read(self, directory: Path) -> None:
         check(directory, self.model.architecture)

@@ -30,6 +30,10 @@ def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
     """File of each tensor of the architecture. Raises Refused, in one line, where tensors are missing or belong to another
     architecture, or where there are only pickles."""
     folder = Path(directory)
+    if "quantization_config" in (arch.config or {}):
+        raise Refused(
+            f"{directory} holds quantised weights (quantization_config in config.json); give the directory in bfloat16"
+        )
     listed = folder / "model.safetensors.index.json"
     if listed.is_file():
         names = {name: folder / file for name, file in json.loads(listed.read_bytes())["weight_map"].items()}
@@ -63,7 +67,7 @@ def _past(name: str, arch: Architecture) -> bool:
     """Layers behind the last one predict further tokens (DeepSeek, GLM); they are not trained."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     further = int((arch.config or {}).get("num_nextn_predict_layers") or 0)
-    return bool(found) and arch.layers <= int(found[1]) < arch.layers + further
+    return found is not None and arch.layers <= int(found[1]) < arch.layers + further
 
 
 def _names(path: Path) -> list[str]:

@@ -129,7 +129,9 @@ def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
 
 
 def _latent(c: Reader) -> list[mapping.Rule]:
-    return mapping.latent_attention(q_lora=c.config.get("q_lora_rank") is not None)
+    return mapping.latent_attention(
+        q_rank=c.config.get("q_lora_rank"), kv_rows=c["kv_lora_rank"] + c["qk_rope_head_dim"]
+    )
 
 
 def _latent_config(c: Reader) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def facts(arch: Architecture) -> dict[str, Any]:
 
 
 def compare(flags: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """One line, with both values, for each given flag that says otherwise than config.json. A flag that is None or false is not given.
-    Raises Refused for a config.json that Megatron can't train."""
+    """One line, with both values, for each given flag that says otherwise than config.json. A flag that is None or false is not
+    given. Raises Refused for a config.json that Megatron can't train."""
     given = {flag: value for flag, value in flags.items() if value not in (None, False)}
     if not given:
         return []

@@ -42,8 +42,8 @@ def prepare() -> torch.device:
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     states._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     states._set_cuda_rng_state = lambda *_, **__: None
     states.initialize_rng_tracker()

@@ -22,6 +22,8 @@ class Rule:
     megatron: str
     hf: tuple[str, ...]
     kind: Kind = "whole"
+    rows: int = 0
+    """of a whole tensor that some layers cut and others repeat on every rank: then this many; 0: the parameter says it"""
 
     def names(self, n: int = 0, e: int = 0) -> tuple[str, ...]:
         """The Hugging Face tensors of layer `n`, expert `e`."""
@@ -79,12 +81,12 @@ def attention(*, bias: bool, qk_norm: bool) -> list[Rule]:
     ]
 
 
-def latent_attention(*, q_lora: bool) -> list[Rule]:
-    """Multi-head latent attention of DeepSeek."""
+def latent_attention(*, q_rank: int | None, kv_rows: int) -> list[Rule]:
+    """Multi-head latent attention of DeepSeek: width of the latent queries, if any, and rows of what makes latent keys."""
     ours, theirs = LAYER + "self_attention.", HF_LAYER + "self_attn."
     query = (("linear_q_down_proj", "q_a_proj"), ("q_layernorm", "q_a_layernorm"), ("linear_q_up_proj", "q_b_proj"))
     pairs = (
-        *(query if q_lora else (("linear_q_proj", "q_proj"),)),
+        *(query if q_rank else (("linear_q_proj", "q_proj"),)),
         *(
             ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
             ("kv_layernorm", "kv_a_layernorm"),
@@ -92,7 +94,8 @@ def latent_attention(*, q_lora: bool) -> list[Rule]:
         ),
         ("linear_proj", "o_proj"),
     )
-    return [Rule(f"{ours}{a}.weight", (f"{theirs}{b}.weight",)) for a, b in pairs]
+    rows = {"linear_q_down_proj": q_rank or 0, "linear_kv_down_proj": kv_rows}
+    return [Rule(f"{ours}{a}.weight", (f"{theirs}{b}.weight",), rows=rows.get(a, 0)) for a, b in pairs]
 
 
 def mlp(*, fused: bool = False, ours: str = "mlp", theirs: str = "mlp") -> list[Rule]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -20,66 +19,18 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import host
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.megatron_backend.attention import Attention
+from actors.trainer.megatron_backend.layers import layers_of
 from actors.trainer.megatron_backend.layout import Layout, refusals
 
+Provider = Callable[..., GPTModel]
+"""(pre_process, post_process, vp_stage) -> model chunk"""
 ACTIVATIONS = {"silu": torch.nn.functional.silu}
-
-
-class Norm(nn.Module):
-    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and type."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
-
-
-class PostNormLayer(TransformerLayer):
-    """A layer that norms the outputs of attention and feed-forward block too, before they join the residual (GLM-4)."""
-
-    norm: Any = None
-
-    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kw: Any) -> None:
-        super().__init__(config, submodules, *args, **kw)
-        made = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_self_attn_layernorm = build_module(self._norm(), **made)
-        self.post_mlp_layernorm = build_module(self._norm(), **made)
-        self.self_attn_bda = _normed(self.self_attn_bda, self.post_self_attn_layernorm)
-        self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
-
-    @staticmethod
-    def _norm() -> Any:
-        if not torch.cuda.is_available():
-            return Norm
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
-
-
-def _normed(add: Callable[..., Any], norm: Any) -> Callable[..., Any]:
-    """The function that adds a block's output to the residual, with a norm on that output."""
-
-    def chosen(training: bool, fused: bool) -> Callable[..., Any]:
-        inner = add(training, fused)
-        return lambda out, residual, dropout: inner((norm(out[0]), out[1]), residual, dropout)
-
-    return chosen
 
 
 def has_transformer_engine() -> bool:
@@ -154,43 +105,54 @@ def padded_vocab(vocab: int, tp: int, divisible_by: int = 1) -> int:
     return -(-vocab // block) * block
 
 
-def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, spec: Any = None,
-          vocab_divisible_by: int = 1, **given: Any) -> list[GPTModel]:  # fmt: skip
+def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, spec: Sequence[str] = (),
+          provider: Provider | None = None, vocab_divisible_by: int = 1, **given: Any) -> list[GPTModel]:  # fmt: skip
     """This rank's model chunks, one per virtual stage. Collective only in that every rank builds its own.
 
-    `spec`: (config, vp_stage) -> layer spec, in place of Megatron's; `given`: fields of TransformerConfig by name.
+    `spec`: module and function that make the layers; `provider`: what makes whole chunks; both in place of ours. `given`: fields of
+    TransformerConfig by name.
     Raises Refused before anything is allocated where the layout doesn't fit.
     """
     if said := refusals(layout, arch.shape):
         raise Refused("; ".join(said))
     device = host.prepare()
     config = transformer_config(arch, layout, dtype=dtype, **given)
-    return [_chunk(arch, layout, config, stage if layout.vpp > 1 else None, device, spec, vocab_divisible_by)
-            for stage in range(layout.vpp)]  # fmt: skip
+    layers = layers_of(spec, post_norms=arch.post_norms)
+    vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
+    chunks = []
+    for stage in range(layout.vpp):
+        virtual = stage if layout.vpp > 1 else None
+        ends: dict[str, Any] = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+            "vp_stage": virtual,
+        }
+        made = provider(**ends) if provider else _chunk(arch, config, layers(config, virtual), vocab, ends)
+        chunks.append(_finished(made.to(device), arch))
+    return chunks
 
 
-def _chunk(arch: Architecture, layout: Layout, config: TransformerConfig, stage: int | None, device: torch.device, spec: Any,
-           divisible_by: int) -> GPTModel:  # fmt: skip
-    ends = {"ignore_virtual": False, "vp_stage": stage}
-    made = (spec or layer_specs)(config, stage) if spec is None or callable(spec) else spec
-    if arch.post_norms and spec is None:
-        made = post_normed(made)
+def _chunk(arch: Architecture, config: TransformerConfig, layers: Any, vocab: int, ends: Mapping[str, Any]) -> GPTModel:
     model = GPTModel(
         config=config,
-        transformer_layer_spec=made,
-        vocab_size=padded_vocab(arch.vocab, layout.tp, divisible_by),
+        transformer_layer_spec=layers,
+        vocab_size=vocab,
         max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_percent=arch.rotary.get("partial_rotary_factor", 1.0),
         rotary_base=arch.rotary["rope_theta"],
-        vp_stage=stage,
-    ).to(device)
-    _mark(model)
+        **ends,
+    )
     if not config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels).to(device)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels)
+    return model
+
+
+def _finished(model: GPTModel, arch: Architecture) -> GPTModel:
+    _mark(model)
+    if (rotary := getattr(model, "rotary_pos_emb", None)) is not None:
+        rotary.inv_freq = rotary.inv_freq.to(next(model.parameters()).device)
     model.vocab = arch.vocab  # columns past it are padding
     return model
 
@@ -204,37 +166,6 @@ def _mark(model: nn.Module) -> None:
             for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):
                 if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(weight, True, dim, 1)
-
-
-def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's layers for this stage: Transformer Engine's where it can run, else plain torch."""
-    engine = config.transformer_impl == "transformer_engine"
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
-    )
-    if not engine:
-        block.layer_norm = Norm
-        for layer in block.layer_specs:
-            _plain(layer.submodules)
-    return block
-
-
-def _plain(layer: Any) -> None:
-    """Our norm and attention in a layer of Megatron's own modules."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    attention = layer.self_attention.submodules
-    attention.core_attention = Attention
-    for part in (layer, attention):
-        for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
-            if getattr(part, name, None) is WrappedTorchNorm:
-                setattr(part, name, Norm)
-
-
-def post_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """The same layers with norms on their outputs."""
-    specs = [ModuleSpec(module=PostNormLayer, params=s.params, submodules=s.submodules) for s in block.layer_specs]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=block.layer_norm)
 
 
 def inverse_frequencies(rotary: Mapping[str, Any], head: int) -> Tensor:

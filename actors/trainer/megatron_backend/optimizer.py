@@ -21,7 +21,7 @@ class Update:
     def __init__(self, config: OptimizerConfig, chunks: list[Any]) -> None:
         self.optimizer: Any = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
         self._chunks = chunks
-        self._decoupled: bool = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # type: ignore[attr-defined]
+        self._decoupled: bool = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self._gathers_later = chunks[0].ddp_config.overlap_param_gather
         self._decay = config.weight_decay
         self.steps = 0
@@ -48,7 +48,7 @@ class Update:
 
     @torch.no_grad()
     def step(self, norm: float, *, lr: float, limit: float) -> None:
-        """One update at rate `lr`, gradients scaled down to a norm of `limit` (0: never). After `norm`, and only where it is finite."""
+        """One update at rate `lr`, gradients scaled down to a norm of `limit` (0: never). After `norm`, where it is finite."""
         if 0 < limit < norm:
             for part in self.optimizer.chained_optimizers:
                 if params := part.get_parameters():

@@ -1,8 +1,8 @@
 """Samples packed for megatron-core: one THD stream, its share of each context-parallel rank, and where the response tokens lie.
 
 Always true: with C context-parallel ranks a sample is padded to a multiple of 2 C and rank c holds its pieces c and 2 C - 1 - c
-(so that causal attention is even work); the stream is padded to whole blocks by one more sample of zeros; padding lies behind what is
-real, so causality keeps it out. Every rank has the same micro-batch and holds the log-probs of its own rows.
+(so that causal attention is even work); the stream is padded to whole blocks by one more sample of zeros; padding lies behind
+what is real, so causality keeps it out. Every rank has the same micro-batch and holds the log-probs of its own rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from actors.trainer.backend import BatchSample
 from actors.trainer.torch_backend.layout import Layout, PackedBatch
 
 
@@ -75,7 +76,7 @@ class Stream:
 class StreamBatch(PackedBatch):
     """A rollout batch; `block`: the stream's length is a multiple of it (on each context-parallel rank)."""
 
-    def __init__(self, samples: Sequence, *, cp_size: int = 1, cp_rank: int = 0, block: int = 1) -> None:  # type: ignore[type-arg]
+    def __init__(self, samples: Sequence[BatchSample], *, cp_size: int = 1, cp_rank: int = 0, block: int = 1) -> None:
         super().__init__(samples)
         self._cp = cp_size, cp_rank
         self._block = block

@@ -1,6 +1,7 @@
 """Megatron's process groups, small sums over them, and what a host without CUDA answers in CUDA's place.
 
-Always true inside `on_device()`: a tensor that megatron-core asks of "cuda" lies on this process's device. Where CUDA is, it does nothing.
+Always true inside `on_device()`: a tensor that megatron-core asks of "cuda" lies on this process's device. Where CUDA is, it does
+nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,11 @@ Always true: nothing of a running training changes before a checkpoint is found 
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +22,16 @@ from actors.runtime.checksum import checksum_of
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import torch_dist
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.training.files import FileEntry, Identity, read_index, shape_fingerprint
+from actors.trainer.training.files import FileEntry, Identity, fsync_dir, read_index, shape_fingerprint, write_bytes
+from actors.trainer.training.state import COMPLETE
 from bus.errors import CheckpointRefused
 
+CONVERT = """import sys
+from pathlib import Path
+from actors.trainer.megatron_backend.convert import megatron_to_hf
+source, target, beside = map(Path, sys.argv[1:])
+megatron_to_hf(source, target, print, hf=beside)"""
+CONVERT_S = 3600.0
 OF_ALL = ("common.pt", "metadata.json")
 
 
@@ -31,12 +42,13 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class Shards:
-    """`Saving` of this library. `write_shards`: what `save_sharded` gave, collective over a group of its own."""
+    """`Saving` of this library. `write_shards`: what `save_sharded` gave, collective over a group of its own. `source`: the Hugging
+    Face directory whose config.json and tokenizer an export gets."""
 
     meets = False
 
-    def __init__(self, write_shards: Callable[[], None], directory: Path) -> None:
-        self._write, self._directory = write_shards, directory
+    def __init__(self, write_shards: Callable[[], None], directory: Path, source: str) -> None:
+        self._write, self._directory, self._source = write_shards, directory, source
 
     def write(self) -> dict[str, FileEntry]:
         try:
@@ -61,9 +73,23 @@ class Shards:
         return {}
 
     def write_hf(self, directory: Path) -> None:
-        raise OSError(
-            f"--save-hf {directory}: the Megatron backend writes torch_dist; use miles-async convert megatron-to-hf on the checkpoint"
-        )
+        """By a process of its own, out of the checkpoint's files: there may be no rank that holds the whole model."""
+        if directory.exists() and not (directory / COMPLETE).is_file():
+            raise FileExistsError(errno.EEXIST, "it exists and is no earlier export", str(directory))
+        part = directory.with_name(f".{directory.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        words = [sys.executable, "-c", CONVERT, str(self._directory), str(part), self._source]
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=CONVERT_S)
+        except subprocess.TimeoutExpired as error:
+            raise OSError(f"{directory} wasn't converted in {CONVERT_S} s") from error
+        if done.returncode:
+            raise OSError(f"{directory}: {done.stderr.strip().splitlines()[-1:]}")
+        write_bytes(part / COMPLETE, b"", durable=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        part.rename(directory)
+        fsync_dir(directory.parent)
 
 
 def identity_of(arch: Architecture) -> Identity:
@@ -82,7 +108,7 @@ def check(directory: Path, arch: Architecture) -> None:
     if (index.model_type, index.fingerprint) != (own.model_type, own.fingerprint):
         raise CheckpointRefused(
             f"checkpoint {directory} refused: it holds a {index.model_type} of {index.n_params} parameters, this run trains a "
-            f"{own.model_type} of {own.n_params}, or their layers differ. Nothing was changed. Use the hf_checkpoint it was made with."
+            f"{own.model_type} of {own.n_params}, or their layers differ. Nothing was changed. Use the model it was made of."
         )
     try:
         torch_dist.check(directory, arch)

@@ -15,10 +15,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
@@ -27,6 +29,11 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.layout import Layout, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 
+SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
+ENGINE_FIELDS = ("use_precision_aware_optimizer", "tp_comm_overlap", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
+                 "fine_grained_activation_offloading")  # fmt: skip
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -66,16 +73,31 @@ def fields_of(kind: type) -> set[str]:
 TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig))
 
 
+def given_of(own: MegatronConfig) -> dict[str, Any]:
+    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such."""
+    given = {name.replace("-", "_"): value for name, value in own.megatron.items()}
+    for name, value in given.items():
+        if name == "attention_backend" and isinstance(value, str):
+            given[name] = AttnBackend[value]
+        elif name.endswith("_dtype") and name in OPTIMIZER and isinstance(value, str):
+            given[name] = TYPES[value]
+    return given
+
+
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     """Raises Refused, all reasons in one line, before a process group or a model exists."""
     said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
-    said += [f"megatron.{name}: megatron-core has no such field" for name in own.megatron.keys() - TRANSFORMER - OPTIMIZER - DDP]
+    said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
     if config.ref_update_interval:
         said.append("ref_update_interval: the Megatron backend's reference stays; leave it out, or use --train-backend torch")
+    if not model.has_transformer_engine():
+        said += [f"megatron.{name}: {NEEDS_ENGINE}" for name in ENGINE_FIELDS if given_of(own).get(name)]
+        if torch.cuda.is_available() and own.context_parallel_size > 1:
+            said.append(f"context_parallel_size={own.context_parallel_size}: {NEEDS_ENGINE}")
     if said:
         raise Refused("; ".join(said))
 
@@ -92,26 +114,28 @@ class Model:
         torch.manual_seed(config.seed)
         if cuda:
             model_parallel_cuda_manual_seed(config.seed)
-        given = own.megatron
-        self.bare = model.build(arch, layout, dtype=self.dtype, **self._transformer(own, given))
+        given = given_of(own)
+        provider = load_hook(own.custom_model_provider_path) if own.custom_model_provider_path else None
+        narrow = self.dtype != torch.float32
+        try:
+            ddp = DistributedDataParallelConfig(**{
+                "grad_reduce_in_fp32": True, "use_distributed_optimizer": narrow, **_only(given, DDP)
+            })  # fmt: skip
+            self.optimizer_config = self._optimizer(config, given, ddp)
+            self.bare = model.build(
+                arch, layout, dtype=self.dtype, spec=own.spec, provider=provider,
+                vocab_divisible_by=own.make_vocab_size_divisible_by, **self._transformer(own, given),
+            )  # fmt: skip
+        except (AssertionError, ValueError) as error:
+            raise Refused(f"megatron-core refuses these settings: {' '.join(str(error).split())}") from error
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.vocab = arch.vocab
-        narrow = self.dtype != torch.float32
-        ddp = DistributedDataParallelConfig(**{
-            "grad_reduce_in_fp32": True, "use_distributed_optimizer": narrow, **_only(given, DDP)
-        })  # fmt: skip
         self.chunks: list[Any] = []
         for k, chunk in enumerate(self.bare):
             transformer = chunk.config
             transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
             wrapped = Float16Module(transformer, chunk) if narrow else chunk
             self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
-        self.optimizer_config = OptimizerConfig(**{
-            "lr": config.lr, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1, "adam_beta2": config.adam_beta2,
-            "adam_eps": config.adam_eps, "clip_grad": config.clip_grad, "bf16": narrow, "params_dtype": self.dtype,
-            "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
-            **_only(given, OPTIMIZER)
-        })  # fmt: skip
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(
@@ -119,10 +143,20 @@ class Model:
             kv_heads=shape.groups, head_dim=transformer["kv_channels"],
         )  # fmt: skip
 
+    def _optimizer(self, config: BackendConfig, given: Mapping[str, Any], ddp: DistributedDataParallelConfig) -> OptimizerConfig:
+        shared = {name: getattr(config, name) for name in SHARED}
+        return OptimizerConfig(**{
+            **shared, "bf16": self.dtype == torch.bfloat16, "params_dtype": self.dtype, "optimizer_offload_fraction": 1.0,
+            "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
+            **_only(given, OPTIMIZER),
+        })  # fmt: skip
+
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         latent = bool(self.architecture.transformer.get("multi_latent_attention"))
-        fast = {"apply_rope_fusion": not latent, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        # The fused kernel for packed samples doesn't know interleaved channels, and megatron-core doesn't say so.
+        rope = not (own.no_rope_fusion or latent or self.architecture.transformer.get("rotary_interleaved"))
+        fast = {"apply_rope_fusion": rope, "bias_activation_fusion": True, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
             "variable_seq_lengths": False,

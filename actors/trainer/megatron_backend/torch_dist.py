@@ -55,6 +55,10 @@ _KNOWN = {
 }
 
 
+NotPlain = pickle.UnpicklingError
+"""What torch raises for a pickle that holds more than plain values and tensors."""
+
+
 class _Contents(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):
@@ -88,8 +92,8 @@ def iteration(parent: str | Path, step: int | None = None) -> Path:
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Key -> what the table of contents says of it (`size` for tensors). Raises Refused where it can't be trusted, or files that it names
-    are missing or short."""
+    """Key -> what the table of contents says of it (`size` for tensors). Raises Refused where it can't be trusted, or files that it
+    names are missing or short."""
     path = directory / CONTENTS
     try:
         table = _Contents(io.BytesIO(path.read_bytes())).load()
@@ -98,7 +102,7 @@ def contents(directory: Path) -> dict[str, Any]:
         raise Refused(f"{path} {err}; it isn't opened") from None
     except (
         OSError,
-        pickle.UnpicklingError,
+        NotPlain,
         EOFError,
         AttributeError,
         ImportError,

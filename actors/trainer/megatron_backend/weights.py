@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
@@ -26,7 +26,7 @@ Weight = tuple[Rule, int, int, Tensor]
 """(rule, layer, expert, parameter or buffer)"""
 
 
-def weights(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[Weight]:
+def weights(chunks: Sequence[Any], arch: Architecture) -> Iterator[Weight]:
     """Every weight of this rank's chunks. Raises Refused for one that no rule names."""
     rules = {rule.megatron: rule for rule in arch.rules}
     ranks = parallel_state.get_expert_model_parallel_world_size()
@@ -42,7 +42,7 @@ def weights(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[Weight]
             yield rules[plain], layer + offset, expert + first, tensor
 
 
-def _state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _state(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     state = chunk.state_dict(keep_vars=True)
     yield from ((name, t) for name, t in state.items() if isinstance(t, Tensor) and not name.endswith("_extra_state"))
 
@@ -50,11 +50,14 @@ def _state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class Cut:
     """How one weight lies on its tensor-parallel ranks."""
 
-    def __init__(self, rule: Rule, weight: Tensor) -> None:
-        expert = ".mlp.experts." in rule.megatron
-        self.dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
-        self.group = (parallel_state.get_expert_tensor_parallel_group() if expert
-                      else parallel_state.get_tensor_model_parallel_group())  # fmt: skip
+    def __init__(self, rule: Rule, weight: Any) -> None:
+        if ".mlp.experts." in rule.megatron:  # Transformer Engine's grouped experts don't say where they are cut
+            self.group = parallel_state.get_expert_tensor_parallel_group()
+            self.dim: int | None = 0 if "linear_fc1" in rule.megatron else 1
+        else:
+            self.group = parallel_state.get_tensor_model_parallel_group()
+            cut = getattr(weight, "tensor_model_parallel", False) and weight.shape[0] != rule.rows
+            self.dim = weight.partition_dim if cut else None
         self.n = dist.get_world_size(self.group) if self.dim is not None else 1
         self.rank = dist.get_rank(self.group) if self.n > 1 else 0
 
@@ -66,7 +69,7 @@ def head_rows(arch: Architecture) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[nn.Module], arch: Architecture, directory: str | Path) -> None:
+def load_hf(chunks: Sequence[Any], arch: Architecture, directory: str | Path) -> None:
     """Fill the chunks from a Hugging Face directory of safetensors; types are converted. Raises Refused, before a tensor is read,
     where the directory holds other tensors than the architecture has."""
     files = index(directory, arch)
@@ -119,7 +122,7 @@ def _piece(rule: Rule, cut: Cut, sources: list[Any], arch: Architecture, weight:
 
 
 @torch.no_grad()
-def export_hf(chunks: Sequence[nn.Module], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Any], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of each weight of this pipeline stage, in its own type, on its device.
 
     Collective over the ranks of the stage that share a copy of the model (tensor and expert parallel): all of them go through it to

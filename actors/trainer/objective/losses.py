@@ -118,10 +118,17 @@ def dppo(cfg: ObjectiveConfig, t: Terms) -> TokenLoss:
     return TokenLoss(keep(~blocked, -ratio * t.advantages), blocked, t.log_ratio)
 
 
+def nll(cfg: ObjectiveConfig, t: Terms) -> TokenLoss:
+    """-log pi of the data's own tokens: supervised training. Advantages and ratios have no part in it."""
+    logp = t.new_logp.nan_to_num(neginf=-LOG_RATIO_LIMIT)
+    return TokenLoss(-logp, torch.zeros_like(t.usable), t.log_ratio)
+
+
 POLICY_LOSSES: dict[str, Callable[[ObjectiveConfig, Terms], TokenLoss]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
     "dppo": dppo,
+    "nll": nll,
 }
 """Choosing gspo or cispo as the estimator chooses the loss too; any loss combines with any estimator."""

@@ -75,7 +75,7 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """(attention [T, H, D], log-sum-exp of each row's scores float32 [H, T]); q [T, H, D], k and v [T, Hkv, D] in half precision,
     contiguous; cu_seqlens int32 [S + 1]. Differentiable. `kernel`: torch's FlashAttention 2, or SGLang's FlashAttention 3, which
-    has no backward: torch's takes its log-sum-exp."""
+    has no backward: torch's takes its output and log-sum-exp."""
     if kernel == FLASH_3:
         from sgl_kernel.flash_attn import flash_attn_varlen_func
 
@@ -127,35 +127,42 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 flash_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-class _Chosen:
-    """attn_implementation of this process."""
-
-    name = "auto"
+_chosen = "auto"
+"""What `select` found for this process. A plain global: compiled layers notice when it changes."""
 
 
 def select(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose the kernel of this process, a value of attn_implementation -> the one that runs. Raises Refused where it cannot."""
-    _Chosen.name = name
+    """Choose the kernel of this process by a value of attn_implementation -> the one that runs. Raises Refused where it cannot."""
+    global _chosen
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if name in (FLASH_2, FLASH_3) and not flash:
         raise Refused(
             f"attn_implementation={name} computes in bfloat16 on a GPU; this trainer has {str(dtype).removeprefix('torch.')} on "
             f"{device.type}. Use auto or sdpa."
         )
-    if name == FLASH_3:
-        try:
-            import sgl_kernel.flash_attn  # noqa: F401
-        except ImportError as error:
-            raise Refused(
-                f"attn_implementation={name} takes SGLang's kernels: {error}. Install SGLang beside the trainer, or use auto."
-            ) from error
-    return name if name != "auto" else FLASH_2 if flash else SDPA
+    lacks = _lacks_flash_3(device) if flash and name in ("auto", FLASH_3) else ""
+    if name == FLASH_3 and lacks:
+        raise Refused(
+            f"attn_implementation={name} takes SGLang's kernels for Hopper: {lacks}. Install SGLang here, or use auto."
+        )
+    _chosen = name if name != "auto" else SDPA if not flash else FLASH_2 if lacks else FLASH_3
+    return _chosen
+
+
+def _lacks_flash_3(device: torch.device) -> str:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return f"this is {torch.cuda.get_device_name(device)}"
+    try:
+        import sgl_kernel.flash_attn  # noqa: F401
+    except (ImportError, OSError) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def kernel_of(q: Tensor) -> str:
     """What computes attention of these queries, [T, H, D]."""
     fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return SDPA if not fits else FLASH_2 if _Chosen.name == "auto" else _Chosen.name
+    return SDPA if not fits else FLASH_2 if _chosen == "auto" else _chosen
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:

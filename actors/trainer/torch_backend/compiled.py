@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 def compile_layers(layers: Sequence[Any], backend: str = "inductor") -> None:
     """Make decoder layers, all of one class, run compiled, with the sizes of sequences left open. Call it before they are sharded.
     Layers that compute again in the backward (gradient checkpointing) still do, around what is compiled."""
-    # Failures of the backward's compilation too are met in the forward, where the plain layer can still take over.
-    torch._functorch.config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined, unused-ignore]
+    # Where torch knows the switch, failures of the backward's compilation too are met in the forward, where the plain layer can
+    # still take over.
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined, unused-ignore]
     run = _Compiled(type(layers[0]).forward, backend)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:

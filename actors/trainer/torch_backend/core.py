@@ -6,6 +6,7 @@ or the follower. Always true: after `load` (and only if it did not raise) everyt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.state import Scalars, StateFiles, TrainingState, read_state
 from actors.trainer.training.step import settle_objective
 
+log = logging.getLogger(__name__)
+
 
 class Core(Passes):
     """Built once per process; `ranks` must be connected."""
@@ -56,6 +59,7 @@ class Core(Passes):
         kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
         fast = self.own.compile == "on" or (self.own.compile == "auto" and kernel != attention.SDPA)
         self.compiles = fast and not self.own.true_on_policy_mode
+        log.info("attention: %s; layers: %s", kernel, "compiled" if self.compiles else "uncompiled")
         self.shards = Shards(ranks, self.device)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
@@ -104,8 +108,10 @@ class Core(Passes):
         return teacher
 
     def _place(self, module: nn.Module) -> None:
+        blocks: Any = module.blocks
+        for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:
+            block.gradient_checkpointing = False
         if self.compiles:
-            blocks: Any = module.blocks
             compile_layers(blocks)
         if not self.ranks.alone:
             self.shards.shard(module, self.dtype)

@@ -23,6 +23,9 @@ CHUNK_ELEMENTS = 1 << 27
 """Entries (512 MiB in float32) of one chunk of logits."""
 FUSED_CHUNK_ELEMENTS = 1 << 29
 """The same where kernels work on logits of two bytes (1 GiB)."""
+KEEP_SHARE = 0.1
+"""Share of the GPU's free memory that the kernels' logits may take from forward to backward; else they are made twice, and the
+same."""
 
 
 def token_head(
@@ -34,18 +37,21 @@ def token_head(
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
     keep_elements: int = KEEP_ELEMENTS,
+    fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of its distribution), float32 or wider [R].
 
     hidden [R, D], weight [V, D] of one float type, targets int64 [R], temperature > 0 as one value or float32 [R].
-    The entropy carries gradient only if asked to.
+    The entropy carries gradient only if asked to. `fused`: by kernels, where there are any.
     """
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and _kernels() is not None:
-        warm = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0]).contiguous()
-        fused: tuple[Tensor, Tensor] = _FusedHead.apply(
-            hidden, weight, targets, warm, entropy_gradient, max(1, FUSED_CHUNK_ELEMENTS // weight.shape[0])
+    if fused and hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and _kernels() is not None:
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        warm = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(rows).contiguous()
+        keep = torch.is_grad_enabled() and rows * vocab * hidden.element_size() <= _free_bytes(hidden.device) * KEEP_SHARE
+        values: tuple[Tensor, Tensor] = _FusedHead.apply(
+            hidden, weight, targets, warm, entropy_gradient, max(1, FUSED_CHUNK_ELEMENTS // vocab), keep
         )
-        return fused
+        return values
     chunk = max(1, chunk_elements // weight.shape[0])
     keep = hidden.shape[0] <= chunk and hidden.shape[0] * weight.shape[0] <= keep_elements
     logp, entropy = _TokenHead.apply(hidden, weight, targets, temperature, chunk, keep, entropy_gradient)
@@ -129,20 +135,36 @@ def _kernels() -> ModuleType | None:
     return head_kernels
 
 
+def _free_bytes(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 class _FusedHead(torch.autograd.Function):
     """The same by `head_kernels`: hidden and weight in half precision, temperature float32 [R]."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy_gradient: bool, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        entropy_gradient: bool,
+        chunk: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         kernels = _kernels()
         assert kernels is not None
         lse, logp, entropy = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device).unbind()
+        kept = []
         for first in range(0, hidden.shape[0], chunk):
             part = slice(first, first + chunk)
-            kernels.read_rows(hidden[part] @ weight.T, targets[part], temperature[part], lse[part], logp[part], entropy[part])
-        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
+            logits = hidden[part] @ weight.T
+            kernels.read_rows(logits, targets[part], temperature[part], lse[part], logp[part], entropy[part])
+            if keep:
+                kept.append(logits)
+        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy, *kept)
         ctx.entropy_gradient, ctx.chunk = entropy_gradient, chunk
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -152,25 +174,26 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kernels = _kernels()
         assert kernels is not None
-        hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, temperature, lse, entropy, *kept = ctx.saved_tensors
         by_logp, by_entropy = grads[0].contiguous(), grads[1].contiguous() if ctx.entropy_gradient else None
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up in float32: a sum of many chunks in half precision would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for first in range(0, hidden.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
+            logits = kept[first // ctx.chunk] if kept else hidden[part] @ weight.T
             d = kernels.turn_into_gradient(
-                hidden[part] @ weight.T, targets[part], temperature[part], lse[part], entropy[part], by_logp[part],
+                logits, targets[part], temperature[part], lse[part], entropy[part], by_logp[part],
                 None if by_entropy is None else by_entropy[part],
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[part])
-            grad_weight = _added(grad_weight, d.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            _add_product(grad_weight, d.T, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _added(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in float32, where torch can do so without rounding the product."""
-    if total.is_cuda and "dtype" in torch.ops.aten.addmm.overloads():
-        wide: Tensor = torch.addmm(total, a, b, out_dtype=torch.float32)  # type: ignore[call-overload, unused-ignore]
-        return wide
-    return total.add_(a @ b)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, total in float32; where torch can, without rounding the product."""
+    if total.is_cuda and torch.__version__ >= (2, 11):  # type: ignore[operator, unused-ignore]
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload, unused-ignore]
+    else:
+        total.add_(a @ b)

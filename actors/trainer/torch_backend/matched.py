@@ -124,7 +124,7 @@ class MatchedPolicy(Policy):
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         hidden = self._hidden(batch).index_select(0, batch.rows)
         weight, targets, warm = self.hf.lm_head.weight, batch.targets, batch.temperature
-        formula, entropy = token_head(hidden, weight, targets, warm, entropy_gradient=entropy_gradient)
+        formula, entropy = token_head(hidden, weight, targets, warm, entropy_gradient=entropy_gradient, fused=False)
         exact = token_logprobs(hidden.detach(), weight.detach(), targets, warm)
         # The gradient is the formula's, the value to the last bit the engine's.
         return _Value.apply(formula, exact), entropy

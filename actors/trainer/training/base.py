@@ -25,8 +25,14 @@ class CoreBase:
     ranks: Ranks
     device: torch.device
     updates = 0
-    cp_size = 1
-    mb_group = 1
+
+    @property
+    def cp_size(self) -> int:
+        return 1
+
+    @property
+    def mb_group(self) -> int:
+        return 1
 
     def watch(self) -> Stopwatch:
         return Stopwatch(self.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,14 @@ class FlatBuffers:
         if self.flat and self.flat[0].is_cuda:
             torch.cuda.synchronize(self.flat[0].device)  # others read these bytes next, on streams of their own
 
+    @property
+    def device(self) -> torch.device:
+        return self.flat[0].device
+
+    def flats(self) -> Iterable[Tensor]:
+        """The buffers, in order."""
+        return self.flat
+
     def held(self) -> Iterator[NamedTensors]:
         """What was filled in last, in place."""
         for i, bucket in enumerate(self.buckets):
@@ -82,7 +91,7 @@ class FlatBuffers:
         import torch
 
         device = tensors[0][1].device
-        bucket = Bucket(tensors=tuple(meta_of(*pair) for pair in tensors), n_bytes=sum(n_bytes_of(t) for _, t in tensors))
+        bucket = described(tensors)
         if self._shared is None or device.type != "cpu":
             flat = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
         else:
@@ -112,6 +121,40 @@ class FlatBuffers:
             found.append(self.flat[index][start:end].view(dtype).view(meta.shape))
             start = end
         return found
+
+
+class PassingBuckets:
+    """Buckets straight from the weights, each flat while it is sent: nothing of a version is kept. `export`: as the
+    training's thread calls it."""
+
+    def __init__(self, export: Callable[[], Generator[NamedTensors]]) -> None:
+        self._export = export
+        self.buckets: tuple[Bucket, ...] = ()
+        self.device: torch.device
+
+    def measure(self) -> None:
+        """What the buckets hold, the first time; as `flats`, in the training's thread."""
+        if not self.buckets:
+            found = []
+            for bucket in self._export():
+                found.append(described(bucket))
+                self.device = bucket[0][1].device
+            self.buckets = tuple(found)
+
+    def flats(self) -> Iterator[Tensor]:
+        """The buckets of the weights as they are now. ValueError when they are not those that were measured."""
+        import torch
+
+        with closing(self._export()) as export:
+            for bucket, known in zip(export, self.buckets, strict=True):
+                if described(bucket) != known:
+                    raise ValueError(f"the bucket of {bucket[0][0]} holds other tensors than in the first version")
+                yield torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
+
+
+def described(bucket: NamedTensors) -> Bucket:
+    """A bucket as plans state it."""
+    return Bucket(tensors=tuple(meta_of(*pair) for pair in bucket), n_bytes=sum(n_bytes_of(t) for _, t in bucket))
 
 
 def meta_of(name: str, tensor: Tensor) -> TensorMeta:

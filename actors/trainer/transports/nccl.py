@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from actors.runtime.broadcast import join_group, leave_group, open_store
-from actors.trainer.transports.flat import FlatBuffers
+from actors.trainer.transports.flat import FlatBuffers, PassingBuckets
 from bus.errors import Transient
 from bus.messages.weights import WeightPlan
 
@@ -45,14 +45,14 @@ class NcclSender:
         address: str = "127.0.0.1",
         backend: str = "nccl",
         deadline_s: float = 60.0,
-        buffers: FlatBuffers | None = None,
+        buffers: FlatBuffers | PassingBuckets,
     ) -> None:
         self.ranks, self.world_size = first_ranks(engines)
         self.name = name
         self._address = address
         self._backend = backend
         self._deadline = timedelta(seconds=deadline_s)
-        self._buffers = buffers or FlatBuffers()
+        self._buffers = buffers
         self._store: Any = open_store(address, self._deadline)
         self.port = int(self._store.port)
         self._group: Any = None
@@ -100,7 +100,8 @@ class NcclSender:
         return self._group is not None
 
     def send(self) -> None:
-        """Broadcast what the buffers hold, bucket by bucket; waits for the last. GroupBroken when a peer is lost."""
+        """Broadcast what the buffers hold, bucket by bucket, to the last; in the training's thread, if they are PassingBuckets.
+        GroupBroken when a peer is lost."""
         if self._group is None:
             raise GroupBroken(f"group {self.name} is not open")
         failed = self._try_to_send()
@@ -123,16 +124,23 @@ class NcclSender:
     def _send(self) -> None:
         import torch.distributed as dist
 
-        works = [dist.broadcast(flat, src=0, group=self._group, async_op=True) for flat in self._buffers.flat]
-        for work in works:
-            work.wait(self._deadline)
+        before: Any = None
+        for flat in self._buffers.flats():  # two are under way at a time: not all, which may not fit
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            if before is not None:
+                before.wait(self._deadline)
+            before = work
+        if before is not None:
+            before.wait(self._deadline)
 
     def _send_beside_the_training(self) -> None:
         """On a stream of its own: on the usual one the broadcast would wait for all training that is queued there."""
         import torch
 
-        with torch.cuda.device(self._buffers.flat[0].device):
+        with torch.cuda.device(self._buffers.device):
             stream = torch.cuda.Stream()
+            if isinstance(self._buffers, PassingBuckets):
+                stream.wait_stream(torch.cuda.current_stream())  # the weights are made there
             with torch.cuda.stream(stream):
                 self._send()
             stream.synchronize()

@@ -8,9 +8,10 @@ from miles_async.settings.groups.grpo import GrpoSettings
 from miles_async.settings.groups.launch import LaunchSettings
 from miles_async.settings.groups.model import ModelSettings
 from miles_async.settings.groups.optimizer import OptimizerSettings
+from miles_async.settings.groups.parallel import ParallelSettings
 from miles_async.settings.groups.perf import PerfSettings
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.groups.sglang import SglangSettings
 
 __all__ = ("ArchitectureSettings", "BusSettings", "CkptSettings", "EvalSettings", "GrpoSettings", "LaunchSettings", "ModelSettings",
-           "OptimizerSettings", "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip
+           "OptimizerSettings", "ParallelSettings", "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip

@@ -38,7 +38,7 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str,
         doc(
             "Checkpoint of the frozen reference policy, a directory or builtin name; read only when a KL term is on, "
-            "and the starting point when load holds nothing.",
+            "and the starting point when load holds nothing. For the Megatron backend torch_dist as well.",
             derived="hf_checkpoint",
         ),
     ]

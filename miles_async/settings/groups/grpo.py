@@ -27,11 +27,11 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         doc("How rewards become advantages, and which policy loss goes with them."),
     ] = "grpo"
     policy_loss: Annotated[
-        Literal["ppo", "gspo", "cispo", "dppo"],
+        Literal["ppo", "gspo", "cispo", "dppo", "nll"],
         doc(
             "The policy loss. dppo leaves tokens out whose probability has moved by more than dppo_delta, in place of clipping the "
             "ratio; that bounds stale data too.",
-            derived="gspo or cispo with the estimator of that name, else ppo",
+            derived="nll with loss_type sft, gspo or cispo with the estimator of that name, else ppo",
         ),
     ]
     dppo_divergence: Annotated[
@@ -228,9 +228,19 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ]
 
     loss_type: Annotated[
-        Literal["policy_loss", "custom_loss"],
-        doc("The policy loss of the estimator, or your own.", derived="custom_loss with custom_loss_function_path"),
+        Literal["policy_loss", "custom_loss", "sft", "sft_loss"],
+        doc(
+            "The policy loss of the estimator, your own, or sft (sft_loss): the data's own responses are learned, none is made.",
+            derived="custom_loss with custom_loss_function_path, else policy_loss",
+        ),
     ]
+    sft_loss_roles: Annotated[
+        tuple[str, ...], doc("For loss_type sft: roles of the chat messages that are learned; the others are context.")
+    ] = ("assistant",)
+    loss_mask_type: Annotated[
+        Literal["all", "last", "qwen", "qwen3", "distill_qwen"],
+        doc("For loss_type sft: all messages of sft_loss_roles are learned (all, qwen, qwen3) or the last (last, distill_qwen)."),
+    ] = "all"
     custom_loss_function_path: Annotated[
         str | None, doc("Dotted path of a function that replaces the whole loss. Signatures: docs/objective.md.")
     ] = None

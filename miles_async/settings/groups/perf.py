@@ -27,6 +27,14 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "of the memory, with the same gradients. Megatron calls it full recomputation."
         ),
     ] = False
+    gradient_checkpointing_layers: Annotated[
+        int,
+        doc(
+            "gradient_checkpointing for the first so many layers only: as few as memory asks for cost the least time. 0: for all.",
+            unit="layers",
+            ge=0,
+        ),
+    ] = 0
     compile: Annotated[
         Literal["auto", "on", "off"],
         doc(
@@ -38,9 +46,9 @@ class PerfSettings(Group, frozen=True, kw_only=True):
     attn_implementation: Annotated[
         Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3"],
         doc(
-            "Kernel of the trainer's attention. flash_attention_2: torch's own. flash_attention_3: SGLang's forward (it has no "
-            "backward) with the backward of the former. sdpa: padded, the only one on a CPU and in float32. auto: "
-            "flash_attention_2 where it can run, else sdpa. true_on_policy_mode takes SGLang's whatever stands here."
+            "Kernel of the trainer's attention. flash_attention_2: torch's own. flash_attention_3: SGLang's forward for Hopper (it "
+            "has no backward) with the backward of the former. sdpa: padded, the only one on a CPU and in float32. auto: the "
+            "highest that is there. true_on_policy_mode takes SGLang's whatever stands here."
         ),
     ] = "auto"
     log_probs_max_tokens_per_gpu: Annotated[
@@ -58,8 +66,9 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "Library that trains: torch (transformers and FSDP2; fsdp is another name of it), megatron (megatron-core), or a "
             "dotted path of your own: (BackendConfig, Ranks) -> Core.",
             shipped=("torch", "fsdp", "megatron"),
+            derived="megatron where a setting is given that it alone has, else torch",
         ),
-    ] = "torch"
+    ]
     train_master: Annotated[
         str | None,
         doc(

@@ -5,12 +5,14 @@ from typing import Annotated, Literal
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
-    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa", "judge"),
-    *("length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
+    *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa"),
+    *("ifbench", "judge", "length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
 BUFFER_FILTERS = ("fifo", "freshness_first", "restart_stale")
+
+Tool = Literal["calculator", "search", "python"]
 
 
 class RolloutSettings(Group, frozen=True, kw_only=True):
@@ -38,6 +40,23 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Arguments of the chat template as a JSON object, as in {\"enable_thinking\": false}.")
     ] = None
     chat_template_path: Annotated[str | None, doc("File with a chat template (Jinja) in place of the tokenizer's own.")] = None
+    tools: Annotated[
+        tuple[Tool, ...],
+        doc("Tools that the model may call over several turns: calculator, search (of tool_corpus), python (in a sandbox)."),
+    ] = ()
+    tool_corpus: Annotated[str | None, doc("Texts for the tool search: JSONL with a column text, or a text file.")] = None
+    max_turns: Annotated[int, doc("Most answers of the model in one sample with tools.", ge=1)] = 8
+    generate_tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3", "deepseek", "glm"],
+        doc("Format of tool calls in what the model writes; hermes is also Qwen's. auto: the one that the chat template teaches."),
+    ] = "auto"
+    custom_agent_function_path: Annotated[
+        str | None,
+        doc("Dotted path of an agent(task, base_url, api_key) that calls the model as an OpenAI client; returns a reward or None."),
+    ] = None
+    agent_idle_s: Annotated[
+        float, doc("Longest time in which an agent neither ends nor waits for the model; then it has failed.", unit="s", gt=0)
+    ] = 600.0
     rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
     num_rollout: Annotated[
@@ -133,6 +152,15 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
     ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
+    reward_version: Annotated[
+        int,
+        doc(
+            "Raise it after a change of the function or the service that scores: functions are loaded anew, groups that are not "
+            "judged yet are scored again, and no batch mixes two versions.",
+            live="next sample scored, next group judged, next step (reward, filter, trainer)",
+            ge=0,
+        ),
+    ] = 0
     reward_timeout_s: Annotated[
         float,
         doc(

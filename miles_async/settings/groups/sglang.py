@@ -165,11 +165,18 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     update_weight_buffer_size: Annotated[
         int,
         doc(
-            "Most bytes of tensors that travel as one, for ipc and nccl; an engine needs as much room beside.",
+            "Most bytes of tensors that travel as one: a bucket of ipc and nccl, which an engine needs room for beside, or a file.",
             unit="bytes",
             ge=1,
         ),
     ] = 512 << 20
+    update_weight_copy: Annotated[
+        bool,
+        doc(
+            "For nccl: keep a copy of the version on the GPU, so that training goes on while engines take it. Off: buckets go "
+            "straight from the weights, which wait until engines have them: for models that do not fit twice."
+        ),
+    ] = True
     update_weight_deadline_s: Annotated[
         float,
         doc(

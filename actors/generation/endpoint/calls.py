@@ -1,0 +1,184 @@
+"""Tool calls in what a model wrote, by the formats that models are trained on (pure): text to calls with their places in it.
+
+Always true: nothing is written anew. A call names the part of the text it was read from, and what cannot be read is a call with
+an error for the model, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Tool = Mapping[str, Any]
+"""A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class Call(NamedTuple):
+    """One call in text[start:end]. `error`: why it cannot be read, for the model; then name and arguments may be empty."""
+
+    start: int
+    end: int
+    name: str = ""
+    arguments: dict[str, Any] = {}
+    error: str = ""
+
+
+_HERMES = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(?P<body>.*?)(?:<｜tool▁call▁end｜>|\\Z)", re.DOTALL)
+_DEEPSEEK_FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_SEPARATOR = re.compile(r"\s*;\s*")
+_decoder = json.JSONDecoder()
+
+
+def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+    for found in _HERMES.finditer(text):
+        yield _from_json(found["body"], found.start(), found.end(), "arguments")
+
+
+def _glm(text: str, tools: Sequence[Tool]) -> Iterator[Call]:
+    for found in _HERMES.finditer(text):
+        name, mark, _ = found["body"].partition("<arg_key>")
+        name = name.strip()
+        texts = _texts_of(name, tools)
+        pairs = _ARGUMENT.findall(found["body"])
+        arguments = {key.strip(): value if key.strip() in texts else _value(value) for key, value in pairs}
+        error = "" if re.fullmatch(r"[\w.-]+", name) and bool(mark) == bool(pairs) else f"not a call: {_short(found['body'])}"
+        yield Call(found.start(), found.end(), name, arguments, error)
+
+
+def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+    for found in _DEEPSEEK.finditer(text):
+        head, mark, tail = found["body"].partition("<｜tool▁sep｜>")
+        name = head.strip()
+        if name == "function":  # V3: kind, name on the same line, then fenced JSON; V3.1: name, then JSON
+            name, _, tail = tail.partition("\n")
+        fenced = _FENCE.search(tail)
+        body = (fenced[1] if fenced else tail).strip()
+        if not mark:
+            yield Call(found.start(), found.end(), error=f"no name before the arguments in {_short(found['body'])}")
+        else:
+            yield _with_arguments(name.strip(), body, found.start(), found.end())
+
+
+def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+    at = text.find(_PYTHON_TAG)
+    begin = at if at >= 0 else len(text) - len(text.lstrip())
+    at = at + len(_PYTHON_TAG) if at >= 0 else begin
+    tagged = at > begin
+    if not tagged and not re.match(r'\{\s*"(name|type|function)"', text[at:]):
+        return  # an answer that is no call
+    while at < len(text):
+        try:
+            _, end = _decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            end = len(text)
+        yield _from_json(text[at:end], begin, end, "parameters")
+        rest = _SEPARATOR.match(text, end)
+        if rest is None:
+            return
+        begin, at = end, rest.end()
+
+
+FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], Iterator[Call]]] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "deepseek": _deepseek,
+    "glm": _glm,
+}
+"""By name. hermes is also what Qwen writes."""
+OPENINGS = {"hermes": "<tool_call>", "glm": "<tool_call>", "llama3": _PYTHON_TAG, "deepseek": "<｜tool▁calls▁begin｜>"}
+"""Where the text of an answer ends and its calls begin."""
+
+
+def parse(text: str, kind: str, tools: Sequence[Tool] = ()) -> list[Call]:
+    """The calls in `text`, in order. `tools`: those on offer; they tell texts from numbers where a format does not."""
+    return list(FORMATS[kind](text, tools))
+
+
+def without(text: str, calls: Sequence[Call]) -> str:
+    """What `text` says beside its calls, without blanks around it."""
+    parts, at = [], 0
+    for call in calls:
+        parts.append(text[at : call.start])
+        at = call.end
+    return _DEEPSEEK_FRAME.sub("", "".join((*parts, text[at:]))).strip()
+
+
+def format_of(template: str) -> str:
+    """The format that a chat template teaches; hermes where it tells of none."""
+    if "<arg_key>" in template:
+        return "glm"
+    if "tool▁call" in template:
+        return "deepseek"
+    if "<tool_call>" not in template and ("python_tag" in template or '"parameters": ' in template):
+        return "llama3"
+    return "hermes"
+
+
+def fault(call: Call, tools: Sequence[Tool]) -> str:
+    """Why this call cannot be made, for the model; empty = it can."""
+    names = [tool["function"]["name"] for tool in tools]
+    if call.error:
+        return f"error: the call cannot be read: {call.error}"
+    if call.name not in names:
+        return f"error: there is no tool {call.name!r}. Tools: {', '.join(names) or 'none'}."
+    schema = next(tool["function"].get("parameters", {}) for tool in tools if tool["function"]["name"] == call.name)
+    missing = [name for name in schema.get("required", ()) if name not in call.arguments]
+    unknown = [name for name in call.arguments if name not in schema.get("properties", call.arguments)]
+    if missing or unknown:
+        said = [f"argument {name!r} is missing" for name in missing] + [f"there is no argument {name!r}" for name in unknown]
+        return f"error: {call.name}: {', '.join(said)}."
+    return ""
+
+
+def _from_json(body: str, start: int, end: int, key: str) -> Call:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return Call(start, end, error=f"{error} in {_short(body)}")
+    function = value.get("function") if isinstance(value, dict) else None
+    value = function if isinstance(function, dict) else value
+    if not isinstance(value, dict) or not isinstance(value.get("name", function), str):
+        return Call(start, end, error=f"no name in {_short(body)}")
+    name = str(value.get("name", function))
+    arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
+    if isinstance(arguments, str):
+        return _with_arguments(name, arguments, start, end)
+    if not isinstance(arguments, dict):
+        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+    return Call(start, end, name, arguments)
+
+
+def _with_arguments(name: str, body: str, start: int, end: int) -> Call:
+    try:
+        arguments = json.loads(body or "{}")
+    except (ValueError, RecursionError) as error:
+        return Call(start, end, name, error=f"{error} in {_short(body)}")
+    if not isinstance(arguments, dict):
+        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+    return Call(start, end, name, arguments)
+
+
+def _texts_of(name: str, tools: Sequence[Tool]) -> set[str]:
+    """Arguments of a tool that are texts by its description."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            properties = tool["function"].get("parameters", {}).get("properties", {})
+            return {key for key, schema in properties.items() if schema.get("type") == "string"}
+    return set()
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -1,0 +1,164 @@
+"""An episode's dialogues as a client of messages sees them, kept as the tokens they are.
+
+Always true: what the model made stays as it was made. A message that we returned is known again by what it says and who made it
+call what, and stands for its recorded tokens; a call whose messages go on behind such a message appends to those tokens, any other
+opens a new trajectory, counted with its reason. A token of the model is trained in one trajectory, and is context in others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from actors.generation.rollouts.session import Segment, Trajectory, env
+from actors.runtime.chat import Chat, NotAppendOnly
+
+Message = dict[str, Any]
+Opened = Literal["first", "rewritten", "template", "tools", "beside"]
+"""Why a trajectory was opened: it is the first · a message that we returned was changed or left out · the template renders earlier
+turns otherwise · the tools on offer are others · a dialogue of its own, as of a sub-agent."""
+
+KEPT = ("role", "content", "tool_calls", "tool_call_id", "name")
+
+
+class BadMessages(Exception):
+    """What a client sent are no messages of the OpenAI interface."""
+
+
+class Turn:
+    """One answer of the model: `segment` behind `context`, the tokens behind `parent`'s (of a root: the whole prompt)."""
+
+    def __init__(self, parent: Turn | None, context: list[int], segment: Segment, tools: str, messages: list[Message]) -> None:
+        self.parent, self.context, self.segment, self.tools, self.messages = parent, context, segment, tools, messages
+        self.tokens: list[int] = [*(parent.tokens if parent is not None else ()), *context, *segment.tokens]
+        self.children = 0
+
+
+class Place:
+    """Where the answer to a call goes. `tokens`: all that the model sees."""
+
+    def __init__(self, parent: Turn | None, context: list[int], tools: str, messages: list[Message]) -> None:
+        self.parent, self.context, self.tools, self.messages = parent, context, tools, messages
+        self.tokens = [*(parent.tokens if parent is not None else ()), *context]
+
+
+class Dialogues:
+    """All dialogues of one episode."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._turns: list[Turn] = []
+        self._ended_by: dict[int, Turn] = {}  # hash of a dialogue that ends with our message -> the turn
+        self.opened: Counter[Opened] = Counter()
+        self.branches = 0
+        """Answers beside another one to the same history: asked for (`n`), or asked for again."""
+
+    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
+        """Where an answer to `messages` (as `plain` gives them) goes. Raises BadChat."""
+        offered = json.dumps(list(tools), sort_keys=True) if tools else ""
+        turn = self._known(messages)
+        why: Opened = "first"
+        if turn is not None and turn.tools == offered:
+            said = [*turn.messages, *messages[len(turn.messages) :]]  # as we returned it: clients trim
+            try:
+                return Place(turn, self._chat.follow(turn.messages, said, turn.segment.tokens, tools), offered, said)
+            except NotAppendOnly:
+                why = "template"
+        elif turn is not None:
+            why = "tools"
+        elif self._turns:
+            why = "rewritten" if any(message["role"] == "assistant" for message in messages) else "beside"
+        place = Place(None, self._chat.render(messages, tools), offered, list(messages))
+        self.opened[why] += 1
+        return place
+
+    def take(self, place: Place, segment: Segment, reply: Message) -> None:
+        """The answer there: what the model made, and the message that the client gets for it."""
+        turn = Turn(place.parent, place.context, segment, place.tools, [*place.messages, plain([reply])[0]])
+        if place.parent is not None:
+            self.branches += place.parent.children > 0
+            place.parent.children += 1
+        self._turns.append(turn)
+        self._ended_by[_hashes(turn.messages)[-1]] = turn
+
+    def _known(self, messages: Sequence[Message]) -> Turn | None:
+        """The last of our turns that `messages` go on behind."""
+        hashes = _hashes(messages)
+        for index in range(len(messages) - 2, -1, -1):
+            if messages[index]["role"] == "assistant" and (turn := self._ended_by.get(hashes[index])) is not None:
+                return turn
+        return None
+
+    def trajectories(self) -> list[Trajectory]:
+        """One for each dialogue, in the order of their last answers."""
+        trained: set[int] = set()
+        found = []
+        for leaf in self._turns:
+            if leaf.children:
+                continue
+            path = [leaf]
+            while path[-1].parent is not None:
+                path.append(path[-1].parent)
+            segments: list[Segment] = []
+            for turn in reversed(path):
+                if turn.parent is not None:
+                    segments.append(env(turn.context))
+                segments.append(env(turn.segment.tokens) if id(turn) in trained else turn.segment)
+                trained.add(id(turn))
+            found.append(Trajectory(path[-1].context, segments, response=leaf.messages[-1]["content"]))
+        return found
+
+
+def plain(messages: Any) -> list[Message]:
+    """Messages in one form: text contents, the arguments of calls as tables where they are JSON, nothing that we do not render.
+    Raises BadMessages."""
+    if not isinstance(messages, list) or not messages:
+        raise BadMessages("'messages' must be a list with at least one message")
+    return [_plain(message, index) for index, message in enumerate(messages)]
+
+
+def _plain(message: Any, index: int) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise BadMessages(f"messages[{index}] is no table with a 'role'")
+    kept = {key: message[key] for key in KEPT if message.get(key) is not None}
+    content = kept.get("content", "")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadMessages(f"messages[{index}] has content that is no text; only text can be rendered")
+        content = "".join(parts)  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise BadMessages(f"messages[{index}].content is a {type(content).__name__}, not text")
+    kept["content"] = content
+    if calls := kept.pop("tool_calls", None):
+        try:
+            kept["tool_calls"] = [
+                {"id": call.get("id", ""), "type": "function", "function": {
+                    "name": call["function"]["name"], "arguments": _table(call["function"].get("arguments", "{}"))}}
+                for call in calls
+            ]  # fmt: skip
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BadMessages(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error
+    return kept
+
+
+def _table(arguments: Any) -> Any:
+    """Templates write a table as JSON, and a text in quotes."""
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return arguments
+
+
+def _hashes(messages: Sequence[Message]) -> list[int]:
+    """One for each beginning of the dialogue."""
+    found: list[int] = []
+    for message in messages:
+        said = dict(message, content=message["content"].strip())
+        found.append(hash((found[-1] if found else 0, json.dumps(said, sort_keys=True))))
+    return found

@@ -1,0 +1,287 @@
+"""The OpenAI interface of a worker, on loopback, for agents that know no other: `/v1/chat/completions` and `/v1/models`.
+
+Owns   a port, and the episodes under way, each behind a token of its own
+Always true: every answer is a turn of the session that its token names, and stands in its trajectories as it was made. When the
+program of an episode ends, its calls end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from aiohttp import web
+
+from actors.generation.endpoint import request as wire
+from actors.generation.endpoint.calls import OPENINGS, parse
+from actors.generation.endpoint.dialogue import BadMessages, Dialogues, Message, Place, plain
+from actors.generation.endpoint.request import BadRequest, ChatBody, Json
+from actors.generation.endpoint.toolloop import within
+from actors.generation.rollouts.session import Segment, Session, Task
+from actors.runtime.chat import BadChat, Chat
+from bus.errors import Poison
+
+MAX_BODY_BYTES = 64 << 20
+Count = Callable[..., object]
+
+
+class Episode:
+    """One session behind the endpoint. `spent`: it has used up its tokens, and was told so."""
+
+    def __init__(self, task: Task, session: Session, chat: Chat, kind: str) -> None:
+        self.task, self.session, self.kind = task, session, kind
+        self.dialogues = Dialogues(chat)
+        self.spent = False
+        self.handlers: set[asyncio.Task[Any]] = set()
+        self.answers = 0
+        self.heard_at = time.monotonic()
+
+
+class Endpoint:
+    """One worker's. `kind`: the format of tool calls. `count`: called with a name for what an operator should see the number of.
+    `context`: most tokens of a sequence, 0 = any. Use as `async with`."""
+
+    def __init__(self, chat: Chat, kind: str, count: Count, *, context: int = 0, model: str = "policy") -> None:
+        self._chat, self._kind, self._count, self._context, self._model = chat, kind, count, context, model
+        self._episodes: dict[str, Episode] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/v1"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def episode(self, task: Task, session: Session) -> AsyncIterator[tuple[Episode, str]]:
+        """A session that can be called, and the token that names it."""
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        episode = self._episodes[key] = Episode(task, session, self._chat, self._kind)
+        try:
+            yield episode, key
+        finally:
+            del self._episodes[key]
+            for handler in episode.handlers:
+                handler.cancel()
+            for why, n in episode.dialogues.opened.items():
+                if why != "first":
+                    self._count(f"trajectories_opened/{why}", n)
+            if episode.dialogues.branches:
+                self._count("answers_beside_others", episode.dialogues.branches)
+
+    @web.middleware
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Every failure in the words that clients read."""
+        if self._called(request) is None:
+            return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+        try:
+            return await handler(request)
+        except (BadRequest, BadMessages, BadChat) as error:
+            self._count("calls_refused")
+            return _error(400, str(error), "invalid_request")
+        except Poison as error:
+            self._count("calls_refused")
+            return _error(400, f"the engine can never serve this: {error}", "context_length_exceeded")
+
+    def _called(self, request: web.Request) -> Episode | None:
+        return self._episodes.get(request.headers.get("Authorization", "").removeprefix("Bearer ").strip())
+
+    async def _models(self, http: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "miles_async"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        body = wire.read(await http.read())
+        episode = self._called(http)
+        if episode is None:  # it ended meanwhile
+            raise BadRequest("the episode has ended")
+        session, task = episode.session, episode.task
+        if session.left <= 0:
+            episode.spent = True
+            return _error(400, f"the episode has used up its {task.sampling.max_new_tokens} tokens", "context_length_exceeded")
+        messages = plain(body.messages)
+        place = episode.dialogues.place(messages, body.offered)
+        if 0 < self._context <= len(place.tokens):
+            self._count("context_used_up")
+            return _error(400, f"{len(place.tokens)} tokens leave no room of {self._context}", "context_length_exceeded")
+        room = within(task.sampling, place.tokens, self._context)
+        sampling, overruled = wire.sampling_of(body, room, as_asked=bool(task.eval_name))
+        if overruled:
+            self._count("sampling_overruled")
+        number, episode.answers = episode.answers, episode.answers + 1
+        stream = _Stream(http, self._model, number, body) if body.stream else None
+        current = asyncio.current_task()
+        assert current is not None
+        episode.handlers.add(current)
+        try:
+            made = await asyncio.gather(
+                *(self._answer(episode, body, place, sampling, number, index, stream) for index in range(body.n or 1))
+            )
+        finally:
+            episode.handlers.discard(current)
+            episode.heard_at = time.monotonic()
+        usage = wire.usage_of(len(place.tokens), [segment for segment, _ in made])
+        if stream is not None:
+            return await stream.end(usage)
+        choices = [
+            {
+                "index": index,
+                "message": message,
+                "finish_reason": wire.finish_of(message, segment),
+                "logprobs": wire.logprobs_of(segment, self._texts(segment)) if body.logprobs else None,
+            }
+            for index, (segment, message) in enumerate(made)
+        ]
+        return web.json_response(_head(self._model, number, "chat.completion") | {"choices": choices, "usage": usage})
+
+    async def _answer(
+        self, episode: Episode, body: ChatBody, place: Place, sampling: Any, number: int, index: int, stream: _Stream | None
+    ) -> tuple[Segment, Message]:
+        """One turn of the model, and the message it is for the client."""
+        growing = Growing(self._chat.decode)
+        opening = OPENINGS[episode.kind] if body.offered else ""
+
+        def watch(tokens: Sequence[int]) -> bool:
+            text = growing.read(tokens[:-1])  # the last one may be the end
+            if stream is not None:
+                stream.hear(index, text, opening)
+            return any(stop in text for stop in body.stops)
+
+        async with stream.telling() if stream is not None else _nothing():
+            segment = await episode.session.generate(
+                place.tokens, sampling, watch=watch if body.stops or stream is not None else None
+            )
+        segment = self._until(segment, body.stops)
+        ended = bool(segment.tokens) and segment.tokens[-1] in sampling.stop_token_ids
+        text = self._chat.decode(segment.tokens[:-1] if ended else segment.tokens)
+        text = text[: min((at for stop in body.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        calls = parse(text, episode.kind, body.offered) if body.offered else []
+        message = wire.message_of(text, calls, f"{number}_{index}")
+        if calls and "tool_calls" not in message:
+            self._count("calls_unreadable")
+        episode.dialogues.take(place, segment, message)
+        self._count("turns_served")
+        if stream is not None:
+            logprobs = wire.logprobs_of(segment, self._texts(segment)) if body.logprobs else None
+            await stream.close(index, message, wire.finish_of(message, segment), logprobs)
+        return segment, message
+
+    def _until(self, segment: Segment, stops: Sequence[str]) -> Segment:
+        """As far as the token that completes a stop: more may have come with it."""
+        n = len(segment.tokens)
+        while n and any(stop in self._chat.decode(segment.tokens[: n - 1]) for stop in stops):
+            n -= 1
+        return segment.first(n) if n < len(segment.tokens) else segment
+
+    def _texts(self, segment: Segment) -> list[str]:
+        return [self._chat.decode([token]) for token in segment.tokens]
+
+
+class Growing:
+    """The text of tokens that become more, each decoded a few times only."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._text = ""
+        self._from, self._done = 0, 0  # tokens before the second are in the text; decoding begins at the first
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """All of it, without a character that is not complete."""
+        known, more = self._decode(tokens[self._from : self._done]), self._decode(tokens[self._from :])
+        if len(more) > len(known) and not more.endswith("\ufffd"):
+            self._text += more[len(known) :]
+            self._from, self._done = self._done, len(tokens)
+        return self._text
+
+
+class _Stream:
+    """An answer sent as it is made, as server-sent events."""
+
+    def __init__(self, http: web.Request, model: str, number: int, body: ChatBody) -> None:
+        self._http, self._body = http, body
+        self._head = _head(model, number, "chat.completion.chunk")
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self._begun = asyncio.Lock()
+        self._sent: dict[int, int] = {}  # characters of each answer
+        self._new: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+
+    def hear(self, index: int, text: str, opening: str) -> None:
+        """What an answer says so far."""
+        end, sent = wire.safe_length(text, self._body.stops, opening), self._sent.get(index, 0)
+        if end > sent:
+            self._sent[index] = end
+            self._new.put_nowait((index, text[sent:end]))
+
+    @asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """Sends on what is heard meanwhile."""
+        teller = asyncio.create_task(self._tell(), name="stream of an answer")
+        try:
+            yield
+        finally:
+            self._new.put_nowait(None)
+            await teller
+
+    async def _tell(self) -> None:
+        while (new := await self._new.get()) is not None:
+            await self._send(new[0], {"content": new[1]})
+
+    async def _send(self, index: int, delta: Json, finish: str | None = None, logprobs: Json | None = None) -> None:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        await self._write(self._head | {"choices": [choice]})
+
+    async def _write(self, event: Json | str) -> None:
+        async with self._begun:
+            if not self._response.prepared:
+                await self._response.prepare(self._http)
+        text = event if isinstance(event, str) else json.dumps(event)
+        try:
+            await self._response.write(f"data: {text}\n\n".encode())
+        except ConnectionError:
+            return  # it has gone; the answer is recorded all the same
+
+    async def close(self, index: int, message: Message, finish: str, logprobs: Json | None) -> None:
+        """The rest of an answer."""
+        sent, content = self._sent.get(index, 0), message["content"] or ""
+        delta: Json = {"role": "assistant", "content": content[sent:]}
+        if calls := message.get("tool_calls"):
+            delta["content"] = "" if sent else content  # what was sent has its blanks still
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        await self._send(index, delta, None, logprobs)
+        await self._send(index, {}, finish)
+
+    async def end(self, usage: Json) -> web.StreamResponse:
+        if (self._body.stream_options or {}).get("include_usage"):
+            await self._write(self._head | {"choices": [], "usage": usage})
+        await self._write("[DONE]")
+        return self._response
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield
+
+
+def _head(model: str, number: int, kind: str) -> Json:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _error(status: int, text: str, code: str) -> web.Response:
+    return web.json_response({"error": {"message": text, "type": code, "param": None, "code": code}}, status=status)

@@ -1,0 +1,115 @@
+"""The layers that model chunks are made of: Megatron's with what plain torch and some families need, or the user's own.
+
+Norms and attention of our own stand in only where Transformer Engine can't run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from actors.runtime.hooks import load_hook
+from actors.trainer.megatron_backend.attention import Attention
+from actors.trainer.megatron_backend.flags import is_ours
+
+log = logging.getLogger(__name__)
+Layers = Callable[[TransformerConfig, int | None], Any]
+"""(config, virtual stage) -> layer spec"""
+
+
+class Norm(nn.Module):
+    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class PostNormLayer(TransformerLayer):
+    """A layer that norms the outputs of attention and feed-forward block too, before they join the residual (GLM-4)."""
+
+    norm: Any = None
+
+    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kw: Any) -> None:
+        super().__init__(config, submodules, *args, **kw)
+        made = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm = build_module(self._norm(), **made)
+        self.post_mlp_layernorm = build_module(self._norm(), **made)
+        self.self_attn_bda: Any = _normed(self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda: Any = _normed(self.mlp_bda, self.post_mlp_layernorm)
+
+    @staticmethod
+    def _norm() -> Any:
+        if not torch.cuda.is_available():
+            return Norm
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+
+
+def _normed(add: Callable[..., Any], norm: Any) -> Callable[..., Any]:
+    """The function that adds a block's output to the residual, with a norm on that output."""
+
+    def chosen(training: bool, fused: bool) -> Callable[..., Any]:
+        inner = add(training, fused)
+        return lambda out, residual, dropout: inner((norm(out[0]), out[1]), residual, dropout)
+
+    return chosen
+
+
+def layers_of(spec: Sequence[str], *, post_norms: bool) -> Layers:
+    """What makes the layers: that of the user's `--spec MODULE FUNCTION`, else ours of the family."""
+    if spec and not is_ours(spec):
+        made = load_hook(".".join(spec))
+        return lambda config, stage: made(SimpleNamespace(**vars(config)), config, stage)
+    if spec:
+        log.info("--spec %s: layers are made as config.json says, by our own record of the family", " ".join(spec))
+    return (lambda config, stage: post_normed(layer_specs(config, stage))) if post_norms else layer_specs
+
+
+def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's layers for this stage: Transformer Engine's where it can run, else plain torch."""
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
+    )
+    if not engine:
+        block.layer_norm = Norm
+        for layer in block.layer_specs:
+            _plain(layer.submodules)
+    return block
+
+
+def _plain(layer: Any) -> None:
+    """Our norm and attention in a layer of Megatron's own modules."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    attention = layer.self_attention.submodules
+    attention.core_attention = Attention
+    for part in (layer, attention):
+        for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(part, name, None) is WrappedTorchNorm:
+                setattr(part, name, Norm)
+
+
+def post_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """The same layers with norms on their outputs."""
+    specs = [ModuleSpec(module=PostNormLayer, params=s.params, submodules=s.submodules) for s in block.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=block.layer_norm)

@@ -1,0 +1,110 @@
+"""Tool calls in what models write: read where they stand, and what is broken is told to the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.generation.endpoint.calls import FORMATS, Call, fault, format_of, parse, without
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": {"expression": {"type": "string"}, "n": {"type": "integer"}}, "required": ["expression"]}}}
+    for name in ("calculator", "python")
+]  # fmt: skip
+D1, D2, D3, D4, SEP = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    "<｜tool▁sep｜>",
+)
+ONE = '{"name": "calculator", "arguments": {"expression": "1+2", "n": 3}}'
+TWO = '{"name": "python", "arguments": {"expression": "print(\\"}\\")"}}'
+WRITTEN = {
+    "hermes": f"I ask.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>",
+    "glm": "I ask.\n<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>1+2</arg_value>\n<arg_key>n</arg_key>\n"
+    '<arg_value>3</arg_value>\n</tool_call><tool_call>python\n<arg_key>expression</arg_key><arg_value>print("}")</arg_value></tool_call>',
+    "llama3": f"I ask.<|python_tag|>{ONE.replace('arguments', 'parameters')}; {TWO.replace('arguments', 'parameters')}",
+    "deepseek": f'I ask.{D1}{D2}function{SEP}calculator\n```json\n{{"expression": "1+2", "n": 3}}\n```{D3}\n'
+    f'{D2}python{SEP}{{"expression": "print(\\"}}\\")"}}{D3}{D4}',
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_format_gives_the_calls_and_the_text_beside_them(kind: str) -> None:
+    text = WRITTEN[kind]
+    calls = parse(text, kind, TOOLS)
+    assert [(c.name, c.arguments, c.error) for c in calls] == [
+        ("calculator", {"expression": "1+2", "n": 3}, ""),
+        ("python", {"expression": 'print("}")'}, ""),
+    ]
+    assert without(text, calls) == "I ask."
+    assert all("1+2" in text[c.start : c.end] or "print" in text[c.start : c.end] for c in calls)
+    assert not any(fault(call, TOOLS) for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("hermes", '<tool_call>{"name": "calculator", "arguments": {"expression": }}</tool_call>', "Expecting value"),
+        ("hermes", '<tool_call>{"name": "calculator", "argum', "cannot be read"),  # cut off by the limit of tokens
+        ("hermes", '<tool_call>["calculator"]</tool_call>', "no name"),
+        ("hermes", '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', "no object"),
+        ("hermes", '<tool_call>{"name": "calculator", "arguments": "{\\"a\\""}</tool_call>', "cannot be read"),
+        ("hermes", '<tool_call>{"name": "oracle", "arguments": {}}</tool_call>', "no tool 'oracle'. Tools: calculator, python."),
+        ("hermes", '<tool_call>{"name": "python"}</tool_call>', "argument 'expression' is missing"),
+        ("hermes", f"<tool_call>{ONE[:-2]}, \"m\": 1}}}}</tool_call>", "there is no argument 'm'"),
+        ("glm", "<tool_call>two words\n<arg_key>a</arg_key></tool_call>", "cannot be read"),
+        ("llama3", '<|python_tag|>{"name": "calculator", ', "cannot be read"),
+        ("llama3", "<|python_tag|>print(1)", "cannot be read"),
+        ("deepseek", f"{D1}{D2}calculator {{}}{D3}{D4}", "no name before"),
+        ("deepseek", f"{D1}{D2}function{SEP}calculator\n```json\n{{\"a\"", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_broken_call_is_an_error_for_the_model(kind: str, text: str, says: str) -> None:
+    [call] = parse(text, kind, TOOLS)
+    assert says in fault(call, TOOLS) and "\n" not in fault(call, TOOLS)
+
+
+def test_an_answer_without_a_call_has_none() -> None:
+    for kind in FORMATS:
+        for text in ("", "the sum is 3", '{"answer": 3}'):
+            assert parse(text, kind) == [] and without(text, []) == text
+    [call] = parse('  {"name": "calculator", "parameters": {"n": 1}}', "llama3")  # without its tag, as Llama 3.1 often writes
+    assert (call.name, call.arguments) == ("calculator", {"n": 1})
+
+
+MARKS = (*"{[}\"':,;<>", "<tool_call>", "</tool_call>", "<arg_key>", D1, D2, D3, SEP, "<|python_tag|>", "name", "[" * 5000)
+names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+texts = st.text(st.characters(exclude_characters="<>`｜"))
+objects = st.dictionaries(names, st.one_of(st.integers(), st.booleans(), texts, st.none()))
+
+
+@given(name=names, arguments=objects, before=st.text(st.characters(exclude_characters="<{`")))
+def test_what_is_written_in_a_format_is_read_back(name: str, arguments: dict[str, object], before: str) -> None:
+    body = json.dumps(arguments, ensure_ascii=False)
+    for kind, text in (
+        ("hermes", f'{before}<tool_call>\n{{"name": "{name}", "arguments": {body}}}\n</tool_call>'),
+        ("llama3", f'{before}<|python_tag|>{{"name": "{name}", "parameters": {body}}}'),
+        ("deepseek", f"{before}{D1}{D2}{name}{SEP}{body}{D3}{D4}"),
+    ):
+        [call] = parse(text, kind)
+        assert (call.name, call.arguments, call.error) == (name, arguments, "")
+        assert without(text, [call]) == before.strip()
+
+
+@given(text=st.lists(st.sampled_from(MARKS)).map("".join))
+def test_no_text_breaks_a_parser(text: str) -> None:
+    for kind in FORMATS:
+        calls: list[Call] = parse(text, kind)
+        assert all(0 <= call.start < call.end <= len(text) for call in calls)
+        without(text, calls)
+
+
+def test_the_format_is_known_from_the_template() -> None:
+    assert format_of("... <tool_call>\n{{ x }}\n</tool_call>") == "hermes"
+    assert format_of("<tool_call>{{ name }}<arg_key>") == "glm"
+    assert format_of(f"{D2}") == "deepseek"
+    assert format_of('{{- \'{"name": "\' }} "parameters": ') == "llama3"
+    assert format_of("nothing of tools") == "hermes"

@@ -1,0 +1,70 @@
+"""Tools that ship: every call gets a text, and what is wrong with it is told there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.runtime.run import Refused
+from actors.runtime.tools import ANSWER_CHARS, Passages, Toolbox, calculate, read_passages
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("12*(3+4)", "84"), ("7/2", "3.5"), ("6/3", "2"), ("2^10", "1024"), ("-3--4", "1"), ("sqrt(16)+max(1,2)", "6"),
+        ("17%5", "2"),
+        ("1/0", "error: division by zero"),
+        ("9**9**9", "error: the number is too large"),
+        ("factorial(10**6)", "error: the number is too large"),
+        ("(-8)**0.5", "error: the result is not a real number"),
+        ("__import__('os').system('true')", "error: cannot calculate \"__import__('os').system('true')\""),
+        ("'a'*9", "error: cannot calculate \"'a'\""),
+        ("1+", "error: invalid syntax (<unknown>, line 1)"),
+        ("(" * 400 + "1" + ")" * 99, "error: "),
+        ("1+" * 300 + "1", "error: the expression is longer than 500 characters"),
+    ],
+)  # fmt: skip
+def test_the_calculator_knows_numbers_and_nothing_else(expression: str, answer: str) -> None:
+    assert calculate(expression) == answer or (answer == "error: " and calculate(expression).startswith(answer))
+
+
+@given(st.text(st.sampled_from("0123456789+-*/%^(). ,eabsqrtlog\n"), max_size=60))
+def test_no_expression_breaks_the_calculator(expression: str) -> None:
+    assert calculate(expression)
+
+
+def test_search_finds_the_passage_with_the_rare_word(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    texts = ["the cat sat on the mat", "the dog sat", "a heron stands in the river", "the the the"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    passages = Passages(read_passages(str(path)))
+    assert passages.best("Where is the heron?")[0] == texts[2]
+    assert passages.best("zebra") == []
+    (tmp_path / "corpus.txt").write_text("one\ntwo\n\nthree\n")
+    assert read_passages(str(tmp_path / "corpus.txt")) == ["one\ntwo", "three"]
+
+
+async def test_each_tool_answers_in_text_within_bounds(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("a passage")
+    async with Toolbox(["calculator", "search", "python"], corpus=str(tmp_path / "c.txt")) as tools:
+        assert [spec["function"]["name"] for spec in tools.specs] == ["calculator", "search", "python"]
+        assert await tools.call("calculator", {"expression": 7}) == "7"
+        assert await tools.call("search", {"query": "passage"}) == "a passage"
+        answers = await asyncio.gather(
+            *(tools.call("python", {"code": code}) for code in ("2 + 2", "1/0", "print('x' * 9999)", "while 1: print()", "None"))
+        )
+    assert answers[0] == "4" and answers[1].endswith("ZeroDivisionError: division by zero")
+    assert len(answers[2]) < ANSWER_CHARS + 30 and answers[3] == "ended: output" and answers[4] == "(no output)"
+
+
+@pytest.mark.parametrize(("names", "corpus", "says"), [(["oracle"], "", "no such"), (["search"], "gone.txt", "cannot be read")])
+async def test_tools_that_cannot_be_are_refused(names: list[str], corpus: str, says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        async with Toolbox(names, corpus=corpus):
+            raise AssertionError

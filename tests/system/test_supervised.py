@@ -1,0 +1,42 @@
+"""A run that warms itself up: supervised training through the real launcher, engines and Redis, with evaluation beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.trainer.record import read_record
+from bus.messages.base import unpack_ints
+from tests.crash.conftest import Launch
+from tests.crash.house import evaluating, merged
+from tests.crash.judge import judge
+from tests.system.test_train import command, records
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run_of: Launch, toy: Path) -> None:
+    settings = merged(
+        evaluating(toy),
+        {
+            "rollout": {"num_rollout": 6, "rollout_batch_size": 16, "n_samples_per_prompt": 1, "over_sampling_batch_size": 32},
+            "grpo": {"use_tis": False, "loss_type": "sft", "loss_agg_mode": "token-mean"},
+            "optimizer": {"lr": 0.01},
+        },
+    )
+    run = run_of(settings)
+    run.start()
+    assert run.join() == 0, run.story()
+    judge(run)
+    losses = [step["metrics"]["train/loss"] for step in records(run, "step")]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
+    assert {e["step"] for e in records(run, "eval")} >= {0, 6}
+    for words in (("--count", "1"), ("--eval", "few", "--step", "0", "--worst")):
+        shown = command(run, "samples", "--run", "r", *words)
+        assert shown.returncode == 0 and "model:" in shown.stdout, shown.stderr
+    batch = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
+    for group in batch.groups:
+        [sample] = group.samples
+        assert unpack_ints(sample.rollout.response.tokens) == unpack_ints(sample.rollout.task.given_tokens)
+        assert sample.scorer == "data" and sample.rollout.response.n_tokens <= 4

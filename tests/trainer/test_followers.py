@@ -1,0 +1,30 @@
+"""Ranks that somebody else starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from actors.trainer.followers import Followers
+from actors.trainer.training import ranks
+from actors.trainer.training.ranks import Ranks, RanksApart
+
+
+async def test_ranks_that_others_start_meet_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "9")
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))  # nobody listens there, and nobody will: rank 0 is rank 1 of somebody else's
+        followers = Followers(2, str(tmp_path), f"127.0.0.1:{port.getsockname()[1]}")
+        await followers.start()
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
+        assert not list(tmp_path.iterdir()), "no process of ours"
+        monkeypatch.setattr(ranks, "STEP_DEADLINE", timedelta(seconds=1))
+        with pytest.raises(RanksApart, match=r"rank 1 of the trainer's 2 found not all of them at 127\.0\.0\.1:\d+") as error:
+            await asyncio.to_thread(Ranks(1, 2).connect)
+    assert "\n" not in str(error.value)
