@@ -47,6 +47,7 @@ from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan
 
+NO_ROOM_S = 5.0
 WEIGHTS = "weights"  # SGLang's tag of that part of an engine's memory
 
 
@@ -191,11 +192,11 @@ class EngineLink:
             await (self._relabel(order) if self._holds(order.manifest) else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
-            self._context.note = f"version {version} failed: {error}"[:200]
             if self.state is State.LOADING and isinstance(error, TransportFailed):
                 self.enter(State.DAMAGED)
             if self.serving is None:
                 self._context.version = -1
+            self._context.note = f"version {version} failed: {error}"[:200]
             if way != "disk":
                 text = f"{way}: {error}"[:300]
                 await self._context.event("transport failed", text, level="warning", version=version, transport=way)
@@ -302,6 +303,7 @@ class EngineLink:
         except (FetchFailed, BadMessage) as error:
             raise TransportFailed(str(error), damaged=False) from error
         except OSError as error:
+            await self._context.clock.sleep(NO_ROOM_S)  # it is ordered again at once
             raise TransportFailed(
                 f"no room for {order.manifest.n_bytes} bytes of weights: {error}", damaged=False
             ) from error
@@ -314,7 +316,8 @@ class EngineLink:
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.enter(State.SERVING)
         self.serving = order.version
-        self._context.version, self._context.note = order.version.id, self._about()
+        self._context.version = order.version.id
+        self._context.note = self._about()
         version, step = order.version.id, order.version.step
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,

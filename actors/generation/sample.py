@@ -108,11 +108,12 @@ class Turn:
     def part(self, at: int = 0, end: int | None = None) -> Response:
         """Tokens [at, end)."""
         n = len(self.tokens) if end is None else end
+        whole = at == 0 and n == len(self.tokens)
         return Response(
             tokens=memoryview(self.tokens[at:n].tobytes()),
             logprobs=memoryview(self.logprobs[at:n].tobytes()),
             loss_mask=memoryview(self.mask[at:n]),
-            spans=spans_within(self.spans, at, n),
+            spans=self.spans if whole else spans_within(self.spans, at, n),
         )
 
     def ended(self, limit: int, stops: Sequence[int]) -> bool:

@@ -27,6 +27,7 @@ from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
 from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.fetch import Damaged
 from actors.runtime.logs import fold_log
 from actors.runtime.run import RunEnds
 from bus import Entry, Out, Tail
@@ -188,7 +189,7 @@ class Publisher:
         if target.files is not None:
             far = self._elsewhere.among(ways.files, members.all)
             await self._order(target.version, target.files, [name for name in ways.files if name not in far], now)
-            await self._order_far(target.version, target.files, far, now)
+            await self._order_far(target, target.files, far, now)
         if ways.lacking:
             await self._ask_for_files(target, ways.lacking, now)
         if refusers and target.attempt >= TRIES and refusers >= serving.keys() and version not in serving.values():
@@ -242,9 +243,16 @@ class Publisher:
                 text = f"{name} gets files for {ASIDE_S / 60:g} minutes: what was sent failed {STRIKES} times in a row"
             await self._context.event("worker aside", text[:300], level="warning", worker=name)
 
-    async def _order_far(self, version: PolicyVersion, files: WeightManifest, workers: list[str], now: float) -> None:
+    async def _order_far(self, target: Target, files: WeightManifest, workers: list[str], now: float) -> None:
         """To those that must fetch the files."""
-        parcel = await self._elsewhere.parcel(files.path) if workers else None
+        version = target.version
+        try:
+            parcel = await self._elsewhere.parcel(files) if workers else None
+        except Damaged as error:
+            self._why = str(error)
+            if target.spoiled(files.path):
+                self._members.withdraw(version.id)
+            return
         if parcel is None:
             return
         way = msgspec.structs.replace(files, transport="network", path="", n_bytes=parcel.n_bytes)

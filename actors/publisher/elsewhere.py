@@ -16,6 +16,7 @@ from actors.runtime.context import Context
 from actors.runtime.depot import Depot
 from actors.runtime.fetch import pack_parcel
 from actors.runtime.host import place, shared_memory_name
+from bus.messages.policy import WeightManifest
 from bus.messages.weights import Parcel
 
 SOON_S = 0.2  # small files are read while the publisher waits, large ones beside it
@@ -71,11 +72,12 @@ class Elsewhere:
         """Those that see another memory than the trainer's host."""
         return [name for name in names if members[name].memory not in ("", self._here)]
 
-    async def parcel(self, path: str) -> Parcel | None:
-        """What the files at `path` are; None while they are being read, or when they are gone."""
+    async def parcel(self, files: WeightManifest) -> Parcel | None:
+        """What these files are; None while they are being read, or when they are gone. Damaged when they are."""
+        path = files.path
         packing = self._packing.get(path)
         if packing is None:
-            packing = asyncio.get_running_loop().run_in_executor(None, _pack, Path(path))
+            packing = asyncio.get_running_loop().run_in_executor(None, _pack, Path(path), files.checksum)
             self._packing[path] = packing
             for old in [p for p, f in self._packing.items() if f.done()][:-KEPT]:
                 del self._packing[old]
@@ -115,8 +117,8 @@ class Elsewhere:
             await asyncio.to_thread(self._depot.close)
 
 
-def _pack(folder: Path) -> Parcel | None:
+def _pack(folder: Path, written: str) -> Parcel | None:
     try:
-        return pack_parcel(folder)
+        return pack_parcel(folder, written)
     except OSError:
         return None

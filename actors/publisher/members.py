@@ -21,6 +21,7 @@ from bus.messages.policy import Seat
 STRIKES = 2
 REFUSALS = 3
 ASIDE_S = 600.0
+SILENT_KEPT = 1000
 FILES = ("disk", "network")  # ways of whole files
 NOT_HERE = ("stopped", "failed", "draining")
 
@@ -49,6 +50,7 @@ class Members:
         self.all: dict[str, Member] = {}
         self._failed: dict[str, tuple[int, float]] = {}  # worker -> transports that failed in a row; when the last
         self._refused: dict[str, tuple[int, float]] = {}  # worker -> files refused in a row; when the last
+        self._silent: dict[str, Member] = {}  # those that were left out: where they are is known when they are back
 
     @property
     def serving(self) -> dict[str, int]:
@@ -94,7 +96,10 @@ class Members:
                     self._failed[message.actor] = (self._failed.get(message.actor, (0, 0.0))[0] + 1, now)
 
     def _hear(self, name: str, now: float) -> Member:
-        member = self.all.setdefault(name, Member(heard=now))
+        if name not in self.all:
+            was = self._silent.pop(name, None)
+            self.all[name] = Member(heard=now, memory=was.memory, depot=was.depot) if was else Member(heard=now)
+        member = self.all[name]
         member.heard = max(member.heard, now)
         return member
 
@@ -104,7 +109,9 @@ class Members:
         for name, member in list(self.all.items()):
             member.heard += unread_s
             if now - member.heard > self._timeout_s:
-                del self.all[name]
+                self._silent[name] = self.all.pop(name)
+        for name in list(self._silent)[:-SILENT_KEPT]:
+            del self._silent[name]
         for counts in (self._failed, self._refused):
             for name in [n for n, (_, at) in counts.items() if n not in self.all and now - at > ASIDE_S]:
                 del counts[name]

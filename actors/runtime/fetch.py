@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from actors.runtime.checksum import checksum
+from actors.runtime.checksum import checksum, checksum_of
 from actors.runtime.depot import ID, NAME
-from bus.errors import BadMessage, Transient
+from bus.errors import BadMessage, MilesAsyncError, Transient
 from bus.messages.weights import Parcel, ParcelFile
 
 PIECES, LEAST_PIECE, MOST_PIECE = 64, 64 << 10, 64 << 20  # a relay begins to serve after one piece
@@ -40,8 +40,15 @@ class _Refused(Exception):
     """A source does not give it, or gives something else."""
 
 
-def pack_parcel(folder: Path) -> Parcel:
-    """Names, sizes and checksums of the files in a folder. Raises OSError. Reads all of it."""
+class Damaged(MilesAsyncError):
+    """The files are not those that were written."""
+
+
+def pack_parcel(folder: Path, written: str = "") -> Parcel:
+    """Names, sizes and checksums of the files in a folder. Raises OSError; Damaged where model.safetensors has not the checksum
+    `written` (empty = any). Reads all of it."""
+    if written and checksum_of(folder / "model.safetensors") != written:
+        raise Damaged(f"weights {folder / 'model.safetensors'} do not match their checksum")
     paths = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.startswith(".") and p.is_file())
     total = sum(path.stat().st_size for path in paths)
     piece = min(max(total // PIECES, LEAST_PIECE), MOST_PIECE)

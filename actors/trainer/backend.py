@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -162,7 +162,7 @@ class TrainBackend(Protocol):
         """Directory that engines booted from, of a backend that never changes its weights; else empty."""
         ...
 
-    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+    def export(self, limit_bytes: int) -> Generator[NamedTensors]:
         """The weights as engines load them, in buckets of at most `limit_bytes`. All of them, in the same thread."""
         ...
 

@@ -3,7 +3,7 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ class NullBackend:
     def refuses(self, batch: StepBatch) -> str:
         return ""
 
-    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
-        return iter(())
+    def export(self, limit_bytes: int) -> Generator[NamedTensors]:
+        yield from ()
 
     def beside(self) -> dict[str, bytes]:
         return {}

@@ -51,8 +51,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ),
     (
         "The Megatron backend has nothing like it.",
-        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --use-distributed-post "
-        "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp --indep-dp",
+        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --use-distributed-post --indep-dp "
+        "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp",
     ),
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),

@@ -93,7 +93,7 @@ def ranks_have_work(s: Flat) -> None:
         raise refusal(
             field,
             s.train_ranks // others,
-            f"{s.data_ranks} data-parallel ranks are more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
+            f"{s.data_ranks} ranks are more than global_batch_size = {s.global_batch_size}: a rank would have no sample",
             f"Set it to {max(1, s.global_batch_size * s.model_parallel_ranks // others)} or less.",
         )
 

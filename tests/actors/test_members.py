@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.publisher.members import ASIDE_S, REFUSALS, Members
@@ -46,6 +47,15 @@ def test_time_in_which_nothing_could_be_read_is_nobodys_silence() -> None:
     members.fold(beat(), 0.0)
     members.expire(60.0, unread_s=55.0)
     assert set(members.all) == {"w"}
+
+
+def test_who_is_back_after_a_cut_is_known_to_be_elsewhere_whatever_it_says_first() -> None:
+    members = Members(timeout_s=10.0)
+    members.fold(msgspec.structs.replace(beat(), memory="far", depot="http://far:1"), 0.0)
+    members.expire(11.0)
+    assert not members.all
+    members.fold(event("activated", version=7), 40.0)
+    assert (members.all["w"].memory, members.all["w"].depot) == ("far", "http://far:1")
 
 
 def test_engines_can_be_sent_to_between_an_activation_and_the_next_trouble() -> None:

@@ -159,6 +159,23 @@ async def test_who_sees_another_memory_is_told_where_to_fetch_the_files_host_by_
             await until(lambda: told(bus))
 
 
+async def test_damaged_files_are_written_anew_before_anybody_fetches_them(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus):
+            await put(bus, EVENTS, msgspec.structs.replace(says("far"), memory="elsewhere"))
+            bad = WeightManifest(path=str(tmp_path), checksum="00" * 16)
+            await put(bus, POLICY, PolicyAnnounced(version=PolicyVersion(1, 0), manifest=bad))
+            await until(lambda: asked_anew(bus))
+            assert not await orders(bus, 1)
+
+
+async def asked_anew(bus: Bus) -> list[Send]:
+    return [m for m in await messages(bus, ACTIVE) if isinstance(m, Send) and m.transport == "disk" and m.attempt == 1]
+
+
 # -- waves ---------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ FILES = sources(*PACKAGES)
 # Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
 STAYS = {
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
-    "actors/trainer/torch_backend/__init__.py TorchBackend": 'open_backend("torch") with its parts typed: for tests and benchmarks',
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }

@@ -16,8 +16,8 @@ from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
-from tests.megatron.pool import Pool
 from tests.megatron.models import MODELS, make, tensors
+from tests.megatron.pool import Pool
 
 FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3")  # tied; fused halves and norms; experts; latent attention
 CUT = {"tp": 2, "sequence_parallel": True}
@@ -116,6 +116,20 @@ def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(
     shard.unlink()
     with pytest.raises(Refused, match=rf"not whole: shard {shard.name} of \d+ is missing"):
         check(ours, arch)
+
+
+def refused(family: str, models: str, source: str) -> str:
+    with pytest.raises(Refused) as caught:
+        moved("tp2_pp2", family, models, source, "")
+    return str(caught.value)
+
+
+def test_a_damaged_shard_is_refused_on_every_rank(models: Path, saved: Path, tmp_path: Path, pool: Pool) -> None:
+    ours = shutil.copytree(saved / "glm4", tmp_path / "ck")
+    for shard in ours.glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    for said in pool.run(4, refused, "glm4", str(models), str(ours)):
+        assert said.startswith(f"{ours} can't be loaded: ") and "\n" not in said
 
 
 class Shout:

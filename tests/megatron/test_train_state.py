@@ -127,7 +127,7 @@ def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
         assert got.flags == want.flags == {}
         for name in ("train/tis", "train/tis_abs", "train/grad_norm"):
             assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-3, abs=1e-5), (step, name)
-    assert SEEN == [("init", 1), ("pass", 0), ("step", 0), ("pass", 1), ("step", 1), *[("pass", 2)] * 3, ("step", 2)]
+    assert [("init", 1), ("pass", 0), ("step", 0), ("pass", 1), ("step", 1), *[("pass", 2)] * 3, ("step", 2)] == SEEN
     torch_backend.close()
 
 

@@ -29,7 +29,8 @@ def config_of(path: str, *, library: str = "megatron", **settings: Any) -> Backe
     # A large eps makes Adam's first update the gradient's multiple, not its sign: weights then tell gradients.
     plain = {"device": "cpu", "lr": 1.0, "adam_eps": 10.0, "max_tokens_per_gpu": 60, "weight_decay": 0.1, "clip_grad": 2.0}
     own = {"own": megatron_of(data_pad_size_multiplier=4, **settings.pop("own", {}))} if library == "megatron" else {}
-    return backend_of(hf_checkpoint=path, objective=objective_of(**OBJECTIVE | settings.pop("objective", {})), **plain | settings | own)
+    objective = objective_of(**OBJECTIVE | settings.pop("objective", {}))
+    return backend_of(hf_checkpoint=path, objective=objective, **plain | settings | own)
 
 
 def batch_of(step: int) -> StepBatch:
@@ -50,8 +51,8 @@ def batch_of(step: int) -> StepBatch:
 def trained(
     path: str, steps: int, settings: dict[str, Any], *, begin: str = "", first: int = 0, end: str = ""
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """(numbers of each step, this stage's weights afterwards under their Hugging Face names) of this rank. `begin`: checkpoint to go on
-    from, at step `first`; `end`: directory to save to."""
+    """(numbers of each step, this stage's weights afterwards under their Hugging Face names) of this rank. `begin`: checkpoint to
+    go on from, at step `first`; `end`: directory to save to."""
     torch.set_num_threads(1)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     core = MegatronCore(config_of(path, **settings), Ranks(rank, size))

@@ -298,6 +298,14 @@ def test_a_library_that_is_not_there_is_refused_in_one_line(library: str, make_c
     assert "\n" not in str(refusal.value)
 
 
+def test_a_library_that_is_not_installed_is_refused_with_the_way_to_get_it(
+    make_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "actors.trainer.megatron_backend.core", None)
+    with pytest.raises(Refused, match=r"train backend megatron cannot be loaded: .*pip install 'miles-async\[megatron\]'"):
+        RankedBackend("megatron").setup(make_config())
+
+
 def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
     batch = make_batch(3, lr=1e-4)
     command = pack_step(batch)

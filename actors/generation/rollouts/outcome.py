@@ -43,6 +43,8 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     ends: Literal["stop", "length"] = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
     own = prompt == running.task.prompt_tokens
     plain = own and len(found) == 1 == len(running.turns) and not (last.metadata or last.response or last.reward is not None)
+    if plain:
+        return Outcome(strands[-1].response, ends, UNSET, discarded)
     episode = Episode(
         prompt_tokens=UNSET if own else prompt,
         earlier=tuple(strands[:-1]),
@@ -51,7 +53,7 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
         answer=UNSET if last.response is None else last.response,
         turns=len(running.turns),
     )
-    return Outcome(strands[-1].response, ends, UNSET if plain else episode, discarded)
+    return Outcome(strands[-1].response, ends, episode, discarded)
 
 
 def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:

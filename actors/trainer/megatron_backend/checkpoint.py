@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.safe_globals import SAFE_GLOBALS
+from torch.distributed.checkpoint.api import CheckpointException
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.architecture import Architecture
@@ -87,8 +88,8 @@ def load_sharded(
             loaded = dist_checkpointing.load(
                 state, str(directory), common_strategy=small, validate_access_integrity=False
             )
-    except (CheckpointingException, NotPlain, KeyError, RuntimeError) as err:
-        raise Refused(f"{directory} can't be loaded: {str(err).splitlines()[0]}") from err
+    except (CheckpointingException, CheckpointException, NotPlain, KeyError, RuntimeError) as err:
+        raise Refused(f"{directory} can't be loaded: {str(err).splitlines()[-1]}") from err
     for key, chunk in _named(chunks):
         lacks = [k for k in chunk.load_state_dict(loaded[key], strict=False).missing_keys if not k.endswith(EXTRA)]
         if lacks:

@@ -56,15 +56,16 @@ class MegatronCore(CoreBase):
             self.groups = Groups(setup.layout_of(own, ranks.size))
             self.model = setup.Model(config, own, self.groups)
             self.device, self.cost = self.model.device, self.model.cost
-            self.former = OldActors(on_host=True)
-            self.others: dict[str, dict[str, Tensor]] = {}
-            for which, directory in self._others():
-                self.model.load(directory)
-                self.others[which] = _to_host(self.model.weights())
-            self.model.load(config.hf_checkpoint)
+        self.former = OldActors(on_host=True)
+        self.others: dict[str, dict[str, Tensor]] = {}
+        for which, directory in self._others():
+            self.model.load(directory)
+            self.others[which] = _to_host(self.model.weights())
+        self.model.load(config.hf_checkpoint)
+        self.fp8 = scheme_of(self.model.source)
+        self._offload = Offload(config.offload_train_target, config.offload_dir)
+        with on_device():
             self.update = Update(self.model.optimizer_config, self.model.chunks)
-            self.fp8 = scheme_of(self.model.source)
-            self._offload = Offload(config.offload_train_target, config.offload_dir)
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
         self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
         if "init" in self._hooks:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.megatron_backend.packing import Stream
 from actors.trainer.megatron_backend.parallel import Groups
+from actors.trainer.torch_backend.head import token_head
 from actors.trainer.training.verbs import PolicyLoss, Work
 
 
@@ -59,9 +60,15 @@ class HeadOf:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._tp)
         rows = hidden[:, 0].index_select(0, micro.rows)
         whole: Any = layer.weight if weight is None else weight
-        logp, entropy = vocab_parallel_head(
-            rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, entropy_gradient=self.entropy_gradient
-        )
+        if self._tp.size() == 1:  # the torch backend's, with its kernels
+            real = whole if whole.shape[0] == self._vocab else whole[: self._vocab]
+            logp, entropy = token_head(
+                rows, real, micro.targets, micro.temperature, entropy_gradient=self.entropy_gradient
+            )
+        else:
+            logp, entropy = vocab_parallel_head(
+                rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, entropy_gradient=self.entropy_gradient
+            )
         # [R, 1, 2]: the model turns it to [1, R, 2], as it would logits.
         return torch.stack((logp, entropy), -1)[:, None], None
 

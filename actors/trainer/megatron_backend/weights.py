@@ -53,7 +53,7 @@ class Cut:
     def __init__(self, rule: Rule, weight: Any) -> None:
         if ".mlp.experts." in rule.megatron:  # Transformer Engine's grouped experts don't say where they are cut
             self.group = parallel_state.get_expert_tensor_parallel_group()
-            self.dim = 0 if "linear_fc1" in rule.megatron else 1
+            self.dim: int | None = 0 if "linear_fc1" in rule.megatron else 1
         else:
             self.group = parallel_state.get_tensor_model_parallel_group()
             cut = getattr(weight, "tensor_model_parallel", False) and weight.shape[0] != rule.rows

@@ -7,7 +7,7 @@ with one bucket in hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ class Sent(msgspec.Struct, frozen=True):
     tensors: list[tuple[str, list[int]]] = []
 
 
-def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Iterator[NamedTensors]:
+def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Generator[NamedTensors]:
     """On rank 0 all buckets of the model; on the others nothing, once theirs are sent. Left early, it still takes what the others
     send: they are in the middle of it."""
     mine = bucketed(core.export(), limit_bytes)

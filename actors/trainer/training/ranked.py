@@ -7,7 +7,7 @@ meet in the collectives inside. Always true: what rank 0 can refuse alone it ref
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import cast
 
@@ -58,7 +58,13 @@ CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
 def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
     """What makes one rank's `Core` of a config and connected ranks. `library`: torch (fsdp is the same), megatron, or a dotted path
     of the user's. Raises Refused."""
-    return cast("Callable[[BackendConfig, Ranks], Core]", load_hook(LIBRARIES.get(library, library)))
+    try:
+        return cast("Callable[[BackendConfig, Ranks], Core]", load_hook(LIBRARIES.get(library, library)))
+    except Refused as error:
+        if library not in LIBRARIES:
+            raise
+        remedy = f"Install it with pip install 'miles-async[{library}]', or choose another --train-backend"
+        raise Refused(f"train backend {library} cannot be loaded: {error.__cause__}. {remedy}.") from error
 
 
 class RankedBackend:
@@ -119,7 +125,7 @@ class RankedBackend:
             return f"{type(error).__name__}: {_line(error)}"
         return ""
 
-    def export(self, limit_bytes: int) -> Iterator[NamedTensors]:
+    def export(self, limit_bytes: int) -> Generator[NamedTensors]:
         """The weights as engines load them, of all ranks, in buckets of at most `limit_bytes`; in this thread, to the end."""
         core = self.core
         self._tell(Export(limit_bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,7 +127,7 @@ class PassingBuckets:
     """Buckets straight from the weights, each flat while it is sent: nothing of a version is kept. `export`: as the
     training's thread calls it."""
 
-    def __init__(self, export: Callable[[], Iterator[NamedTensors]]) -> None:
+    def __init__(self, export: Callable[[], Generator[NamedTensors]]) -> None:
         self._export = export
         self.buckets: tuple[Bucket, ...] = ()
         self.device: torch.device

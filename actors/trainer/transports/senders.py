@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from actors.runtime.host import shared_memory_name
@@ -24,7 +24,7 @@ from bus.messages.weights import WeightPlan
 class Senders:
     """At most one, of `spec.transport`. `export`: the weights in buckets; `shared`: folder for buffers on a host without GPUs."""
 
-    def __init__(self, bus: Bus, spec: CourierSpec, shared: Path, export: Callable[[], Iterator[NamedTensors]]) -> None:
+    def __init__(self, bus: Bus, spec: CourierSpec, shared: Path, export: Callable[[], Generator[NamedTensors]]) -> None:
         self._bus = bus
         self._spec = spec
         self._export = export
