@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--custom-generate-function-path", default="", help="The run's rollout program, where it has one; found on this host."
     )
     parser.add_argument(
+        "--custom-agent-function-path", default="", help="The run's agent, where it has one; found on this host."
+    )
+    parser.add_argument(
         "--weights-address",
         default="",
         metavar="HOST[:PORT]",
@@ -119,10 +122,14 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
-    program = str(room.get("program") or "")
-    if program != args.custom_generate_function_path:  # code is named where it runs, never by the bus
-        remedy = f"Give --custom-generate-function-path {program}" if program else "Leave --custom-generate-function-path out"
-        raise BusRefused(f"run {run_name!r} makes its samples by {program or 'the shipped program'}. {remedy}.")
+    agent = str((room.get("agent") or {}).get("function") or "")
+    for flag, path, given in (
+        ("--custom-generate-function-path", str(room.get("program") or ""), args.custom_generate_function_path),
+        ("--custom-agent-function-path", agent, args.custom_agent_function_path),
+    ):
+        if path != given:  # code is named where it runs, never by the bus
+            remedy = f"Give {flag} {path}" if path else f"Leave {flag} out"
+            raise BusRefused(f"run {run_name!r} makes its samples by {path or 'what ships'}. {remedy}.")
     if args.model_path:
         room["model_path"] = args.model_path
     if args.threads:

@@ -65,13 +65,20 @@ def test_a_worker_cannot_take_a_name_that_leaves_the_run_or_is_anothers(name, re
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_code_that_a_worker_runs_is_named_where_it_runs(redis_url, run_name, tmp_path):
+@pytest.mark.parametrize(
+    ("told", "flag"),
+    [
+        ({"program": "evil.rollout"}, "--custom-generate-function-path"),
+        ({"agent": {"function": "evil.rollout"}}, "--custom-agent-function-path"),
+    ],
+)
+def test_code_that_a_worker_runs_is_named_where_it_runs(told, flag, redis_url, run_name, tmp_path):
     async def state() -> None:
         async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
-            worker = {"model_path": str(tmp_path), "program": "evil.rollout"}
+            worker = {"model_path": str(tmp_path), **told}
             await write_identity(bus, Identity(run=run_name, worker=worker, run_dir=str(tmp_path / "run")))
 
     asyncio.run(state())
     words = [sys.executable, "-m", "miles_async", "worker", "--bus-url", redis_url, "--run", run_name]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "makes its samples by evil.rollout. Give --custom-generate-function-path" in done.stderr
+    assert done.returncode == 2 and f"makes its samples by evil.rollout. Give {flag}" in done.stderr
