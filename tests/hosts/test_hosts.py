@@ -15,15 +15,15 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def test_workers_of_two_hosts_whose_clocks_differ_serve_versions_that_they_fetch(far_run: Make) -> None:
-    run = far_run({"rollout": {"num_rollout": 8, "max_weight_staleness": 0}})
+    run = far_run({"rollout": {"num_rollout": 10_000, "max_weight_staleness": 0}})  # it ends when both have served
     early, late = run.net.host("b", skew_s=90), run.net.host("c", skew_s=-90)
     for host in (run.a, early, late):
         host.shape("1gbit")
     run.begin()
     workers = [run.join_from(early), run.join_from(late)]
-    run.until_it_serves("b", "c")
-    run.finish()
-    judge(run)
+    run.until_it_serves("b", "c", more_than=2, seconds=120.0)
+    run.drain()
+    judge(run, steps=run.step())
     for name in ("b", "c"):
         served = run.events(name, "activated")
         assert {event.data["transport"] for event in served} == {"network"}, run.story()
