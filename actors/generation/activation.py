@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
-from actors.runtime.checksum import checksum_of
+from actors.runtime.checksum import checksum_of_version
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
@@ -172,11 +172,9 @@ def check_manifest(manifest: WeightManifest) -> None:
     """Compare the weight files with their manifest's checksum; WeightsUnusable when one is damaged or gone."""
     if not manifest.checksum:
         return
-    whole = Path(manifest.path) / "model.safetensors"
-    files = sorted(whole.parent.glob("model*.safetensors")) or [whole]
     try:
-        found = checksum_of(*files)
+        found = checksum_of_version(Path(manifest.path))
     except OSError as error:
         raise WeightsUnusable(f"weights {error.filename} not readable: {error.strerror}") from error
     if found != manifest.checksum:
-        raise WeightsUnusable(f"weights {files[0]} do not match their checksum; the version is not activated")
+        raise WeightsUnusable(f"weights in {manifest.path} do not match their checksum; the version is not activated")

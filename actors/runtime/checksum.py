@@ -22,3 +22,9 @@ def checksum_of(*paths: Path) -> str:
             while piece := file.read(PIECE):
                 total.update(piece)
     return total.hexdigest()
+
+
+def checksum_of_version(directory: Path) -> str:
+    """Over the weight files of a version, model*.safetensors by name: what its manifest says. Raises OSError."""
+    whole = directory / "model.safetensors"
+    return checksum_of(*(sorted(directory.glob("model*.safetensors")) or [whole]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from actors.runtime.checksum import checksum, checksum_of
+from actors.runtime.checksum import checksum, checksum_of_version
 from actors.runtime.depot import ID, NAME
 from bus.errors import BadMessage, MilesAsyncError, Transient
 from bus.messages.weights import Parcel, ParcelFile
@@ -45,10 +45,10 @@ class Damaged(MilesAsyncError):
 
 
 def pack_parcel(folder: Path, written: str = "") -> Parcel:
-    """Names, sizes and checksums of the files in a folder. Raises OSError; Damaged where model.safetensors has not the checksum
+    """Names, sizes and checksums of the files in a folder. Raises OSError; Damaged where the weights have not the checksum
     `written` (empty = any). Reads all of it."""
-    if written and checksum_of(folder / "model.safetensors") != written:
-        raise Damaged(f"weights {folder / 'model.safetensors'} do not match their checksum")
+    if written and checksum_of_version(folder) != written:
+        raise Damaged(f"weights in {folder} do not match their checksum")
     paths = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.startswith(".") and p.is_file())
     total = sum(path.stat().st_size for path in paths)
     piece = min(max(total // PIECES, LEAST_PIECE), MOST_PIECE)

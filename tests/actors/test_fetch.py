@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from actors.publisher.elsewhere import source_of
 from actors.runtime import depot as depot_module
 from actors.runtime import fetch as fetch_module
+from actors.runtime.checksum import checksum
 from actors.runtime.depot import Depot
-from actors.runtime.fetch import Fetch, FetchFailed, pack_parcel
+from actors.runtime.fetch import Damaged, Fetch, FetchFailed, pack_parcel
 from actors.runtime.host import place
 from bus.errors import BadMessage
 from bus.messages.weights import Parcel
@@ -63,6 +64,16 @@ def fetching(
 def same(one: Path, two: Path) -> bool:
     names = [p.name for p in sorted(one.iterdir()) if not p.name.startswith(".")]
     return all((one / n).read_bytes() == (two / n).read_bytes() for n in names) and not list(two.glob("*.part"))
+
+
+def test_a_version_of_several_files_is_described_as_it_was_written(tmp_path: Path) -> None:
+    for n in (2, 1):
+        (tmp_path / f"model-0000{n}-of-00002.safetensors").write_bytes(bytes([n]) * 9)
+    written = checksum()
+    written.update(b"\x01" * 9 + b"\x02" * 9)
+    assert len(pack_parcel(tmp_path, written.hexdigest()).files) == 2
+    with pytest.raises(Damaged):
+        pack_parcel(tmp_path, "0" * 32)
 
 
 def test_a_version_is_passed_on_while_it_still_arrives(version: Path, serve: Serve, tmp_path: Path) -> None:
