@@ -33,12 +33,17 @@ def readable(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int 
 
 
 def turns_of(scored: Scored, decode: Callable[[Iterable[int]], str], limit: int) -> list[dict[str, str]]:
-    """The response in runs of tokens that the model made (`model`) and that tools or users said (`environment`), each as text."""
-    tokens = unpack_ints(scored.rollout.response.tokens)
+    """The response in runs of tokens that the model made (`model`) and that tools or users said (`environment`), each as text.
+    Of a supervised sample, which no model made, the former are those that are learned."""
+    rollout = scored.rollout
+    response, tokens = rollout.response, unpack_ints(rollout.response.tokens)
+    made = b"".join(bytes([span.made]) * span.n for span in response.spans)
+    if rollout.task.given_tokens:
+        made = bytes(response.loss_mask)
     found, at = [], 0
-    for made, spans in groupby(scored.rollout.response.spans, lambda span: span.made):
-        n = sum(span.n for span in spans)
-        found.append({"by": "model" if made else "environment", "text": bounded(decode(tokens[at : at + n]), limit)})
+    for ours, run in groupby(made[: len(tokens)]):
+        n = len(list(run))
+        found.append({"by": "model" if ours else "environment", "text": bounded(decode(tokens[at : at + n]), limit)})
         at += n
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ def scored(group: str, index: int, reward: float, ids: list[int], mask: list[int
         sample_id=f"{group}/{index}", group_id=group, index=index, n_samples=2, prompt_id="p", label="4",
         prompt_tokens=pack_ints([5]),
     )  # fmt: skip
+    runs = [(made, len(list(run))) for made, run in groupby(mask)]
     response = Response(
         tokens=pack_ints(ids), logprobs=pack_floats([0.0] * len(ids)), loss_mask=memoryview(bytes(mask)),
-        spans=(VersionSpan(3, 2, len(ids)),),
+        spans=tuple(VersionSpan(3, 2, n) if made else VersionSpan(-1, -1, n) for made, n in runs),
     )  # fmt: skip
     one = Scored(rollout=RolloutDone(task=task, response=response, finish="stop"), reward=reward, rewards={"score": reward})
     return readable(one, lambda tokens: " ".join(WORDS[i] for i in tokens))

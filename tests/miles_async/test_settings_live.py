@@ -171,7 +171,7 @@ def test_the_old_actor_is_a_correction_for_whoever_asks() -> None:
         ({"tail_slots": 4, "tail_after_tokens": 4}, {"num_generation_workers": 1}, "the run has one worker"),
         ({"max_masked_fraction": 0.1}, {}, "sglang_server_concurrency is fixed at 512"),
         ({"sglang_concurrency_min": 9, "sglang_concurrency_max": 8}, {}, "above sglang_concurrency_max = 8"),
-        ({"rollout_batch_size": 1}, {"actor_num_gpus_per_node": 9}, "one would have no sample"),
+        ({"rollout_batch_size": 1}, {"actor_num_gpus_per_node": 9}, "a rank would have no sample"),
     ],
 )
 def test_a_patch_that_breaks_a_rule_says_which(patch: dict[str, Any], fields: dict[str, Any], says: str) -> None:

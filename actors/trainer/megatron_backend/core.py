@@ -54,6 +54,15 @@ class MegatronCore(CoreBase):
         torch.set_num_threads(config.trainer_threads)
         with on_device():
             self.groups = Groups(setup.layout_of(own, ranks.size))
+        try:
+            self._load_all()
+        except BaseException:
+            self.groups.close()  # or a later start in this process would find them taken
+            raise
+
+    def _load_all(self) -> None:
+        config, own = self.config, self.own
+        with on_device():
             self.model = setup.Model(config, own, self.groups)
             self.device, self.cost = self.model.device, self.model.cost
         self.former = OldActors(on_host=True)

@@ -99,6 +99,9 @@ class RankedBackend:
             self._ranks = Ranks.from_environment()
             self._ranks.connect()
         self._tell(Setup(self._library, config))
+        if self._core is not None:
+            self._core.close()
+            self._core = None
         self._core = _load(self._library, config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
@@ -194,6 +197,8 @@ class Follower:
         """Until Stop, which ends the wait for the next command too; else COMMAND_DEADLINE does."""
         while (command := decode(self._ranks.broadcast(None))) != STOP:
             if isinstance(command, Setup):
+                if self._core is not None:
+                    self._core.close()
                 self._core = _load(command.library, command.config, self._ranks)
                 continue
             if self._core is None:
