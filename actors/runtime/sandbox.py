@@ -74,7 +74,8 @@ class _Server:
             async with asyncio.timeout(BOOT_S):
                 said = await _read(process)
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
             raise SandboxUnavailable(
                 f"the Python sandbox did not start within {BOOT_S:g} s ({type(error).__name__})."
