@@ -133,13 +133,19 @@ class Fetch:
                 self._bring(file)
 
     def _take_turn(self, lock: IO[str]) -> None:
-        """Another worker of this host may be fetching it; one that dies lets go."""
+        """Another worker of this host may be fetching it; one that dies lets go, one that stands still is waited for until the
+        deadline."""
+        until, seen = time.monotonic() + self._deadline_s, 0
         while not self._halt.is_set():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 self._halt.wait(0.05)
+            if (here := _bytes_in(self._folder)) > seen:
+                until, seen = time.monotonic() + self._deadline_s, here
+            if time.monotonic() > until:
+                raise FetchFailed(f"another worker of this host is fetching it, and has stood still for {self._deadline_s:g} s")
         raise FetchFailed("given up")
 
     def _bring(self, file: ParcelFile) -> None:
@@ -199,6 +205,14 @@ class Fetch:
         finally:
             self._connection = None
             connection.close()
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # it has its whole name by now
+            total += file.stat().st_size
+    return total
 
 
 _WORDS = {401: "it refuses the run's token", 404: "it does not have it", 503: "it is busy"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import socket
 import threading
@@ -74,6 +75,16 @@ def test_a_version_of_several_files_is_described_as_it_was_written(tmp_path: Pat
     assert len(pack_parcel(tmp_path, written.hexdigest()).files) == 2
     with pytest.raises(Damaged):
         pack_parcel(tmp_path, "0" * 32)
+
+
+def test_a_worker_of_the_host_that_stands_still_in_its_fetch_holds_up_no_other(version: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fetch, _ = fetching(pack_parcel(version), folder, "http://127.0.0.1:1", deadline_s=0.2)
+        with pytest.raises(FetchFailed, match="another worker of this host is fetching it, and has stood still"):
+            fetch.run()
 
 
 def test_a_version_is_passed_on_while_it_still_arrives(version: Path, serve: Serve, tmp_path: Path) -> None:

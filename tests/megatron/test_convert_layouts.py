@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
 from tests.megatron.models import MODELS, make, tensors
 from tests.megatron.pool import Pool
@@ -39,7 +39,7 @@ def moved(name: str, family: str, models: str, source: str, target: str) -> tupl
     """Load on this layout, out of a checkpoint or the Hugging Face directory; save. (tensors of this stage, those that differ)"""
     layout, directory = layout_of(name, family), Path(models) / family
     arch = read(directory)
-    model.join(layout)
+    groups = Groups(layout)
     try:
         chunks = model.build(arch, layout, dtype=torch.float32)
         emptied(chunks)
@@ -56,7 +56,7 @@ def moved(name: str, family: str, models: str, source: str, target: str) -> tupl
         else:
             found = dict(weights.export_hf(chunks, arch))
     finally:
-        parallel_state.destroy_model_parallel()
+        groups.close()
     wanted = tensors(directory)
     return set(found), [tensor for tensor in found if not torch.equal(found[tensor], wanted[tensor])]
 

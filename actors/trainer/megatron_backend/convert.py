@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -26,6 +24,7 @@ from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration
 from actors.trainer.training.export import bucketed
 
@@ -120,13 +119,8 @@ def _copy(source: Path, target: Path) -> None:
 @contextmanager
 def alone() -> Iterator[None]:
     """This process as the only rank."""
-    if not (connected := dist.is_initialized()):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = Groups(Layout(world=1))
     try:
-        parallel_state.destroy_model_parallel()
-        model.join(Layout(world=1))
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        if not connected:
-            dist.destroy_process_group()
+        groups.close()

@@ -21,9 +21,10 @@ from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
 from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
+from actors.trainer.megatron_backend.host import on_device
 from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
-from actors.trainer.megatron_backend.parallel import Groups, on_device
+from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.passes import Schedule
 from actors.trainer.megatron_backend.saving import Counters, Shards, check, identity_of
 from actors.trainer.megatron_backend.weights import export_hf
@@ -33,7 +34,7 @@ from actors.trainer.torch_backend.model import export_files
 from actors.trainer.training.base import CoreBase
 from actors.trainer.training.export import gathered
 from actors.trainer.training.files import Identity, hash_tensors
-from actors.trainer.training.offload import Offload, storages
+from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors, worn
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import settle_objective
@@ -72,7 +73,7 @@ class MegatronCore(CoreBase):
             self.others[which] = _to_host(self.model.weights())
         self.model.load(config.hf_checkpoint)
         self.fp8 = scheme_of(self.model.source)
-        self._offload = Offload(config.offload_train_target, config.offload_dir)
+        self.offload = Offload(config.offload_train_target, config.offload_dir)
         with on_device():
             self.update = Update(self.model.optimizer_config, self.model.chunks)
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
@@ -230,22 +231,9 @@ class MegatronCore(CoreBase):
     # -- the device, and others who want it ----------------------------------------------------------------------------
 
     @property
-    def asleep(self) -> bool:
-        return self._offload.away
-
-    def sleep(self) -> None:
-        self._offload.store(self._resident())
-
-    def wake(self) -> None:
-        self._offload.fetch()
-
-    @property
     def less_memory(self) -> tuple[str, ...]:
         full = self.schedule.config.recompute_granularity == "full"
         return () if full else ("set --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",)
-
-    def resident_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in storages(self._resident()))
 
     def _resident(self) -> Iterator[Tensor]:
         yield from self.model.weights().values()

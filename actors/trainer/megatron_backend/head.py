@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.trainer.torch_backend.head import rows_of
+
 CHUNK_ELEMENTS = 1 << 27
 """Entries (512 MiB in float32) of one chunk of logits."""
 
@@ -52,10 +54,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tens
     return z if temperature == 1.0 else z.div_(temperature)
 
 
-def _rows(x: float | Tensor, part: slice) -> float | Tensor:
-    return x[part] if isinstance(x, Tensor) else x
-
-
 def _here(targets: Tensor, real: int) -> tuple[Tensor, Tensor]:
     """(whether this rank holds each target, its place here or 0)."""
     held = (targets >= 0) & (targets < real)
@@ -82,7 +80,7 @@ class _Head(torch.autograd.Function):
         sums = torch.zeros(3, n, dtype=wide, device=hidden.device)
         for first in range(0, n if real else 0, chunk):
             part = slice(first, first + chunk)
-            z = _logits(hidden[part], weight[:real], _rows(temperature, part))
+            z = _logits(hidden[part], weight[:real], rows_of(temperature, part))
             held, place = _here(targets[part], real)
             top[part] = z.amax(1)
             sums[2, part] = torch.where(held, z.gather(1, place[:, None]).squeeze(1), 0.0)
@@ -111,7 +109,7 @@ class _Head(torch.autograd.Function):
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
         for first in range(0, hidden.shape[0] if real else 0, chunk):
             part = slice(first, first + chunk)
-            warm = _rows(temperature, part)
+            warm = rows_of(temperature, part)
             log_p = _logits(hidden[part], weight[:real], warm).sub_(lse[part, None])
             g = grads[0][part, None]
             scale = g + (log_p + entropy[part, None]) * grads[1][part, None] if entropy_gradient else g

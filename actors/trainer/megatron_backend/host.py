@@ -6,17 +6,18 @@ dropout is off in what is trained here, so no random state is drawn on.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class _NoRandomStates:
     """In place of Megatron's tracker of CUDA random states."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
         yield
 
@@ -71,3 +72,21 @@ def _without_streams() -> None:
 
     Dispatcher.cuda_dtoh_stream = Dispatcher  # anything: a stream would be made where there is none
     Dispatcher._maybe_dtoh_and_synchronize = counts_on_the_host
+
+
+class _OnHost(TorchFunctionMode):
+    """megatron-core names the device "cuda" in a few places of its schedules and optimizers, and compares types by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        made = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return made.replace("torch.", "torch.cuda.", 1)
+        return made
+
+
+def on_device() -> AbstractContextManager[Any]:
+    """Everything of megatron-core's training runs inside: a tensor that it asks of "cuda" lies on this process's device."""
+    return nullcontext() if torch.cuda.is_available() else _OnHost()

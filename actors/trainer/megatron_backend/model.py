@@ -1,6 +1,6 @@
 """The model chunks of this rank, built out of an architecture: Transformer Engine's layers on CUDA, Megatron's own elsewhere.
 
-Process groups must stand (`join`), weights are whatever memory held until `weights.load_hf` or a checkpoint fills them.
+Process groups must stand (`parallel.Groups`), weights are whatever memory held until `weights.load_hf` or a checkpoint fills them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,6 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu}
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine can be used here: installed, and a GPU to run it."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def join(layout: Layout, *, timeout_minutes: int = 30) -> None:
-    """Cut torch.distributed's ranks, all of them, into Megatron's groups. Collective; once per process."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
-        distributed_timeout_minutes=timeout_minutes,
-    )
 
 
 def transformer_config(arch: Architecture, layout: Layout, *, dtype: torch.dtype, **given: Any) -> TransformerConfig:

@@ -1,42 +1,16 @@
-"""Megatron's process groups, small sums over them, and what a host without CUDA answers in CUDA's place.
-
-Always true inside `on_device()`: a tensor that megatron-core asks of "cuda" lies on this process's device. Where CUDA is, it does
-nothing.
-"""
+"""Megatron's process groups, and small sums over them."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.training.ranks import FILES_DEADLINE, STEP_DEADLINE
-
-
-class _OnHost(TorchFunctionMode):
-    """megatron-core names the device "cuda" in a few places of its schedules and optimizers, and compares types by name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}
-        if func is Tensor.cuda:
-            return args[0]
-        made = func(*args, **kwargs)
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            return made.replace("torch.", "torch.cuda.", 1)
-        return made
-
-
-def on_device() -> AbstractContextManager[Any]:
-    """Everything of megatron-core runs inside."""
-    return nullcontext() if torch.cuda.is_available() else _OnHost()
 
 
 class Groups:

@@ -31,7 +31,7 @@ from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
 from actors.trainer.torch_backend.shards import Shards
 from actors.trainer.training.files import Identity, hash_tensors, shape_fingerprint
-from actors.trainer.training.offload import Offload, storages
+from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.state import Scalars, StateFiles, TrainingState, read_state
@@ -83,7 +83,7 @@ class Core(Passes):
             self.critic = CriticTraining(config, self._place, masters=masters, checkpointing=self.own.gradient_checkpointing)
             if masters:
                 narrow(self.critic.model, self.dtype)
-        self._offload = Offload(config.offload_train_target, config.offload_dir)
+        self.offload = Offload(config.offload_train_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         policy = load_policy(
@@ -123,25 +123,8 @@ class Core(Passes):
     # -- the device, and others who want it ------------------------------------------------------------------------
 
     @property
-    def asleep(self) -> bool:
-        """Whether training state is off the device."""
-        return self._offload.away
-
-    def sleep(self) -> None:
-        """Weights of all models, masters and optimizer state off the device; gradients are none between steps."""
-        self._offload.store(self._resident())
-
-    def wake(self) -> None:
-        """Everything back, to the last bit."""
-        self._offload.fetch()
-
-    @property
     def less_memory(self) -> tuple[str, ...]:
         return () if self.own.gradient_checkpointing else ("set --gradient-checkpointing",)
-
-    def resident_bytes(self) -> int:
-        """Bytes on the device between steps, of this rank."""
-        return sum(storage.nbytes() for storage in storages(self._resident()))
 
     def _resident(self) -> Iterator[Tensor]:
         """What lies on the device between steps; host copies (former actors) stay."""

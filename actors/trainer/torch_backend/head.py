@@ -69,7 +69,8 @@ def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float | Tensor) ->
     return torch.log_softmax(z, -1)
 
 
-def _rows(x: float | Tensor, part: slice) -> float | Tensor:
+def rows_of(x: float | Tensor, part: slice) -> float | Tensor:
+    """What one value for all rows, or one for each, is for these."""
     return x[part] if isinstance(x, Tensor) else x
 
 
@@ -91,7 +92,7 @@ class _TokenHead(torch.autograd.Function):
         kept = []
         for first in range(0, hidden.shape[0], chunk):
             part = slice(first, first + chunk)
-            log_p = _log_softmax(hidden[part], weight, _rows(temperature, part))
+            log_p = _log_softmax(hidden[part], weight, rows_of(temperature, part))
             logp[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -(log_p.exp() * log_p).sum(1)
             if keep:
@@ -110,7 +111,7 @@ class _TokenHead(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
         for first in range(0, hidden.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
-            warm = _rows(ctx.temperature, part)
+            warm = rows_of(ctx.temperature, part)
             log_p = kept[0] if kept else _log_softmax(hidden[part], weight, warm)
             g = grads[0][part, None]
             d = -log_p.exp() * (g + (log_p + entropy[part, None]) * grads[1][part, None] if ctx.entropy_gradient else g)

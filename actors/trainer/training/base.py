@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from torch import Tensor
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective import ObjectiveConfig, learning_rate
 from actors.trainer.training.clockwork import Stopwatch
+from actors.trainer.training.offload import Offload, storages
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Rates
 
@@ -24,6 +25,7 @@ class CoreBase:
     """as `settle_objective` gives it"""
     ranks: Ranks
     device: torch.device
+    offload: Offload
     updates = 0
 
     @property
@@ -76,6 +78,29 @@ class CoreBase:
     def critic_rate(self, step: int) -> float | None:
         """Learning rate of the critic; None without one."""
         return None
+
+    # -- the device, and others who want it ---------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        """Whether training state is off the device."""
+        return self.offload.away
+
+    def sleep(self) -> None:
+        """Weights of all models, masters and optimizer state off the device; gradients are none between steps."""
+        self.offload.store(self._resident())
+
+    def wake(self) -> None:
+        """Everything back, to the last bit."""
+        self.offload.fetch()
+
+    def resident_bytes(self) -> int:
+        """Bytes on the device between steps, of this rank."""
+        return sum(storage.nbytes() for storage in storages(self._resident()))
+
+    def _resident(self) -> Iterable[Tensor]:
+        """What lies on the device between steps; copies on the host stay."""
+        raise NotImplementedError
 
     def close(self) -> None:
         return
