@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 from typing import Any, Self
 
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, Value
@@ -45,9 +46,11 @@ class CodeScorer:
         passed = 0
         for given, wanted in tests if code else ():
             left = until - asyncio.get_running_loop().time()
+            # A program that ends before its assertions are reached passed none of them: the last line tells.
+            word = "" if wanted is not None else secrets.token_hex(8)
             try:
                 ran = await self._sandbox.run(
-                    code if wanted is not None else f"{code}\n\n{given}",
+                    f"{code}\n\n{given}\n\nprint({word!r})" if word else code,
                     stdin=given if wanted is not None else "",
                     deadline_s=min(TEST_S, left),
                 )
@@ -56,7 +59,8 @@ class CodeScorer:
             if left < TEST_S and ran.cause == "deadline":
                 raise ScorerFailed(f"{len(tests)} tests of {sample.sample_id} take longer than {deadline_s:g} s; raise "
                                    "--reward-timeout-s.")  # fmt: skip
-            if ran.cause != "ok" or (wanted is not None and _lines(ran.stdout) != _lines(wanted)):
+            said = _lines(ran.stdout)
+            if ran.cause != "ok" or (said[-1:] != [word] if word else said != _lines(wanted or "")):
                 break
             passed += 1
         return {"score": float(passed == len(tests)), "passed": passed / len(tests)}

@@ -112,6 +112,8 @@ async def test_programs_are_scored_by_their_tests_in_the_sandbox() -> None:
         assert await score(GOOD, "", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 3"]) == {"score": 0.0, "passed": 0.5}
         assert await score(ECHO, json.dumps(pairs)) == {"score": 1.0, "passed": 1.0}
         assert await score("```\nimport os\nos._exit(0)\n```", json.dumps(pairs)) == {"score": 0.0, "passed": 0.0}
+        for end in ("exit()", "import os; os._exit(0)", "raise SystemExit"):  # before the assertions are reached
+            assert await score(f"```\n{end}\n```", "assert False") == {"score": 0.0, "passed": 0.0}
         assert await score("", "assert True") == {"score": 0.0, "passed": 0.0}
         assert settle(await score(GOOD, "assert add(2, 2) == 4"), scorer.default_key, "x").scalar == 1.0
         with pytest.raises(BadLabel, match="holds tests"):
