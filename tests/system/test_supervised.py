@@ -31,7 +31,9 @@ def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run
     judge(run)
     losses = [step["metrics"]["train/loss"] for step in records(run, "step")]
     assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
-    assert {e["step"] for e in records(run, "eval")} >= {0, 6}
+    # The first one was asked for at step 0, and is reported under the version that made most of it, which may be the next.
+    steps = [e["step"] for e in records(run, "eval")]
+    assert len(steps) >= 2 and steps[-1] == 6
     for words in (("--count", "1"), ("--eval", "few", "--step", "0", "--worst")):
         shown = command(run, "samples", "--run", "r", *words)
         assert shown.returncode == 0 and "model:" in shown.stdout, shown.stderr
