@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.snapshot import read_snapshot
 from bus import STREAMS, Bus, Stream
 from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
@@ -17,7 +18,6 @@ from bus.streams.entry import Entry
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
 from miles_async.console.show import outline, plain
-from miles_async.console.snapshot import read_snapshot
 from miles_async.console.text import duration, human_bytes, plural, shorten, table
 from miles_async.settings.errors import SettingsError
 
