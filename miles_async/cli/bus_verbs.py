@@ -133,7 +133,7 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     if verb == "list":
         letters = await read_letters(bus)
         if as_json:
-            print_json([_letter_json(item) for item in letters])
+            print_json([letter_json(item) for item in letters])
         else:
             print(_letters_text(letters))
         return 0
@@ -153,7 +153,8 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _letter_json(item: Letter) -> dict[str, Any]:
+def letter_json(item: Letter) -> dict[str, Any]:
+    """A letter as plain values, without its body."""
     letter = item.letter
     return {
         "id": item.id,
