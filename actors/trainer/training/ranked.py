@@ -144,11 +144,11 @@ class RankedBackend:
         self._tell(Save(str(directory)))
         return Checkpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
         """Restore a checkpoint; CheckpointRefused, before anything changes, when it does not fit or is damaged."""
-        read = self.core.read(directory)
-        self._tell(Load(str(directory)))
-        self.core.load(directory, read)
+        read = self.core.read(directory, drops)
+        self._tell(Load(str(directory), drops))
+        self.core.load(directory, read, drops)
 
     def sleep(self) -> None:
         """Training state of all ranks off their devices."""
@@ -214,8 +214,8 @@ class Follower:
         match command:
             case Step():
                 _train(core, unpack_step(command))
-            case Load(directory=directory):
-                core.load(Path(directory), None)
+            case Load(directory=directory, drops=drops):
+                core.load(Path(directory), None, drops)
             case Export(limit_bytes=limit_bytes):
                 for _ in gathered(core, self._ranks, limit_bytes):
                     pass
