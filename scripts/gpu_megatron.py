@@ -6,8 +6,8 @@
 Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/megatron.json holds all that are there.
 Weights are random, of real shapes. Needs no network. Without a GPU `--cases tiny` rehearses it.
 
-The picture of two losses: `--cases record,curve-megatron,curve-torch --curve-shape recorded --steps 50` runs the quickstart for 50 steps
-with `--save-debug-rollout-data` (on the CPU, two minutes) and trains both backends on those batches from the quickstart's own model;
+The picture of two losses: `--cases record,curve-megatron,curve-torch --curve-shape recorded` runs the quickstart for 50 steps with
+`--save-debug-rollout-data` (on the CPU, two minutes) and trains both backends on those batches from the quickstart's own model.
 DIR/curves.json holds both losses step by step and their differences. Batches of another run: `--batches PATTERN --curve-model DIR`.
 """
 
@@ -143,8 +143,8 @@ def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def record(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The quickstart's first steps, its batches kept as files."""
-    words = ["train", str(REPO / "configs" / "quickstart.toml"), "--num-rollout", str(args.steps), "--runs-dir", str(args.out / "runs"),
-             "--save-debug-rollout-data", args.batches, "--no-save", "--console", "none", "--no-report"]  # fmt: skip
+    words = ["train", str(REPO / "configs" / "quickstart.toml"), "--num-rollout", str(args.steps),
+             "--runs-dir", str(args.out / "runs"), "--save-debug-rollout-data", args.batches, "--no-save", "--console", "none", "--no-report"]  # fmt: skip
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path[:1] + sys.path[2:])}
     subprocess.run([sys.executable, "-m", "miles_async", *words], cwd=REPO, env=hidden, check=True)
     yield {"batches": args.batches, "steps": args.steps}
@@ -172,16 +172,17 @@ def curve(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
 def both_curves(out: Path) -> None:
     """Of two finished curves: their losses and gradient norms side by side, and how far they are apart."""
     try:
-        rows = {name: json.loads((out / f"curve-{name}.json").read_text())["loss_norm_entropy_seconds"] for name in ("megatron", "torch")}
+        found = {name: json.loads((out / f"curve-{name}.json").read_text()) for name in ("megatron", "torch")}
+        rows = {name: one["loss_norm_entropy_seconds"] for name, one in found.items()}
     except (OSError, KeyError, ValueError):
         return
-    found: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     for column, name in enumerate(("loss", "grad_norm", "entropy")):
         both = {backend: [row[column] for row in of] for backend, of in rows.items()}
         apart = [abs(a - b) for a, b in zip(both["megatron"], both["torch"], strict=False)]
         scale = max(abs(x) for x in both["torch"])
-        found[name] = {**both, "largest_difference": max(apart), "relative_to_the_largest": max(apart) / scale if scale else 0.0}
-    (out / "curves.json").write_text(json.dumps(found, indent=1))
+        said[name] = {**both, "largest_difference": max(apart), "relative_to_the_largest": max(apart) / scale if scale else 0.0}
+    (out / "curves.json").write_text(json.dumps(said, indent=1))
 
 
 def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterator[dict[str, Any]]:

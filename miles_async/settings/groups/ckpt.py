@@ -20,16 +20,16 @@ class CkptSettings(Group, frozen=True, kw_only=True):
     ckpt_step: Annotated[
         PositiveInt | None,
         doc(
-            "Which checkpoint in load to resume from. Unset: the one that the tracker names. Where load is save the run goes back to it, at "
-            "each start of this command.",
+            "Which checkpoint in load to resume from. Unset: the one that the tracker names. Where load is save the run goes back "
+            "to it, at each start of this command.",
             unit="rollouts",
         ),
     ] = None
     finetune: Annotated[
         bool,
         doc(
-            "Of the checkpoint in load (a run's, Megatron's, or a model directory) take the weights alone: step 0, a new optimizer, "
-            "the data from their beginning. The reference stays ref_load."
+            "Of the checkpoint in load (a run's, Megatron's, or a model directory) take the weights alone: step 0, a new "
+            "optimizer, the data from their beginning. The reference stays ref_load."
         ),
     ] = False
     no_load_optim: Annotated[bool, doc("Resume with a new optimizer.")] = False
@@ -58,8 +58,8 @@ class CkptSettings(Group, frozen=True, kw_only=True):
     no_save_optim: Annotated[
         bool,
         doc(
-            "Checkpoints without the optimizer's state: a fraction of the size. A run that resumes from one, after a crash too, goes "
-            "on with a new optimizer."
+            "Checkpoints without the optimizer's state: a fraction of the size. A run that resumes from one, after a crash too, "
+            "goes on with a new optimizer."
         ),
     ] = False
     async_save: Annotated[bool, doc("Write checkpoints beside training instead of between two steps.")] = True
