@@ -144,7 +144,8 @@ def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def record(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The quickstart's first steps, its batches kept as files."""
     words = ["train", str(REPO / "configs" / "quickstart.toml"), "--num-rollout", str(args.steps),
-             "--runs-dir", str(args.out / "runs"), "--save-debug-rollout-data", args.batches, "--no-save", "--console", "none", "--no-report"]  # fmt: skip
+             "--runs-dir", str(args.out / "runs"), "--save-debug-rollout-data", args.batches,
+             "--no-save", "--console", "none", "--no-report"]  # fmt: skip
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path[:1] + sys.path[2:])}
     subprocess.run([sys.executable, "-m", "miles_async", *words], cwd=REPO, env=hidden, check=True)
     yield {"batches": args.batches, "steps": args.steps}

@@ -5,9 +5,9 @@
 
 Each round runs both codes, the order turned round by round; each run is `gpu_bench.py e2e --e2e-runs on-policy` of its own code,
 with the same flags. OUT/strict.json holds both step times, their ratio and each round's; the exit status is 1 above the bar. What
-OUT holds already is left out, so it may be cut off and called again. --before: a commit of this repository, or, on a machine without
-git, a folder that holds the earlier code (`git archive REVISION | tar -x -C DIR`). Two GPUs; `--engine embedded --shape tiny`
-rehearses it.
+OUT holds already is left out, so it may be cut off and called again. --before: a commit of this repository, or, without git, a
+folder that holds the earlier code (`git archive REVISION | tar -x -C DIR`). Two GPUs; `--engine embedded --shape tiny` rehearses
+it.
 """
 
 from __future__ import annotations

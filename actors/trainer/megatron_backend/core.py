@@ -47,9 +47,13 @@ HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 class MegatronCore(CoreBase):
     """Built once per process; `ranks` must be connected."""
 
+    @classmethod
+    def look(cls, config: BackendConfig, ranks: Ranks) -> None:
+        """Refused, before anything is allocated and before ranks meet: a layout, a setting, a directory that cannot be trained."""
+        setup.check(config, setup.own(config), ranks.size)
+
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
         own = setup.own(config)
-        setup.check(config, own, ranks.size)
         self.config, self.own, self.ranks = config, own, ranks
         install(config.objective)
         self.objective = settle_objective(config)

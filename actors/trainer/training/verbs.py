@@ -139,6 +139,10 @@ class Verbs(Protocol):
         with `update` and finite norms."""
         ...
 
+    def first_fault(self, fault: str) -> str:
+        """What the first rank with a fault says of it, the same on every rank; empty where none has one."""
+        ...
+
     def total(self, x: Tensor) -> Tensor:
         """Sum of a CPU tensor over all ranks."""
         ...
