@@ -25,6 +25,7 @@ from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
+from miles_async.launcher.resume import load_dir, same
 from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import initial_values
@@ -49,6 +50,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     fingerprint: str
     reference_dir: str = ""
+    start_dir: str = ""  # of another run's weights, with --finetune
     critic_dir: str = ""  # empty: the critic starts from the policy's model
     teacher_dir: str = ""
     router_url: str = ""  # empty: no router
@@ -114,8 +116,8 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     return told(
         BackendConfig,
         s,
-        hf_checkpoint=place.reference_dir or place.model_dir,  # --load without a checkpoint falls back to --ref-load
-        ref_load=place.reference_dir,
+        hf_checkpoint=place.start_dir or place.reference_dir or place.model_dir,  # --load without a checkpoint: --ref-load
+        ref_load=place.reference_dir or (place.model_dir if place.start_dir else ""),
         published_as=place.model_dir,
         objective=objective_config(settings),
         balance="none" if not s.balance_data else "flops" if s.balance_by_flops else "tokens",
@@ -168,7 +170,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
                 save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
-                load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
+                load=load_dir(settings),
+                ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
                 fingerprint=place.fingerprint,
                 courier=courier_spec(settings),
                 turns=turn_spec(settings),

@@ -97,8 +97,8 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
-    ("The newest complete checkpoint is taken; the state of the optimizer is always saved.", "--ckpt-step --no-save-optim "
-     "--reset-optimizer-states --start-rollout-id --ref-ckpt-step --low-memory-resume"),
+    ("--finetune begins at step 0 with a new optimizer, --ckpt-step N resumes from step N.", "--reset-optimizer-states "
+     "--start-rollout-id --low-memory-resume"),
 )  # fmt: skip
 NOT_HERE = "There is nothing like it here."
 

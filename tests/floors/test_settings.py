@@ -20,6 +20,7 @@ THROUGH_OTHERS = {
     "no_correction": "the rule of stale data asks for it",
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
+    "ref_ckpt_step": "second_models.py resolves the reference's directory",
     "actor_num_nodes": "Flat.train_ranks",
     "train_memory_margin_bytes": "memory.py checks the start with it",
     "debug_train_only": "load_debug_rollout_data makes it so",

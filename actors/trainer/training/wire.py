@@ -47,6 +47,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """Take over a checkpoint that rank 0 found fit."""
 
     directory: str
+    drops: tuple[str, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
