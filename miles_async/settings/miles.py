@@ -93,7 +93,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
+    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
