@@ -1,7 +1,8 @@
 """A condition on rows, as text: `tokens > 2000 and reward == 0` (pure). It is read, never executed as Python.
 
-Names are fields of a row; what a row has not is None, and a comparison with None is false. There are numbers, 'texts',
-lists, True, False, None; + - * / %, comparisons (also `in` and chains), and, or, not; len(x) and abs(x). Nothing else, and nothing that takes long.
+Names are fields of a row; what a row has not is None, and a comparison with None is false. There are numbers, 'texts', lists,
+True, False, None; + - * / %, comparisons (also `in` and chains), and, or, not; len(x) and abs(x). Nothing else, and nothing that
+takes long.
 """
 
 from __future__ import annotations

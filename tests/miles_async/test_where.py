@@ -9,7 +9,7 @@ from miles_async.console.rows import known
 from miles_async.console.where import Where
 from miles_async.settings.errors import SettingsError
 
-WORDS = "tokens reward 1 0.5 'a' ( ) and or not in < == + / len [ ] , .".split()
+WORDS = ["tokens", "reward", "1", "0.5", "'a'", "(", ")", "and", "or", "not", "in", "<", "==", "+", "/", "len", "[", "]", ",", "."]
 ROW = {
     "tokens": 2100,
     "reward": 0.0,
