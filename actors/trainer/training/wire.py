@@ -29,6 +29,7 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
     floats: dict[str, bytes]
     spans: list[tuple[int, int]] | None
     known_rewards: tuple[float, ...] = ()
+    processed: float | None = None
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -113,6 +114,7 @@ def _pack(s: BatchSample) -> WireSample:
         floats={name: _bytes(x, np.float32) for name, x in given.items() if x is not None},
         spans=None if t.spans is None else [(int(v), int(n)) for v, n in t.spans],
         known_rewards=tuple(t.known_rewards),
+        processed=t.processed,
     )
 
 
@@ -133,6 +135,7 @@ def _unpack(w: WireSample) -> BatchSample:
             remove=w.remove,
             spans=w.spans,
             known_rewards=w.known_rewards,
+            processed=w.processed,
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
     )
