@@ -41,8 +41,12 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     save: str = ""
     save_hf: str | None  # path with {rollout_id}: with each checkpoint, the model as a Hugging Face directory
     load: str = ""
+    ckpt_step: int | None  # of another run's checkpoints in `load`
+    no_load_optim: bool  # of those: with a new optimizer
+    no_load_rng: bool
     fingerprint: str = ""
     keep_last: int
+    save_retain_interval: int | None  # checkpoints of its multiples stay
     save_trigger_sentinel: str | None
     update_weights_interval: int
     lookahead: int = 0

@@ -17,6 +17,7 @@ from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.flags import compare
 from miles_async.launcher.plan import objective_config, training_data
 from miles_async.launcher.preflight import check_prompt_data
+from miles_async.launcher.resume import check_resume
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
@@ -139,4 +140,4 @@ def check_architecture(settings: RunSettings) -> None:
         raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
 
 
-PROBES = (check_architecture, check_quantization, check_hooks)
+PROBES = (check_resume, check_architecture, check_quantization, check_hooks)

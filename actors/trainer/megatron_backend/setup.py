@@ -85,8 +85,10 @@ def given_of(own: MegatronConfig) -> dict[str, Any]:
 
 
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
-    """Raises Refused, all reasons in one line, before a process group or a model exists."""
-    said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
+    """Raises Refused, all reasons in one line, before a process group or a model exists; then for directories, whose headers are
+    read."""
+    arch = directory.read(source_of(config))
+    said = refusals(layout_of(own, world), arch.shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
@@ -100,6 +102,15 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
             said.append(f"context_parallel_size={own.context_parallel_size}: {NEEDS_ENGINE}")
     if said:
         raise Refused("; ".join(said))
+    for path in {config.hf_checkpoint, config.ref_load, config.opd_teacher_load} - {""}:
+        if _is_torch_dist(path):
+            torch_dist.check(torch_dist.iteration(path), arch)
+        else:
+            directory.index(path, arch)
+
+
+def _is_torch_dist(path: str) -> bool:
+    return any((Path(path) / name).is_file() for name in (torch_dist.TRACKER, torch_dist.CONTENTS))
 
 
 class Model:
@@ -168,7 +179,7 @@ class Model:
 
     def load(self, path: str) -> None:
         """Weights of this architecture, out of a Hugging Face directory or a torch_dist checkpoint."""
-        if (Path(path) / torch_dist.TRACKER).is_file() or (Path(path) / torch_dist.CONTENTS).is_file():
+        if _is_torch_dist(path):
             checkpoint.load_sharded(self.bare, self.architecture, torch_dist.iteration(path))
         else:
             weights.load_hf(self.bare, self.architecture, path)

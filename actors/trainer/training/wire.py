@@ -30,6 +30,7 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
     spans: list[tuple[int, int]] | None
     known_rewards: tuple[float, ...] = ()
     processed: float | None = None
+    experts: tuple[str, int, bytes] | None = None  # type, tokens, and all numbers
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -48,6 +49,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """Take over a checkpoint that rank 0 found fit."""
 
     directory: str
+    drops: tuple[str, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -115,6 +117,7 @@ def _pack(s: BatchSample) -> WireSample:
         spans=None if t.spans is None else [(int(v), int(n)) for v, n in t.spans],
         known_rewards=tuple(t.known_rewards),
         processed=t.processed,
+        experts=None if s.experts is None else (s.experts.dtype.str, len(s.experts), s.experts.tobytes()),
     )
 
 
@@ -138,4 +141,9 @@ def _unpack(w: WireSample) -> BatchSample:
             processed=w.processed,
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
+        experts=_experts(*w.experts) if w.experts else None,
     )
+
+
+def _experts(kind: str, tokens: int, data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=kind).reshape(tokens, -1) if tokens else np.zeros((0, 0), dtype=kind)
