@@ -20,6 +20,7 @@ from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
+from actors.trainer.batch_hooks import SETTINGS, BatchHooks
 from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
@@ -61,6 +62,13 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
         self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._hooks = BatchHooks(
+            context,
+            {name: getattr(spec, name) for name in SETTINGS},
+            deadline_s=spec.batch_hook_timeout_s,
+            model_dir=spec.backend.hf_checkpoint,
+            values=spec.hook_values,
+        )
         self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
@@ -233,7 +241,7 @@ class Trainer:
             )
 
     async def _step(self, batch: Batch) -> StepResult | None:
-        """None when some of the batch was refused and given up."""
+        """None when some of the batch was refused and given up, or a function of the user's failed on it."""
         knobs = self._context.knobs
         step = self._version.step
         values = knobs.live | {"max_weight_staleness": batch.bound}
@@ -243,6 +251,8 @@ class Trainer:
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
+        if not await self._hooks.apply(batch.groups, work.samples):
+            return None
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
         try:
