@@ -68,6 +68,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     critic_lr: float  # peak rate of the critic
     num_critic_only_steps: int  # first rollouts that train the critic and leave the policy
     opd_teacher_load: str  # directory of the teacher; empty = samples bring its log-probs
+    use_rollout_routing_replay: bool  # routers choose what the engine chose for a token
+    use_routing_replay: bool  # ... what they chose themselves in the log-prob pass
     offload_train_target: str  # where `sleep` moves device memory: cpu or disk
     offload_dir: str = ""  # directory of its file, for disk
     own: TorchConfig | MegatronConfig
@@ -90,6 +92,7 @@ class BatchSample:
     response_tokens: np.ndarray  # int32 [response_len]
     temperature: float
     train: TrainSample
+    experts: np.ndarray | None = None  # integers [n, layers * top_k]: those the engine chose for its first n tokens
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.snapshot import read_snapshot
 from bus import STREAMS, Bus, Stream
 from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
@@ -17,7 +18,6 @@ from bus.streams.entry import Entry
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
 from miles_async.console.show import outline, plain
-from miles_async.console.snapshot import read_snapshot
 from miles_async.console.text import duration, human_bytes, plural, shorten, table
 from miles_async.settings.errors import SettingsError
 
@@ -133,7 +133,7 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     if verb == "list":
         letters = await read_letters(bus)
         if as_json:
-            print_json([_letter_json(item) for item in letters])
+            print_json([letter_json(item) for item in letters])
         else:
             print(_letters_text(letters))
         return 0
@@ -153,7 +153,8 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _letter_json(item: Letter) -> dict[str, Any]:
+def letter_json(item: Letter) -> dict[str, Any]:
+    """A letter as plain values, without its body."""
     letter = item.letter
     return {
         "id": item.id,

@@ -11,6 +11,9 @@ from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.filter.actor import FilterSpec
 from actors.partial.actor import PartialSpec
 from actors.publisher.actor import PublisherSpec
+from actors.recorder.actor import RecorderSpec
+from actors.recorder.exporter import ExporterSpec
+from actors.recorder.tracker_kinds import TrackerSpec, installed
 from actors.reward.actor import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
@@ -25,6 +28,7 @@ from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.resume import load_dir, same
 from miles_async.settings.catalog import catalog
 from miles_async.settings.flat import Flat
+from miles_async.settings.live import initial_values
 from miles_async.settings.run import RunSettings
 
 T = TypeVar("T")
@@ -137,6 +141,18 @@ def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[i
     longest = r.rollout_max_response_len if supervised else 0
     end = stop_token_ids[0] if stop_token_ids else -1
     return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
+
+
+def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
+    """What the recorder writes, and who else is told."""
+    s, t = settings.flat, settings.trackers
+    name = settings.launch.name
+    wanted = installed("tensorboard") if t.use_tensorboard is None else t.use_tensorboard
+    on = wanted or t.use_wandb or t.use_mlflow or t.use_trackio
+    config = {key: value for key, value in initial_values(settings).items() if value is not None}
+    trackers = told(TrackerSpec, s, run=name, run_dir=place.run_dir, config=config, use_tensorboard=wanted) if on else None
+    exporter = ExporterSpec(host=t.prometheus_host, port=t.prometheus_port, run=t.prometheus_run_name or name)
+    return RecorderSpec(tokenizer_dir=place.model_dir, trackers=trackers, exporter=exporter if t.use_prometheus else None)
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:

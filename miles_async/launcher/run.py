@@ -19,7 +19,6 @@ from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.recorder.actor import RecorderSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
@@ -38,7 +37,7 @@ from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
-from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.settings.dump import dump_toml
@@ -174,7 +173,7 @@ class Launcher:
             furthest=lambda: feed.history.furthest,
             servers=self._servers,
         )
-        recorder = ("recorder", "recorder", RecorderSpec(tokenizer_dir=self._place.model_dir))
+        recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
         await supervisor.retire_others()

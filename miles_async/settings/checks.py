@@ -1,5 +1,6 @@
 """The model directory against the settings, before anything loads. Every failure is a SettingsError, one line."""
 
+import importlib.util
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -128,4 +129,24 @@ def _check_lengths(settings: RunSettings, context: int) -> None:
                 field=field,
                 value=shown,
                 remedy=f"Set it to at most {context if shown == length else context - 1}.",
+            )
+
+
+def check_trackers(settings: RunSettings) -> None:
+    """The libraries of the trackers that are asked for. Only those are looked for."""
+    t = settings.trackers
+    asked = {
+        "use_tensorboard": (bool(t.use_tensorboard), "tensorboard"),
+        "use_wandb": (t.use_wandb, "wandb"),
+        "use_mlflow": (t.use_mlflow, "mlflow"),
+        "use_trackio": (t.use_trackio, "trackio"),
+        "use_prometheus": (t.use_prometheus, "prometheus_client"),
+    }
+    for field, (on, module) in asked.items():
+        if on and importlib.util.find_spec(module) is None:
+            raise SettingsError(
+                f"the package {module} is not installed",
+                field=field,
+                value=True,
+                remedy="Install it: pip install 'miles-async[trackers]', or leave the flag out.",
             )

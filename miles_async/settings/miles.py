@@ -41,6 +41,7 @@ OF_OURS = (
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
     *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
+    *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
@@ -77,9 +78,9 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-*",
     ),
-    ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
-     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-reward-category --custom-rollout-log-* "
-     "--custom-eval-rollout-log-*"),
+    ("Metrics are named as docs/metrics.md says, and every start of a run goes on in the same tracker run.",
+     "--wandb-always-use-train-step --disable-wandb-* --tb-* --log-reward-category "
+     "--custom-rollout-log-* --custom-eval-rollout-log-*"),
     ("pass@k and maj@k are told wherever an evaluation has several samples a prompt.", "--log-passrate"),
     ("miles-async samples --best and --worst show kept samples.", "--log-correct-*"),
     ("--data-source-path names a function that gives the rows.", "--disable-rollout-global-dataset"),
@@ -92,7 +93,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
+    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),

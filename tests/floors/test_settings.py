@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 from miles_async.settings.catalog import catalog
-from tests.floors.tree import PACKAGES, parse, sources
+from tests.floors.tree import PACKAGES, each, parse, sources
 
 INSIDE = Path("miles_async/settings")
 OUTSIDE = [path for path in sources(*PACKAGES) if not path.is_relative_to(INSIDE)]
@@ -48,13 +47,16 @@ def names_read(path: Path) -> set[str]:
     return found
 
 
-READ = set().union(*map(names_read, OUTSIDE))
+@cache
+def read() -> set[str]:
+    """What all files outside the settings read."""
+    return set().union(*map(names_read, OUTSIDE))
 
 
-@pytest.mark.parametrize("name", sorted(catalog()))
+@each(lambda: sorted(catalog()))
 def test_a_setting_is_read_outside_the_settings(name: str) -> None:
-    assert (name in READ) != (name in THROUGH_OTHERS), (
-        f"{name} is told {'as read by others only, but it is read' if name in READ else 'by users and nobody reads it'}"
+    assert (name in read()) != (name in THROUGH_OTHERS), (
+        f"{name} is told {'as read by others only, but it is read' if name in read() else 'by users and nobody reads it'}"
     )
 
 
@@ -72,6 +74,6 @@ def defaults_in(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sources("actors"), ids=str)
+@each(lambda: sources("actors"))
 def test_no_struct_of_a_room_tells_a_default_again(path: Path) -> None:
     assert set(defaults_in(path)) == SECOND_DEFAULTS.get(str(path), set())

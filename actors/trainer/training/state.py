@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from actors.trainer.training.export import unfused
 from actors.trainer.training.files import (
     FileEntry,
     fsync_dir,
@@ -108,7 +109,8 @@ class TrainingState:
         part.mkdir(parents=True)
         for name, data in self.hf_beside.items():
             write_bytes(part / name, data, durable=True)
-        write_tensors(part / MODEL, {name: t.to(self.dtype) for name, t in self.weights.items()}, durable=True)
+        served = {name: t.to(self.dtype) for fused, whole in self.weights.items() for name, t in unfused(fused, whole)}
+        write_tensors(part / MODEL, served, durable=True)
         write_bytes(part / COMPLETE, b"", durable=True)
         shutil.rmtree(directory, ignore_errors=True)
         os.rename(part, directory)

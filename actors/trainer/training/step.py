@@ -95,6 +95,8 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
         passes, cap = work, core.config.log_probs_max_tokens_per_gpu
         if core.config.use_dynamic_batch_size and cap != core.config.max_tokens_per_gpu:
             _, passes = _planned(core, msgspec.structs.replace(core.config, max_tokens_per_gpu=cap), packed, names)
+        if packed.routes is not None and packed.routes.records:
+            passes = work  # what routers choose there is known by micro-batch
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, passes)
         lost = _old_actor_passes(core, batch, packed, passes, cfg.max_staleness or 0) if cfg.keep_old_actor else []
@@ -106,6 +108,8 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     tally = _Tally()
     if lost:
         tally.flags["old_actor_gone"] = lost
+    if packed.routes is not None:
+        tally.flags |= packed.routes.flags
     for step, mine in zip(plan.steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
@@ -323,6 +327,8 @@ def _result(
         "step_s": seconds,
         **{f"{name}_s": value for name, value in phases.items()},
     }
+    if packed.routes is not None:
+        metrics |= packed.routes.metrics(core.total)
     if core.n_ranks > 1:
         metrics["rank_imbalance"] = plan.imbalance
     packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)

@@ -20,6 +20,7 @@ from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.training.files import FileEntry, Identity
+from actors.trainer.training.routes import Routes
 
 
 class Packed(Protocol):
@@ -31,6 +32,9 @@ class Packed(Protocol):
     """int64 [S]: response tokens of each sample"""
     first_response: np.ndarray
     """int64 [S]: place of each sample's first response token among the batch's"""
+
+    routes: Routes | None
+    """experts of the tokens, where routers are told; None: they are not"""
 
     @property
     def response_tokens(self) -> int: ...
