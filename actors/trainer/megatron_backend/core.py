@@ -22,6 +22,7 @@ from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
 from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
 from actors.trainer.megatron_backend.host import on_device
+from actors.trainer.megatron_backend.layout import layout_of
 from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups
@@ -59,7 +60,7 @@ class MegatronCore(CoreBase):
         self.objective = settle_objective(config)
         torch.set_num_threads(config.trainer_threads)
         with on_device():
-            self.groups = Groups(setup.layout_of(own, ranks.size))
+            self.groups = Groups(layout_of(own, ranks.size))
         try:
             self._load_all()
         except BaseException:

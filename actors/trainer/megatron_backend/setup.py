@@ -26,7 +26,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
-from actors.trainer.megatron_backend.layout import Layout, refusals
+from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -47,22 +47,6 @@ def own(config: BackendConfig) -> MegatronConfig:
 def source_of(config: BackendConfig) -> str:
     """The Hugging Face directory that says what the model is."""
     return config.published_as or config.hf_checkpoint
-
-
-def layout_of(own: MegatronConfig, world: int) -> Layout:
-    """The layout that settings ask for, of `world` ranks."""
-    return Layout(
-        world=world,
-        tp=own.tensor_model_parallel_size,
-        pp=own.pipeline_model_parallel_size,
-        vpp=own.virtual_pipeline_model_parallel_size or 1,
-        cp=own.context_parallel_size,
-        ep=own.expert_model_parallel_size,
-        etp=own.expert_tensor_parallel_size,
-        sequence_parallel=own.sequence_parallel,
-        first=own.num_layers_in_first_pipeline_stage,
-        last=own.num_layers_in_last_pipeline_stage,
-    )
 
 
 def fields_of(kind: type) -> set[str]:
