@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--shape", default="0.6b", help="of the random model; tiny for a rehearsal (default %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=("exact", "speed"), default=["exact", "speed"])
     parser.add_argument("--kills", type=int, default=4, help="of workers (default %(default)s)")
-    parser.add_argument("--server-args", type=json.loads, default={}, help="SGLang's flags as a JSON object, without dashes")
+    parser.add_argument("--server-args", type=json.loads, default={}, help="more flags of SGLang, a JSON object without dashes")
     parser.add_argument("--new-tokens", type=int, default=256, help="of a turn, where speed is measured (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--conversations", type=int, default=512, help="of one leg (default %(default)s)")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
+import tempfile
 import time
 from array import array
 from collections.abc import AsyncIterator
@@ -38,6 +39,9 @@ from bus.topology import DEAD, PARKED, PREFIXES, PROMPTS
 from tests.actors.agent_house import make_chat
 
 LEASE_S = 4.0
+SERVER: dict[str, Any] = {  # boots without FlashAttention-3; a second server takes its share of what the first left
+    "attention-backend": "triton", "sampling-backend": "pytorch", "mem-fraction-static": 0.6, "cuda-graph-max-bs": 256,
+}  # fmt: skip
 PROGRAMS = str(Path(__file__).with_name("session_programs.py"))
 
 
@@ -141,6 +145,11 @@ def judge(rollouts: list[RolloutDone], witnesses: list[Witness], stops: tuple[in
     }  # fmt: skip
 
 
+def fresh(args: Any, name: str) -> Path:
+    """A folder for a bus that knows nothing yet."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=args.home))
+
+
 # -- exact ---------------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +157,7 @@ async def exact(args: Any, urls: list[str], dirs: list[Path]) -> dict[str, Any]:
     """10,000 turns (or --turns) with new versions and killed workers in between."""
     sessions = -(-args.turns // AGENT_TURNS)
     stops = (1, *range(300, 300 + vocabulary_of(str(dirs[0])) // 600))  # so many that random weights say one now and then
-    total, home = sessions * AGENT_TURNS, Path(args.home)
+    total = sessions * AGENT_TURNS
     spec = AgentSpec(
         tools=(), corpus="", max_turns=8, parser="hermes", function=f"{PROGRAMS}:agent", idle_s=300.0, template_path="",
         template_kwargs="",
@@ -156,7 +165,7 @@ async def exact(args: Any, urls: list[str], dirs: list[Path]) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         seen = [await stack.enter_async_context(Witness(url).at_work()) for url in urls]
         each = max(1, args.at_once // len(urls))
-        house = await stack.enter_async_context(parts.house(home / "exact", concurrent=each, lease_s=LEASE_S))
+        house = await stack.enter_async_context(parts.house(fresh(args, "exact"), concurrent=each, lease_s=LEASE_S))
         await house.actor("partial", "partial", PartialSpec())
         names = [f"generation-{i}" for i in range(len(urls))]
 
@@ -242,7 +251,7 @@ async def speed(args: Any, url: str, model: Path) -> dict[str, Any]:
     hand: list[dict[str, Any]] = []
     ours: list[float] = []
     sampling = Sampling(max_new_tokens=SPEED_TURNS * args.new_tokens, seed=1)
-    async with parts.house(Path(args.home) / "speed", concurrent=args.at_once) as house:
+    async with parts.house(fresh(args, "speed"), concurrent=args.at_once) as house:
         program = {"program": f"{PROGRAMS}:four_turns", "model_path": str(model)}
         await house.worker("generation-0", engine="external", engine_url=url, verify_checksum=False, **program)
         await house.wait_for("joined", 1, 120)
@@ -288,12 +297,10 @@ async def bench(args: Any) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         urls: list[str] = list(args.engine_url)
         for i in range(0 if urls else args.engines):
-            url, facts = await stack.enter_async_context(
-                parts.server(
-                    args.engine, dirs[0], home / f"engine-{i}", args=args.server_args, max_running=args.at_once,
-                    gpus=(0,) if args.engine == "sglang" else (),
-                )
-            )  # fmt: skip
+            flags = (SERVER if args.engine == "sglang" else {}) | args.server_args
+            gpus = (0,) if args.engine == "sglang" else ()
+            made = parts.server(args.engine, dirs[0], home / f"engine-{i}", args=flags, max_running=args.at_once, gpus=gpus)
+            url, facts = await stack.enter_async_context(made)
             urls.append(url)
             found[f"server_{i}"] = facts
         for name in args.parts:

@@ -31,7 +31,7 @@ async def agent(task: Any, base_url: str, api_key: str) -> float:
 def heard(name: str, turn: int) -> list[int]:
     """What the environment says after a turn: token ids."""
     draw = random.Random(f"{name} {turn}")
-    return [draw.randrange(600, 1000) for _ in range(HEARD)]
+    return [draw.randrange(10, 250) for _ in range(HEARD)]
 
 
 async def four_turns(task: Any, session: Any) -> list[Any]:

@@ -22,11 +22,13 @@ from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
+from actors.trainer.batch_hooks import SETTINGS, BatchHooks
 from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
     booked_as_trained,
     consumed_before,
+    is_older,
     iter_dir,
     newest_written,
     others,
@@ -45,7 +47,7 @@ from actors.trainer.spec import TrainerSpec
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
-from bus.errors import CheckpointRefused, InvariantBroken
+from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
@@ -63,6 +65,13 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
         self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._hooks = BatchHooks(
+            context,
+            {name: getattr(spec, name) for name in SETTINGS},
+            deadline_s=spec.batch_hook_timeout_s,
+            model_dir=spec.backend.hf_checkpoint,
+            values=spec.hook_values,
+        )
         self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
@@ -141,9 +150,11 @@ class Trainer:
                 "--name."
             )
         if state is not None:
+            if await is_older(bus, parent, state):
+                raise BusWentBack(f"the bus came back older than the checkpoints before {step}. It is made anew from that.")
             while await self._intake.fetch(256, 0.0, step=step):
                 continue
-            self._intake.adopt((*consumed_before(parent, step), *state.consumed), state.step)
+            self._intake.adopt(consumed_before(parent, state)[0], state.step)
             inside = await self._intake.inside_but_open()
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step
@@ -236,7 +247,7 @@ class Trainer:
             )
 
     async def _step(self, batch: Batch) -> StepResult | None:
-        """None when some of the batch was refused and given up."""
+        """None when some of the batch was refused and given up, or a function of the user's failed on it."""
         knobs = self._context.knobs
         step = self._version.step
         values = knobs.live | {"max_weight_staleness": batch.bound}
@@ -246,6 +257,8 @@ class Trainer:
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
+        if not await self._hooks.apply(batch.groups, work.samples):
+            return None
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
         try:

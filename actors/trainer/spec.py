@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from actors.trainer.backend import BackendConfig
@@ -57,4 +59,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
     turns: TurnSpec = TurnSpec()
+    rollout_sample_filter_path: str  # functions of the user's that see each batch (batch_hooks.py); empty = none
+    custom_convert_samples_to_train_data_path: str
+    rollout_data_postprocess_path: str
+    batch_hook_timeout_s: float
+    hook_values: dict[str, Any] = {}  # the user's own, on their `args` beside the settings
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups

@@ -24,12 +24,13 @@ from miles_async.launcher.resume import check_resume
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
+from miles_async.settings.flat import BATCH
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    *("custom_generate_function_path", "custom_agent_function_path"),
+    *("custom_generate_function_path", "custom_agent_function_path", *BATCH),
 )
 
 
@@ -58,7 +59,7 @@ def check_hooks(settings: RunSettings) -> None:
             "deadline_s": s.reward_timeout_s,
             "data": training_data(settings, ""),
             "group_rm": s.group_rm,
-            "values": values,
+            "values": {**s.values, **values},
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()

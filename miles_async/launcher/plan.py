@@ -27,6 +27,7 @@ from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.resume import load_dir, same
 from miles_async.settings.catalog import catalog
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import initial_values
 from miles_async.settings.run import RunSettings
@@ -180,6 +181,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
+                hook_values=custom_config(r.custom_config_path),
             ),
         ),
         (
@@ -211,7 +213,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (
             "filter",
             "filter",
-            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path)),
+            FilterSpec(
+                custom_filter=_custom(r.dynamic_sampling_filter_path),
+                hook_values=custom_config(r.custom_config_path),
+                shows_all_to=r.rollout_all_samples_process_path or "",
+                shows_all_for_s=r.batch_hook_timeout_s,
+                model_dir=place.model_dir,
+            ),
         ),
         (
             "partial",

@@ -28,11 +28,12 @@ from actors.trainer.checkpoint import (
     read_bus_state,
     restore_bus,
 )
-from bus import Bus
+from bus import Bus, Commit
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
+from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data
@@ -224,8 +225,8 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     if (begins := resumes_from(settings)) is not None:
         state = read_bus_state(*begins, run=settings.launch.name, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
-    if state is not None and await go_back(bus, state.step):
-        notes.append(f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it")
+    if state is not None and begins is not None and (why := await go_back(bus, begins[0], state)):
+        notes.append(why)
         await claim_identity(bus, settings, place)
     await bus.make_readers()
     values, live = initial_values(settings), live_kinds()
@@ -267,7 +268,14 @@ def check_kept(values: Mapping[str, Any]) -> None:
 
 
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
-    """Write what this run is, or refuse a bus that holds another run of the same name."""
+    """Write what this run is, or refuse a bus that holds another run of the same name. From then on `bus`, and what is made
+    from its settings, goes on with no server that comes back without this."""
+    known = await read_identity(bus)
+    if known is not None:
+        check_same(settings, place, known.fingerprint, known.run_dir)
+    life = await bus.state(LIFE) or secrets.token_hex(8)
+    await bus.commit(Commit(state={LIFE: life}))
+    bus.expect(life)
     identity = Identity(
         run=settings.launch.name,
         fingerprint=place.fingerprint,
@@ -279,9 +287,6 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         run_dir=place.run_dir,
         release=__version__,
     )
-    known = await read_identity(bus)
-    if known is not None:
-        check_same(settings, place, known.fingerprint, known.run_dir)
     await write_identity(bus, identity)
 
 

@@ -13,6 +13,9 @@ OTHERWISE: dict[str, str] = {
     "custom_config_path": "only what generate functions find on args",
     "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
+    "custom_convert_samples_to_train_data_path": "of what it gives, rewards and loss_masks count; the rest must be as made",
+    "rollout_data_postprocess_path": "it may take the data as its second argument; only loss_masks are taken back",
+    "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
     "dump_details": "the batches alone",
@@ -41,7 +44,7 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
     *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
@@ -78,12 +81,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "There is no batch that one function could make: samples begin and end each for itself. Give "
         "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
-        "--rollout-function-path --rollout-all-samples-process-path --rollout-stop",
-    ),
-    (
-        "What is trained of a sample follows from its segments (docs/rollouts.md); its reward is changed by "
-        "--custom-reward-post-process-path, whole samples are left out by --dynamic-sampling-filter-path.",
-        "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
+        "--rollout-function-path --rollout-stop",
     ),
     (
         "Tools are --tools; there are no pictures.",

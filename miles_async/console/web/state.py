@@ -1,7 +1,7 @@
 """What the page shows of a run at one instant: plain values by section, of snapshot, history and the doctor's word (pure).
 
-Numbers come from where the terminal's view and the commands take them. Walls are seconds of the server's clock. A section that is as
-before is not sent again, so nothing here says how long ago something was: the page counts from walls.
+Numbers come from where the terminal's view and the commands take them. Walls are seconds of the server's clock. A section that is
+as before is not sent again, so nothing here says how long ago something was: the page counts from walls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def state_of(
         "marks": _marks(history, settings),
         "events": events_of(history),
         "drops": {
-            "total": [[reason, n, meaning(reason) or "a reason of the run's own filter"] for reason, n in history.drops.most_common()],
+            "total": [[why, n, meaning(why) or "a reason of the run's own filter"] for why, n in history.drops.most_common()],
             "newest": [_drop(r) for r in list(history.newest_drops)[-50:][::-1]],
         },
         "counts": {"dead": snapshot.streams["dead"].length, "knob_epoch": snapshot.knob_epoch, "samples": len(history.samples)},
@@ -217,7 +217,7 @@ def _drop(record: Record) -> State:
 
 
 def events_of(history: History) -> list[State]:
-    """The newest of all that an operator may want to find later, newest first: faults, dead letters, knobs, checkpoints, restores."""
+    """What an operator may want to find later, newest first: faults, dead letters, knobs, checkpoints, restores."""
     records = [r for kind in (history.faults, history.dead, history.knobs, history.checkpoints, history.restores)
                for r in kind[-EVENTS_SHOWN:]]  # fmt: skip
     records.sort(key=lambda r: float(r["wall"]), reverse=True)
