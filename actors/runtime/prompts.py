@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,6 +188,16 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, special tokens shown; ids that no token has are left out."""
         return str(self._fast.decode([i for i in ids if i >= 0], skip_special_tokens=False))
+
+
+def decoder_of(model_dir: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, by the model's tokenizer, which is loaded when it is first asked; no text where no model is known."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer(model_dir)
+
+    return lambda ids: tokenizer().decode(ids) if model_dir else ""
 
 
 def vocabulary_of(model_dir: str) -> int:

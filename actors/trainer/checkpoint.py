@@ -121,14 +121,15 @@ def fsync_dir(directory: Path) -> None:
         os.close(handle)
 
 
-def finish(save: Path, state: BusState, *, keep_last: int) -> None:
-    """After the backend's files are complete in iter_dir: bus state, tracker, and old checkpoints away."""
+def finish(save: Path, state: BusState, *, keep_last: int, retain: int = 0) -> None:
+    """After the backend's files are complete in iter_dir: bus state, tracker, and old checkpoints away, but for those whose step is
+    a multiple of `retain` (0: none)."""
     write_durably(bus_state_file(save, state.step), msgspec.msgpack.encode(state))
     write_durably(save / TRACKER, f"{state.step}\n".encode())
     if keep_last > 0:
         steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
         for old in steps[:-keep_last]:
-            if old != state.step:
+            if old != state.step and not (retain and old % retain == 0):
                 shutil.rmtree(iter_dir(save, old), ignore_errors=True)
                 bus_state_file(save, old).unlink(missing_ok=True)
 
@@ -145,6 +146,16 @@ def latest(save: Path) -> int | None:
     if not text.isdigit():
         raise CheckpointRefused(f"{tracker} holds {text[:40]!r}, not a step number. {others(save, None)}")
     return int(text)
+
+
+def resume_point(load: str, save: str, step: int | None) -> tuple[Path, int] | None:
+    """(parent directory, step) of the checkpoint to go on from; None for none. What the run itself has saved comes before what it
+    was started from; of `load` it is `step`, where given, else what the tracker names. Raises as `latest`."""
+    parent, own = Path(load), Path(save)
+    if save and parent.absolute() != own.absolute() and (newest := latest(own)) is not None:
+        return own, newest
+    found = step if step is not None else latest(parent)
+    return None if found is None else (parent, found)
 
 
 def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusState:

@@ -25,7 +25,6 @@ from actors.trainer.checkpoint import (
     fingerprint_of,
     go_back,
     holds_nothing,
-    latest,
     read_bus_state,
     restore_bus,
 )
@@ -38,12 +37,13 @@ from bus.private import private_directory, write_secret
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data
+from miles_async.launcher.resume import move_tracker, resumes_from
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
-from miles_async.settings.second_models import critic_dir, teacher_dir
+from miles_async.settings.second_models import critic_dir, reference_dir, start_dir, teacher_dir
 
 FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
 
@@ -126,12 +126,6 @@ def shared_memory(run_dir: Path) -> Path:
     return run_dir / "weights"
 
 
-def reference_dir(settings: RunSettings) -> str:
-    """Directory of the frozen reference where it is another than the model itself, else empty."""
-    given = settings.ckpt.ref_load
-    return "" if not given or given == settings.model.hf_checkpoint else str(Path(given).resolve())
-
-
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
@@ -152,6 +146,7 @@ def place_of(settings: RunSettings) -> Place:
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
         reference_dir=reference_dir(settings),
+        start_dir=start_dir(settings),
         critic_dir=critic_dir(settings),
         teacher_dir=teacher_dir(settings, directory),
         weights_dir=str(weights),
@@ -225,13 +220,12 @@ def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequ
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
     """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
     notes: list[str] = []
-    load = Path(settings.ckpt.load) if settings.ckpt.load and not settings.ckpt.no_save else None
-    step = latest(load) if load is not None else None
+    notes += move_tracker(settings)
     state: BusState | None = None
-    if load is not None and step is not None:
-        state = read_bus_state(load, step, run=settings.launch.name, fingerprint=place.fingerprint)
+    if (begins := resumes_from(settings)) is not None:
+        state = read_bus_state(*begins, run=settings.launch.name, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
-    if state is not None and load is not None and (why := await go_back(bus, load, state)):
+    if state is not None and begins is not None and (why := await go_back(bus, begins[0], state)):
         notes.append(why)
         await claim_identity(bus, settings, place)
     await bus.make_readers()
@@ -245,7 +239,7 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         await restore_bus(bus, state)
         fault_point("launcher", "restored")
         notes.append(
-            f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups are "
+            f"the bus held nothing of this run: restored from checkpoint {state.step}, {len(state.open_groups)} groups are "
             "issued again"
         )
     if history := await read_history(bus):

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.recorder.actor import RecorderSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
@@ -39,7 +39,7 @@ from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import RunFailed, Supervisor
 from miles_async.launcher.lock import only_launcher
-from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.settings.dump import dump_toml
@@ -185,7 +185,7 @@ class Launcher:
             furthest=lambda: feed.history.furthest,
             servers=self._servers,
         )
-        recorder = ("recorder", "recorder", RecorderSpec(tokenizer_dir=self._place.model_dir))
+        recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
         await supervisor.retire_others()
@@ -197,6 +197,8 @@ class Launcher:
         failure: RunFailed | None = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_aside("view", self._show(feed), supervisor))
+            if settings.launch.console == "web":
+                tasks.create_task(_aside("web console", self._serve(feed), supervisor))
             tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
             tasks.create_task(self._tell(supervisor))
             if self._embedded is not None:
@@ -242,7 +244,8 @@ class Launcher:
             self._view_over.set()
 
     async def _show(self, feed: Feed) -> None:
-        total, mode = self._place.num_rollout, self._settings.launch.console
+        total, chosen = self._place.num_rollout, self._settings.launch.console
+        mode = "plain" if chosen == "web" else chosen
         try:
             await run_console(self._bus, feed, mode=mode, total_steps=total, stop=self._view_over)
         except* OSError:  # a terminal or a pipe that is gone
@@ -252,6 +255,14 @@ class Launcher:
             name = self._settings.launch.name
             print(f"the terminal is gone, run {name} goes on; miles-async attach --run {name} shows it", flush=True)
             await run_console(self._bus, feed, mode="none", total_steps=total, stop=self._stop)
+
+    async def _serve(self, feed: Feed) -> None:
+        """The page, which a closed terminal does not end."""
+        from miles_async.console.web.app import serve
+
+        port, total = self._settings.launch.console_port, self._place.num_rollout
+        say, folder = partial(print, flush=True), self._run_dir
+        await serve(self._bus, feed, folder, total_steps=total, port=port, read_only="", stop=self._stop, say=say)
 
     async def _tell(self, supervisor: Supervisor) -> None:
         """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a

@@ -42,14 +42,14 @@ def state(step: int, **changes: Any) -> BusState:
     return BusState(**(plain | changes))
 
 
-def save(folder: Path, *steps: int, keep_last: int = 0) -> None:
+def save(folder: Path, *steps: int, keep_last: int = 0, retain: int = 0) -> None:
     """Checkpoints of a backend with one file."""
     for step in steps:
         directory = iter_dir(folder, step)
         directory.mkdir(parents=True)
         (directory / "model").write_bytes(b"1234")
         (directory / "index.json").write_text(json.dumps({"files": {"model": {"n_bytes": 4}}}))
-        finish(folder, state(step, after=step - 1), keep_last=keep_last)
+        finish(folder, state(step, after=step - 1), keep_last=keep_last, retain=retain)
 
 
 class Disk:
