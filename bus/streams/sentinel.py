@@ -46,7 +46,7 @@ class _Found(Connection):
 
     async def _connect(self) -> None:
         bounds = {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "retry": Retry(NoBackoff(), 0)}
-        asked = Sentinel(self._sentinels, sentinel_kwargs={**self._login, **bounds})
+        asked = Sentinel(self._sentinels, sentinel_kwargs={**self._login, **bounds})  # type: ignore[no-untyped-call]
         try:
             self.host, self.port = await asked.discover_master(self._primary)
         except NoPermissionError as error:
@@ -58,7 +58,7 @@ class _Found(Connection):
             raise ConnectionError(f"no sentinel of {hosts} names a primary {self._primary!r} that is up") from None
         finally:
             await asked.aclose()
-        await super()._connect()
+        await super()._connect()  # type: ignore[no-untyped-call]
 
 
 async def _greet(connection: Any) -> None:

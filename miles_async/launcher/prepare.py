@@ -32,8 +32,8 @@ from bus import Bus, Commit
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
-from bus.streams.redis import LIFE
 from bus.private import private_directory, write_secret
+from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data

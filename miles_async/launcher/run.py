@@ -173,8 +173,8 @@ class Launcher:
         self._view_over = asyncio.Event()
 
     async def run(self) -> tuple[int, bool]:
-        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this once more; at most
-        `restores` times."""
+        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
+        once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
         supervisor = Supervisor(

@@ -66,8 +66,8 @@ def config(url: str, run: str, **more: Any) -> BusConfig:
 
 def vitals(actor: str, role: str | None = None, **more: Any) -> Vitals:
     """A living actor of this process, unless told otherwise."""
-    fields = {"pid": os.getpid(), "host": socket.gethostname(), "processes": processes_name(), "state": "running", "wall": time.time()} | more
-    return Vitals(actor=actor, role=role or actor, **fields)
+    fields = {"pid": os.getpid(), "host": socket.gethostname(), "processes": processes_name()}
+    return Vitals(actor=actor, role=role or actor, **({**fields, "state": "running", "wall": time.time()} | more))
 
 
 def task(sample_id: str, n_samples: int = 2, **more: Any) -> SampleTask:

@@ -8,12 +8,12 @@ from bus.dead import drop, letter_of, read_letters, retry
 from bus.errors import BadMessage
 from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept
-from bus.streams.entry import Commit, Entry, Out
-from bus.streams.redis import Bus
 from bus.messages.policy import Activate, WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan, put_plan
+from bus.streams.entry import Commit, Entry, Out
+from bus.streams.redis import Bus
 from bus.sweep import sweep_orphans
 from bus.topology import ACTIVE, DEAD, GROUPS, POLICY, PROMPTS, ROLLOUTS, SCORED
 from tests.bus.suite.conformance import Check, MakeBus, publish, reader_of
