@@ -64,8 +64,8 @@ def total_steps(folder: Path) -> int:
 
 async def _until_over(bus: "Bus", stop: asyncio.Event) -> None:
     """Waits until nobody of the run lives, or its bus is gone with it; asks once in LOOK_S."""
+    from actors.runtime.snapshot import read_snapshot
     from bus.errors import BusUnreachable
-    from miles_async.console.snapshot import read_snapshot
 
     while True:
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from actors.runtime.snapshot import ActorFacts
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
 from miles_async.console.scene import Scene
-from miles_async.console.snapshot import ActorFacts
 from miles_async.console.text import duration, plural
 
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.

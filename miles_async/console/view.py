@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
 from bus.messages.control import Vitals
 from miles_async.console.figures import RECENT, TRAINER, alarms, eta_s, lying, shares, throughput
-from miles_async.console.snapshot import ActorFacts, Snapshot
 from miles_async.console.text import (
     duration,
     human_bytes,

@@ -121,7 +121,8 @@ def needs_whole_groups(*, reward_hook: str | None, estimator: str, group_rm: boo
 
 
 def _staleness_policy(v: Values) -> str:
-    hook, estimator = v["custom_reward_post_process_path"], v["advantage_estimator"]
+    hook = v["custom_reward_post_process_path"] or v["custom_convert_samples_to_train_data_path"]
+    estimator = v["advantage_estimator"]
     whole = needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=v["group_rm"])
     return "whole" if whole else "auto"
 

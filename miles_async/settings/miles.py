@@ -13,9 +13,12 @@ OTHERWISE: dict[str, str] = {
     "custom_config_path": "only what generate functions find on args",
     "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
+    "custom_convert_samples_to_train_data_path": "of what it gives, rewards and loss_masks count; the rest must be as made",
+    "rollout_data_postprocess_path": "it may take the data as its second argument; only loss_masks are taken back",
+    "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
-    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
@@ -40,7 +43,8 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
+    *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
 """Fields that Miles has no flag for."""
@@ -64,12 +68,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "There is no batch that one function could make: samples begin and end each for itself. Give "
         "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
-        "--rollout-function-path --rollout-all-samples-process-path --rollout-stop",
-    ),
-    (
-        "What is trained of a sample follows from its segments (docs/rollouts.md); its reward is changed by "
-        "--custom-reward-post-process-path, whole samples are left out by --dynamic-sampling-filter-path.",
-        "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
+        "--rollout-function-path --rollout-stop",
     ),
     (
         "Tools are --tools; there are no pictures.",
@@ -77,9 +76,9 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-*",
     ),
-    ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
-     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-reward-category --custom-rollout-log-* "
-     "--custom-eval-rollout-log-*"),
+    ("Metrics are named as docs/metrics.md says, and every start of a run goes on in the same tracker run.",
+     "--wandb-always-use-train-step --disable-wandb-* --tb-* --log-reward-category "
+     "--custom-rollout-log-* --custom-eval-rollout-log-*"),
     ("pass@k and maj@k are told wherever an evaluation has several samples a prompt.", "--log-passrate"),
     ("miles-async samples --best and --worst show kept samples.", "--log-correct-*"),
     ("--data-source-path names a function that gives the rows.", "--disable-rollout-global-dataset"),
@@ -92,12 +91,12 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
+    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
-    ("The newest complete checkpoint is taken; the state of the optimizer is always saved.", "--ckpt-step --no-save-optim "
-     "--reset-optimizer-states --start-rollout-id --ref-ckpt-step --low-memory-resume"),
+    ("--finetune begins at step 0 with a new optimizer, --ckpt-step N resumes from step N.", "--reset-optimizer-states "
+     "--start-rollout-id --low-memory-resume"),
 )  # fmt: skip
 NOT_HERE = "There is nothing like it here."
 

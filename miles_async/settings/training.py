@@ -164,7 +164,16 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
             )
 
 
+def routing_has_one_source(s: Flat) -> None:
+    if s.use_routing_replay and s.use_rollout_routing_replay:
+        why = "cannot go together with use_rollout_routing_replay: experts have one source"
+        raise refusal("use_routing_replay", True, why, "Keep one of them.")
+    if s.use_rollout_routing_replay and s.supervised:
+        raise refusal("use_rollout_routing_replay", True, "no engine makes the responses of supervised training", "Leave it out.")
+
+
 RULES = (
+    routing_has_one_source,
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
     supervised_training_has_nothing_to_compare,

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from actors.recorder.feed import Feed
+from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
@@ -19,7 +20,6 @@ from miles_async.console.doctor import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.report import read_settings
 from miles_async.console.scene import read_scene
-from miles_async.console.snapshot import read_snapshot
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.messages.control import BOOTING
-from miles_async.console.snapshot import ActorFacts, Snapshot
 
 RATE_S, SPLIT_S = 10.0, 300.0
 MOST_GAP_S = 5.0  # between two looks; while nobody watches nobody looks

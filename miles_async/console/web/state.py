@@ -12,6 +12,7 @@ import msgspec
 
 from actors.recorder.history import REWARD, History, Step
 from actors.recorder.records import Record
+from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
 from bus.topology import ROLES
 from miles_async.console.doctor import Finding
@@ -19,7 +20,6 @@ from miles_async.console.explain import meaning
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.live import plain_line
 from miles_async.console.report import staleness_bounds
-from miles_async.console.snapshot import ActorFacts, Snapshot
 from miles_async.console.view import ledger_line, waits_text
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
