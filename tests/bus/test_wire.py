@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.connection import HiredisRespSerializer
 from redis.exceptions import ResponseError
@@ -15,7 +15,7 @@ from bus.errors import InvariantBroken
 from bus.streams.hop import Placed, hop_args
 from bus.streams.keys import StreamKeys
 from bus.streams.redis import COMMIT
-from bus.streams.wire import Wire, pack
+from bus.streams.wire import LARGE, Wire, pack
 from bus.topology import PROMPTS
 from tests.bus.suite.messages import a_task
 
@@ -24,9 +24,10 @@ ARGUMENTS = st.one_of(WORDS, st.integers(-(2**62), 2**62), st.binary(max_size=30
 
 
 @given(st.lists(st.lists(ARGUMENTS, max_size=8), min_size=1, max_size=4))
+@example([["body", b"x" * LARGE, "blob", b"y" * (LARGE - 1)], [b"z" * (LARGE + 1)]])
 def test_commands_are_packed_as_the_client_library_packs_them(commands):
     commands = [("XADD", *command) for command in commands]
-    assert pack(commands) == b"".join(HiredisRespSerializer().pack(*command)[0] for command in commands)
+    assert b"".join(pack(commands)) == b"".join(HiredisRespSerializer().pack(*command)[0] for command in commands)
 
 
 async def test_a_refusal_comes_back_in_its_place(redis_url, run_name):
