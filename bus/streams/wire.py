@@ -70,6 +70,7 @@ class _Line(asyncio.BufferedProtocol):
         self._parser = hiredis.Reader(protocolError=ConnectionError, replyError=parse_error, notEnoughData=_MORE)
         self._parser.setmaxbuf(READ_BYTES * 8)
         self._place = bytearray(READ_BYTES)
+        self._view = memoryview(self._place)
         self._found: list[Any] = []
         self._wanted = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -88,11 +89,11 @@ class _Line(asyncio.BufferedProtocol):
         found, self._found = self._found, []
         return found
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._place
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view  # of a bytearray itself asyncio's TLS would fill copies, of which nothing comes back
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._parser.feed(self._place, 0, nbytes)
+        self._parser.feed(self._place, 0, nbytes)  # type: ignore[arg-type] # it takes any buffer
         try:
             while (reply := self._parser.gets()) is not _MORE:
                 self._found.append(reply)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -18,6 +20,7 @@ from bus.streams.redis import COMMIT
 from bus.streams.wire import LARGE, Wire, pack
 from bus.topology import PROMPTS
 from tests.bus.suite.messages import a_task
+from tests.tls import tls_before
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=80)
 ARGUMENTS = st.one_of(WORDS, st.integers(-(2**62), 2**62), st.binary(max_size=300))
@@ -53,6 +56,15 @@ async def test_after_a_cancelled_exchange_replies_answer_the_right_question(redi
         await waiting
     assert await wire.call("ECHO", "mine") == b"mine"
     await wire.close()
+
+
+async def test_a_large_body_comes_whole_over_tls(redis_url, run_name, tmp_path):
+    """The loop's own TLS hands it over in many reads of one buffer."""
+    body, key = os.urandom(1_000_000), f"ma:{{{run_name}}}:body"
+    async with tls_before(Path(redis_url.removeprefix("unix://")), tmp_path) as (port, certificate):
+        wire = Wire(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}")
+        assert await wire.exchange([("SET", key, body), ("GET", key), ("DEL", key)]) == [b"OK", body, 1]
+        await wire.close()
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others_in_its_batch(redis_url, run_name):
