@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.recorder.history import history_of
+from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.console.snapshot import read_snapshot
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
 from miles_async.settings.runs import write_run_file
