@@ -80,13 +80,15 @@ async def serve(
     *,
     total_steps: int,
     port: int,
-    read_only: str,
+    read_only: str = "",
+    kept: bool = False,
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
     """Until `stop`. `feed` is read by somebody else. `port` 0: PORT, or any where that is taken. `read_only`: why nothing may be
-    changed, empty = it may. SettingsError when the port is taken."""
-    token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps)
+    changed, empty = it may. `kept`: the bus is a copy of an ended run's. SettingsError when the port is taken."""
+    token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps, kept=kept)
+    read_only = "this run has ended" if kept else read_only
     guard = Guard(token, read_only)
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
     app.on_response_prepare.append(add_headers)

@@ -42,10 +42,18 @@ class Word(msgspec.Struct, frozen=True):
 
 
 def state_of(
-    snapshot: Snapshot, history: History, looks: Looks, word: Word, *, total_steps: int, settings: dict[str, dict[str, Any]]
+    snapshot: Snapshot,
+    history: History,
+    looks: Looks,
+    word: Word,
+    *,
+    total_steps: int,
+    settings: dict[str, dict[str, Any]],
+    kept: bool = False,
 ) -> State:
-    """All sections but the curves."""
-    ended = bool(snapshot.actors) and not any(a.life == "alive" for a in snapshot.actors)
+    """All sections but the curves. `kept`: of a run that has ended, from a copy of what its Redis kept. Where all actors are silent
+    and none said that it ends, the run has not ended: that is the worst of alarms."""
+    ended = kept or (bool(snapshot.actors) and all(a.life == "ended" for a in snapshot.actors))
     return {
         "run": _run(snapshot, history, total_steps, ended),
         "why": _why(snapshot, history, word, ended),
