@@ -23,7 +23,7 @@ REPLICA = "ACL SETUSER follower on >follow +psync +replconf +ping"
 
 
 class Failover:
-    """`url`: for clients, with the login of a user `trainer` if there are rules. `certificate`: of all of them; they speak TLS then."""
+    """`url`: for clients, with the login of user `trainer` if there are rules for it. `certificate`: of all; they speak TLS."""
 
     def __init__(
         self, folder: Path, binary: ServerBinary, *, rights: Sequence[str] = (), certificate: Path | None = None
@@ -43,7 +43,8 @@ class Failover:
 
     def start(self) -> None:
         """Returns when the sentinels know each other and both servers."""
-        server = ['save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0", "masteruser follower", "masterauth follow"]
+        server = ['save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0"]
+        server += ["masteruser follower", "masterauth follow"]
         for n in (0, 1):
             self._start(f"redis{n}", n, [*server, *([f"replicaof 127.0.0.1 {self.ports[0]}"] if n else ())])
             for rule in (REPLICA, *filter(None, [self._rights])):
@@ -103,6 +104,13 @@ class Failover:
         self._processes[was].kill()
         self._processes[was].wait(10)
         until("the failover", lambda: self.primary != was and self.server(1 - was).info("replication")["role"] == "master", 30)
+
+    def move(self) -> None:
+        """As an operator does it: primary and replica change places."""
+        was = self.primary
+        with redis.Redis(port=self.ports[-1], password=self._secret, socket_timeout=2, **self._tls) as client:
+            client.execute_command("SENTINEL", "FAILOVER", NAME)
+        until("the change", lambda: self.primary != was and self.server(was).info("replication")["role"] == "slave", 30)
 
     def close(self) -> None:
         """End them all."""

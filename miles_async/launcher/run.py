@@ -24,6 +24,7 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
+from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
@@ -42,6 +43,7 @@ from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_sp
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.settings.dump import dump_toml
+from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
 
@@ -117,7 +119,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in facts.warnings:
+        for warning in filter(None, (*facts.warnings, memory_note(redis_need(settings.flat), facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES
@@ -172,8 +174,8 @@ class Launcher:
         self._view_over = asyncio.Event()
 
     async def run(self) -> tuple[int, bool]:
-        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this once more; at most
-        `restores` times."""
+        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
+        once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
         supervisor = Supervisor(
@@ -218,7 +220,7 @@ class Launcher:
             if settings.ckpt.no_save and feed.history.furthest:
                 failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=EXIT_REFUSED)
             elif self._restores and not self._wished:
-                print(f"note: {failure} The run is restored from its last checkpoint.", file=sys.stderr, flush=True)
+                print(f"note: {failure} That is done now.", file=sys.stderr, flush=True)
                 return failure.status, False
             else:
                 failure = RunFailed(str(failure), status=1)
@@ -296,7 +298,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        return Vitals(actor="launcher", role="launcher", pid=os.getpid(), host=host, state=state, wall=wall)
+        own = {"pid": os.getpid(), "host": host, "processes": processes_name()}
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, **own)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:
