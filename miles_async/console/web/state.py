@@ -123,13 +123,14 @@ def waiting(sentence: str) -> bool:
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
     """What is wrong now, and the newest faults on record; each with since when."""
     found = [
-        {"level": f.level, "text": f.text, "who": f.rule, "wall": word.wall - f.since_s, "now": True}
+        {"level": f.level, "text": f.text, "who": f.rule, "about": f.about, "wall": word.wall - f.since_s, "now": True}
         for f in word.findings
         if f.level != "info"
     ]
     texts = {str(f["text"])[:200] for f in found}
     told = [
-        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "wall": float(r["wall"]), "now": False}
+        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "about": "", "now": False,
+         "wall": float(r["wall"])}
         for r in alarms(history, snapshot.wall, 3)
         if str(r["text"])[:200] not in texts
     ]
