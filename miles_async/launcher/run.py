@@ -263,7 +263,7 @@ class Launcher:
 
         port, total = self._settings.launch.console_port, self._place.num_rollout
         say, folder = partial(print, flush=True), self._run_dir
-        await serve(self._bus, feed, folder, total_steps=total, port=port, read_only="", stop=self._stop, say=say)
+        await serve(self._bus, feed, folder, total_steps=total, port=port, stop=self._stop, say=say)
 
     async def _tell(self, supervisor: Supervisor) -> None:
         """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a
