@@ -44,6 +44,7 @@ OF_OURS = (
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
     *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
+    *("environment_path", "environment_slots", "environment_timeout_s", "environment_idle_s", "environment_sandbox"),
     *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
 )
