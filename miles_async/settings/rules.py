@@ -15,7 +15,7 @@ from miles_async.settings.flat import BATCH, Flat
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-BUS_SCHEMES = ("redis://", "rediss://", "unix://")
+BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 Rule = Callable[[Flat], None]
 

@@ -21,12 +21,10 @@ THROUGH_OTHERS = {
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
     "ref_ckpt_step": "second_models.py resolves the reference's directory",
+    "dump_details": "save_debug_rollout_data follows from it",
     "actor_num_nodes": "Flat.train_ranks",
-    "train_memory_margin_bytes": "memory.py checks the start with it",
     "debug_train_only": "load_debug_rollout_data makes it so",
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
-    "offload_rollout": "colocate.gives_back",
-    "offload_rollout_level": "colocate.gives_back",
     "model_name": "Miles' choice of a converter; config.json says it here",
     "megatron_to_hf_mode": "Miles' choice of a converter; there is one here",
 }

@@ -60,10 +60,10 @@ class OwnCore(Core):
     def save(self, directory: Path) -> Any:
         return Shard(directory, self.ranks, self._shards())
 
-    def read(self, directory: Path) -> Any:
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> Any:
         return read_index(directory)
 
-    def load(self, directory: Path, read: Any) -> None:
+    def load(self, directory: Path, read: Any, drops: tuple[str, ...] = ()) -> None:
         held = read_tensors(directory, f"rank-{self.ranks.rank}.safetensors")
         for name, shard in self._shards().items():
             shard.copy_(held[name])

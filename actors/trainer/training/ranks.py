@@ -109,7 +109,7 @@ class Ranks:
         return x
 
     def first_said(self, text: str) -> str:
-        """What the first rank that says anything says, on every rank and with its name; empty where none does. The ranks meet here."""
+        """What the first rank that says anything says, on every rank and with its name; empty where none does. All meet here."""
         if self.alone:
             return text
         speaks = self.largest(torch.tensor([self.size - self.rank if text else 0], dtype=torch.int64))

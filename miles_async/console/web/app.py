@@ -84,8 +84,8 @@ async def serve(
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
-    """Until `stop`. `feed` is read by somebody else. `port` 0: PORT, or any where that is taken. `read_only`: why nothing may be changed,
-    empty = it may. SettingsError when the port is taken."""
+    """Until `stop`. `feed` is read by somebody else. `port` 0: PORT, or any where that is taken. `read_only`: why nothing may be
+    changed, empty = it may. SettingsError when the port is taken."""
     token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps)
     guard = Guard(token, read_only)
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
@@ -111,4 +111,5 @@ async def _listen(runner: web.AppRunner, port: int) -> int:
                 raise
             continue
         return int(runner.addresses[0][1])
-    raise SettingsError(f"cannot listen on {HOST}:{port}: it is taken, or not yours", field="--port", value=port, remedy="Choose another.")
+    why = f"cannot listen on {HOST}:{port}: it is taken, or not yours"
+    raise SettingsError(why, field="--port", value=port, remedy="Choose another.")

@@ -13,9 +13,12 @@ from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, Histor
 from miles_async.console.figures import TRAINER, throughput, time_split
 
 MOST = 800
-METRICS = (REWARD, AVG_STALENESS, MAX_STALENESS, *TRAINER.values(), "train/train_rollout_kl", "train/train_rollout_logprob_abs_diff",
-           "train/forward_logp_abs_diff", "train/tis_clipfrac", "train/critic_grad_norm", "rollout/response_len/mean",
-           "rollout/response_len/max", "rollout/truncated_ratio", "rollout/masked_fraction")  # fmt: skip
+METRICS = (
+    *(REWARD, AVG_STALENESS, MAX_STALENESS, *TRAINER.values()),
+    *("train/train_rollout_kl", "train/train_rollout_logprob_abs_diff", "train/forward_logp_abs_diff"),
+    *("train/tis_clipfrac", "train/critic_grad_norm"),
+    *("rollout/response_len/mean", "rollout/response_len/max"),
+)
 DROPPED = "dropped/"  # before a reason: groups a step
 
 
@@ -28,10 +31,10 @@ def values_of(step: Step) -> dict[str, float]:
 
 
 class Curves:
-    """`edition` changes when points that were given out already are no longer so."""
+    """`edition` changes when points that were given out already are no longer so. Of those of one edition only the last changes."""
 
-    def __init__(self) -> None:
-        self.edition = 0
+    def __init__(self, most: int = MOST) -> None:
+        self.edition, self._most = 0, most
         self._clear()
 
     def _clear(self) -> None:
@@ -63,7 +66,7 @@ class Curves:
             total, count = sums.get(name, (0.0, 0))
             sums[name] = (total + value, count + 1)
         self._points[-1] = (step.step, n + 1, sums)
-        if len(self._points) > MOST:
+        if len(self._points) > self._most:
             self._halve()
 
     def _halve(self) -> None:

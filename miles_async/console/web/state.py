@@ -1,7 +1,7 @@
 """What the page shows of a run at one instant: plain values by section, of snapshot, history and the doctor's word (pure).
 
-Numbers come from where the terminal's view and the commands take them. Walls are seconds of the server's clock. A section that is as
-before is not sent again, so nothing here says how long ago something was: the page counts from walls.
+Numbers come from where the terminal's view and the commands take them. Walls are seconds of the server's clock. A section that is
+as before is not sent again, so nothing here says how long ago something was: the page counts from walls.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
 EVENTS_SHOWN = 200
+WORTH_A_WORD = 0.1  # share of the trainer's time that went into waiting
 HISTOGRAM = "rollout/start_age/"
 State = dict[str, Any]
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The doctor's: what is wrong, one sentence per actor, when it was said."""
+    """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
+    groups are open, and where they are."""
 
     findings: tuple[Finding, ...] = ()
     actors: dict[str, str] = {}
     wall: float = 0.0
+    waited: str = ""
+    opened: str = ""
 
 
 def state_of(
@@ -54,7 +58,7 @@ def state_of(
         "marks": _marks(history, settings),
         "events": events_of(history),
         "drops": {
-            "total": [[reason, n, meaning(reason) or "a reason of the run's own filter"] for reason, n in history.drops.most_common()],
+            "total": [[why, n, meaning(why) or "a reason of the run's own filter"] for why, n in history.drops.most_common()],
             "newest": [_drop(r) for r in list(history.newest_drops)[-50:][::-1]],
         },
         "counts": {"dead": snapshot.streams["dead"].length, "knob_epoch": snapshot.knob_epoch, "samples": len(history.samples)},
@@ -97,7 +101,15 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     said = word.actors.get("trainer")
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
-    return {"text": text, "lately": lately if history.steps else "", "waits": bool(gone) or "wait" in (said or "")}
+    waits = bool(gone) or waiting(said or "")
+    if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
+        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
+    return {"text": text, "lately": lately if history.steps else "", "waits": waits}
+
+
+def waiting(sentence: str) -> bool:
+    """Whether the doctor's sentence on an actor is about a wait."""
+    return sentence.startswith(("has waited", "waits"))
 
 
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
@@ -217,7 +229,7 @@ def _drop(record: Record) -> State:
 
 
 def events_of(history: History) -> list[State]:
-    """The newest of all that an operator may want to find later, newest first: faults, dead letters, knobs, checkpoints, restores."""
+    """What an operator may want to find later, newest first: faults, dead letters, knobs, checkpoints, restores."""
     records = [r for kind in (history.faults, history.dead, history.knobs, history.checkpoints, history.restores)
                for r in kind[-EVENTS_SHOWN:]]  # fmt: skip
     records.sort(key=lambda r: float(r["wall"]), reverse=True)

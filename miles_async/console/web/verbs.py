@@ -113,7 +113,8 @@ class Verbs:
         sample = request.query.get("id", "").strip()
         found = await trace(self._bus, sample, self._run_dir)
         if not sample or not found.found:
-            raise SettingsError(f"nothing is on record of {sample[:80]!r}", remedy="A sample is named as g0000042/3, its group g0000042.")
+            remedy = "A sample is named as g0000042/3, its group g0000042."
+            raise SettingsError(f"nothing is on record of {sample[:80]!r}", remedy=remedy)
         return {"sample": found.sample, "state": found.state, "moments": found.moments}
 
     async def _runs(self, _request: web.Request) -> Any:

@@ -11,7 +11,7 @@ export class Engines {
   constructor(place, now) {
     this.now = now;
     this.serving = el("p", { class: "soft" });
-    this.split = el("div", { class: "split", role: "img" });
+    this.split = el("div", { class: "split", role: "img", "aria-label": "Time of the engines: not known yet" });
     this.words = el("p", { class: "soft small" });
     const [engines, engineRows] = table("Engines", ["engine", "version", "running", "KV", "state"], "tall");
     const [others, otherRows] = table("Rooms", ["room", "state", "waits for"], "tall");
@@ -24,14 +24,14 @@ export class Engines {
   show(state) {
     if (!state.actors) return;
     const hosts = new Set(state.actors.map((a) => a.host));
-    const one = hosts.size === 1;
-    say(this.head, one ? `Engines, all on ${[...hosts][0]}` : "Engines");
+    this.one = hosts.size === 1;
+    say(this.head, this.one ? `Engines, all on ${[...hosts][0]}` : "Engines");
     const engines = state.engines;
     const names = engines.serving.map(([version, n]) => `${version < 0 ? "no version yet" : `v${version}`} ×${n}`);
     say(this.serving, names.length ? `serve ${names.slice(0, 6).join(", ")}` : "no engine is alive");
     this.bar(engines);
     const shown = state.actors.filter((a) => a.role !== "launcher" || grave(a) === 0).slice().sort((a, b) => grave(a) - grave(b));
-    const cells = (n) => (a) => el("tr", {}, el("th", { scope: "row" }, a.name, el("span", { class: "soft small host", text: ` ${a.host}`, hidden: one })),
+    const cells = (n) => (a) => el("tr", {}, el("th", { scope: "row" }, a.name, el("span", { class: "soft small host", text: ` ${a.host}` })),
       Array.from({ length: n }, () => el("td")));
     rows(this.engineRows, shown.filter((a) => a.role === "generation").slice(0, SHOWN), (a) => a.name, cells(4), (row, a) => {
       this.fill(row, a, [a.version < 0 ? "–" : `v${a.version}`, a.slots ? `${a.busy}/${a.slots}` : String(a.busy),
@@ -43,6 +43,7 @@ export class Engines {
   }
 
   fill(row, a, texts) {
+    row.querySelector(".host").hidden = this.one;
     texts.forEach((text, i) => say(row.children[i + 1], text));
     toggle(row, "bad", grave(a) === 0);
     toggle(row, "soft", grave(a) === 2);
