@@ -27,6 +27,7 @@ from bus.messages.base import pack_ints
 from bus.messages.samples import Call, ParkReason, SampleTask, Sampling
 
 Admit = Callable[[Running], Awaitable[ParkReason | None]]
+MOST_TOLD_BYTES = 4 << 20  # of one answer, which is saved on the bus
 MOST_CALLS = 10_000  # of one episode; a program that makes more never ends
 
 
@@ -201,6 +202,8 @@ class Live:
                 if inspect.isawaitable(value):
                     value = await value
         answer = msgspec.msgpack.encode(value)
+        if len(answer) > MOST_TOLD_BYTES:
+            raise ValueError(f"{name} gave {len(answer):,} bytes, and a journal keeps at most {MOST_TOLD_BYTES:,} of an answer")
         fault_point(self._turns.worker, "after_tell")
         running.answered(Call(no, digest, answer=answer))
         await self.save()

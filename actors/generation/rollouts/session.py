@@ -141,7 +141,7 @@ class Session(Protocol):
         """Ask the environment: `await call(*args)` (a plain function runs in a thread), and what it returned, kept in the journal.
         What the model said so far is saved before it. Killed in between, the call is made again: once or more, never after its
         answer was saved. Arguments and answer must be encodable (msgpack); the answer comes as it is read back.
-        Raises what the call raises, which is not kept, and TimeoutError behind `deadline_s`.
+        Raises what the call raises, which is not kept, TimeoutError behind `deadline_s`, and ValueError for an answer above 4 MiB.
         """
         ...
 
