@@ -62,6 +62,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
     agent: AgentSpec | None = None
+    environments_s: float = 0.0
+    """Longest time of one action of an environment in the environments room; 0 = the run has none."""
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""

@@ -102,6 +102,10 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if not chat:
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
+        for message in prompt:
+            parts = message.get("content") if isinstance(message.get("content"), list) else ()
+            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None):
+                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound")
         if prompt[-1]["role"] == "assistant" and not supervised:
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
