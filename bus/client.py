@@ -17,8 +17,8 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from bus import sentinel
 from bus.errors import BusRefused
+from bus.streams import sentinel
 
 SCHEMES = ("redis", "rediss", "unix", f"redis{sentinel.SUFFIX}", f"rediss{sentinel.SUFFIX}")
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"  # variables of the environment

@@ -23,7 +23,7 @@ REPLICA = "ACL SETUSER follower on >follow +psync +replconf +ping"
 
 
 class Failover:
-    """`url`: for clients, with the login of a user `trainer` if there are rules. `certificate`: of all of them; they speak TLS then."""
+    """`url`: for clients, with the login of user `trainer` if there are rules for it. `certificate`: of all; they speak TLS."""
 
     def __init__(
         self, folder: Path, binary: ServerBinary, *, rights: Sequence[str] = (), certificate: Path | None = None
@@ -43,7 +43,8 @@ class Failover:
 
     def start(self) -> None:
         """Returns when the sentinels know each other and both servers."""
-        server = ['save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0", "masteruser follower", "masterauth follow"]
+        server = ['save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0"]
+        server += ["masteruser follower", "masterauth follow"]
         for n in (0, 1):
             self._start(f"redis{n}", n, [*server, *([f"replicaof 127.0.0.1 {self.ports[0]}"] if n else ())])
             for rule in (REPLICA, *filter(None, [self._rights])):

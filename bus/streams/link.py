@@ -289,8 +289,8 @@ class Link:
         replies = await self._aside(facts if life else facts[:2])
         if life and replies[2] != life.encode():
             raise BusWentBack(
-                f"Redis at {self.shown} came back {'as it was before' if replies[2] else 'without'} this run. It goes on from its "
-                "last checkpoint."
+                f"Redis at {self.shown} came back {'as it was before' if replies[2] else 'without'} this run, which is to be "
+                "restored from its last checkpoint."
             )
         named = dict(line.split(":", 1) for part in replies[:2] for line in part.decode().splitlines() if ":" in line)
         server = named.get("run_id", ""), named.get("master_replid", "")

@@ -91,6 +91,8 @@ async def _join(args: argparse.Namespace) -> int:
 
 async def _spec(args: argparse.Namespace) -> "ActorSpec":
     """What the run tells its workers, changed by the flags."""
+    from msgspec import structs
+
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
     from bus.errors import BusRefused, BusUnreachable
@@ -140,7 +142,8 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     return ActorSpec(
         name=name,
         role="generation",
-        bus=known.bus_at(ref.bus_url),
+        # Nobody starts it again at once, and a boot takes long: it waits for the bus with its engine.
+        bus=structs.replace(known.bus_at(ref.bus_url), deadline_s=max(REJOIN_S, float(known.bus.get("deadline_s", 0)))),
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,

@@ -159,6 +159,8 @@ class Supervisor:
             if verdict.action == "give_up":
                 kept.done = True
                 status = code if code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
+                if code == EXIT_BUS_BACK:
+                    raise RunFailed(cause, status=status)
                 raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(kept)}", status=status)
             text = f"{kept.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
             if verdict.action == "pause":

@@ -24,6 +24,7 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
+from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
@@ -172,8 +173,8 @@ class Launcher:
         self._view_over = asyncio.Event()
 
     async def run(self) -> tuple[int, bool]:
-        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this once more; at most
-        `restores` times."""
+        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
+        once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
         supervisor = Supervisor(
@@ -218,7 +219,7 @@ class Launcher:
             if settings.ckpt.no_save and feed.history.furthest:
                 failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=EXIT_REFUSED)
             elif self._restores and not self._wished:
-                print(f"note: {failure} The run is restored from its last checkpoint.", file=sys.stderr, flush=True)
+                print(f"note: {failure} That is done now.", file=sys.stderr, flush=True)
                 return failure.status, False
             else:
                 failure = RunFailed(str(failure), status=1)
@@ -296,7 +297,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        return Vitals(actor="launcher", role="launcher", pid=os.getpid(), host=host, state=state, wall=wall)
+        own = {"pid": os.getpid(), "host": host, "processes": processes_name()}
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, **own)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

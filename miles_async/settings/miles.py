@@ -19,7 +19,7 @@ OTHERWISE: dict[str, str] = {
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
     "dump_details": "the batches alone",
-    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",

@@ -130,4 +130,4 @@ def test_no_actor_goes_on_with_a_server_that_came_back_without_the_run(
 
     with runner() as loop:
         assert loop.run(body()) == (EXIT_BUS_BACK, EXIT_BUS_BACK, 0), "and none says anything there"
-    assert "this run. It goes on from its last checkpoint" in caplog.text
+    assert "this run, which is to be restored" in caplog.text

@@ -52,7 +52,8 @@ async def test_a_failover_loses_what_the_replica_had_not_heard_and_nothing_else(
         await tail.open()
         tasks = [a_task(n, n_samples=2) for n in range(2)]
         opened = {tasks[0].group_id: an_open_group(n_samples=2)}
-        await bus.commit(Commit(append=[Out(PROMPTS, t) for t in tasks], open_groups=opened, ledger={"issued": 2}, state={LIFE: "a"}))
+        outs = [Out(PROMPTS, task) for task in tasks]
+        await bus.commit(Commit(append=outs, open_groups=opened, ledger={"issued": 2}, state={LIFE: "a"}))
         bus.expect("a")
         first, second = await reader.read(4, 1.0)
         await done(bus, reader, first)

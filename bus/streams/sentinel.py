@@ -42,11 +42,11 @@ class _Found(Connection):
         self, *, sentinels: tuple[tuple[str, int], ...], primary: str, sentinel_login: dict[str, Any], **options: Any
     ) -> None:
         self._sentinels, self._primary, self._login = sentinels, primary, sentinel_login
-        super().__init__(**options)
+        super().__init__(redis_connect_func=_greet, **options)
 
     async def _connect(self) -> None:
         bounds = {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "retry": Retry(NoBackoff(), 0)}
-        asked = Sentinel(self._sentinels, sentinel_kwargs={**self._login, **bounds})
+        asked = Sentinel(self._sentinels, sentinel_kwargs={**self._login, **bounds})  # type: ignore[no-untyped-call]
         try:
             self.host, self.port = await asked.discover_master(self._primary)
         except NoPermissionError as error:
@@ -58,14 +58,15 @@ class _Found(Connection):
             raise ConnectionError(f"no sentinel of {hosts} names a primary {self._primary!r} that is up") from None
         finally:
             await asked.aclose()
-        await super()._connect()
+        await super()._connect()  # type: ignore[no-untyped-call]
 
-    async def on_connect_check_health(self, check_health: bool = True) -> None:
-        """Sentinels may be late: a server that was demoted takes no writes, and what it lets read is old."""
-        await super().on_connect_check_health(check_health)
-        await self.send_command("INFO", "replication", check_health=False)
-        if b"role:master" not in await self.read_response():
-            raise ConnectionError(f"{self.host}:{self.port} is no primary any more; a failover is under way")
+
+async def _greet(connection: Any) -> None:
+    """Sentinels may be late: a server that was demoted takes no writes, and what it lets read is old."""
+    await connection.on_connect()
+    await connection.send_command("INFO", "replication", check_health=False)
+    if b"role:master" not in await connection.read_response():
+        raise ConnectionError(f"{connection.host}:{connection.port} is no primary any more; a failover is under way")
 
 
 class SentinelTCP(_Found):
