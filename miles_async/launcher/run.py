@@ -43,6 +43,7 @@ from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_sp
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.settings.dump import dump_toml
+from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
 
@@ -118,7 +119,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in facts.warnings:
+        for warning in filter(None, (*facts.warnings, memory_note(redis_need(settings.flat), facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES

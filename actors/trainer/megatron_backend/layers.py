@@ -49,8 +49,8 @@ class Norm(nn.Module):
 
 
 class WideNorm(nn.Module):
-    """RMSNorm over all heads of queries or keys together (MiniMax-M2), of which each tensor-parallel rank has its part. `heads`: the
-    field of the configuration that counts them."""
+    """RMSNorm over all heads of queries or keys together (MiniMax-M2), of which each tensor-parallel rank has its part. `heads`:
+    the field of the configuration that counts them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: str) -> None:
         super().__init__()

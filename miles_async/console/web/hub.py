@@ -17,7 +17,7 @@ from bus import Bus
 from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor import diagnose
-from miles_async.console.explain import explain
+from miles_async.console.explain import explain, open_text
 from miles_async.console.report import read_settings
 from miles_async.console.scene import read_scene
 from miles_async.console.watchdog import Audits
@@ -116,7 +116,7 @@ class Hub:
                 said = dict(explain(scene))
                 of_trainer = said.get("trainer", "")
                 waited = of_trainer if waiting(of_trainer) else self._word.waited
-                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited)
+                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 pass  # `silent` says so
             spent = clock.monotonic() - began

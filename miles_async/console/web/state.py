@@ -31,12 +31,14 @@ State = dict[str, Any]
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The doctor's: what is wrong, one sentence per actor, when it was said; and the last sentence in which the trainer waited."""
+    """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
+    groups are open, and where they are."""
 
     findings: tuple[Finding, ...] = ()
     actors: dict[str, str] = {}
     wall: float = 0.0
     waited: str = ""
+    opened: str = ""
 
 
 def state_of(
@@ -100,8 +102,8 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
     waits = bool(gone) or waiting(said or "")
-    if word.waited and not waits and wait > WORTH_A_WORD:
-        lately += f" When it last waited, it {word.waited}."
+    if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
+        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
     return {"text": text, "lately": lately if history.steps else "", "waits": waits}
 
 
