@@ -104,7 +104,7 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         raise Refused("; ".join(said))
     device = host.prepare()
     config = transformer_config(arch, layout, dtype=dtype, **given)
-    layers = layers_of(spec, post_norms=arch.post_norms)
+    layers = layers_of(spec, post_norms=arch.post_norms, wide_norms=arch.wide_norms)
     vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
     chunks = []
     for stage in range(layout.vpp):
