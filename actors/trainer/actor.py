@@ -8,6 +8,8 @@ trains it again exactly if its gradient was lost. Version ids are never reused; 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,6 +109,7 @@ class Trainer:
     async def run(self) -> None:
         """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 other ranks ·
         5 threads. After a failure the other ranks are killed, since they may wait for a step that never comes."""
+        os.environ.update(json.loads(self._spec.train_env_vars or "{}"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()

@@ -51,10 +51,14 @@ SILENT_BEATS = 5  # of a launcher; then it is taken for dead
 FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
 
 
+def open_files_needed(settings: RunSettings) -> int:
+    """Files that one process of the run may have open at once."""
+    return FILES_BESIDE_REQUESTS + max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
+
+
 def check_host(settings: RunSettings) -> None:
     """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
-    slots = max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
-    need = FILES_BESIDE_REQUESTS + slots
+    need = open_files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise SettingsError(

@@ -26,6 +26,7 @@ from actors.runtime.hooks import load_hook
 from actors.runtime.miles import MilesSample, judged
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
+from actors.runtime.sources import rows_function
 from actors.runtime.whole import fitting
 from actors.trainer.batch_hooks import CONVERT, FILTER, POSTPROCESS, settled, train_data
 from bus.messages.base import pack_floats, pack_ints
@@ -36,7 +37,7 @@ from miles_async.settings.flat import BATCH
 SIGNATURES = {
     "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
-    "data_source_path": "(path) -> rows, each a dict with the columns that are named",
+    "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,
     "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "rollout_sample_filter_path": "(args, groups: list of lists of samples); sets remove_sample",
@@ -70,6 +71,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
+    if field == "data_source_path":
+        hook, _ = rows_function(path, {}, {**ask.values, "num_rollout": ask.values.get("num_rollout") or 1})
     given = fitting(hook, _given(field, ask)) if field in BATCH else _given(field, ask)
     try:
         inspect.signature(hook).bind(*given)
@@ -168,7 +171,8 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
             return f"answered with {answer!r}, which is neither a reason nor None"
     elif field == "data_source_path":
         assert ask.data is not None
-        keys = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        own = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        _, keys = rows_function(ask.paths[field], own, ask.values) if field in ask.paths else (None, own)
         for number, row in enumerate(islice(answer, FIRST_ROWS), 1):
             try:
                 parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True)

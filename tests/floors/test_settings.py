@@ -21,6 +21,7 @@ THROUGH_OTHERS = {
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
     "ref_ckpt_step": "second_models.py resolves the reference's directory",
+    "dump_details": "save_debug_rollout_data follows from it",
     "actor_num_nodes": "Flat.train_ranks",
     "debug_train_only": "load_debug_rollout_data makes it so",
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",

@@ -120,6 +120,7 @@ class Core(Passes):
 
     def _place(self, module: nn.Module) -> None:
         blocks: Any = module.blocks
+        hf: Any
         for hf in (m for m in module.modules() if hasattr(m, "set_experts_implementation")):
             hf.set_experts_implementation(experts.implementation(self.device))
         for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:

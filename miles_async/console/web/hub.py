@@ -17,13 +17,13 @@ from bus import Bus
 from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor import diagnose
-from miles_async.console.explain import explain
+from miles_async.console.explain import explain, open_text
 from miles_async.console.report import read_settings
 from miles_async.console.scene import read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
-from miles_async.console.web.state import State, Word, state_of
+from miles_async.console.web.state import State, Word, state_of, waiting
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
 LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.02  # of the time that they may take
@@ -111,8 +111,12 @@ class Hub:
                 if audits.due(began):
                     ledger = await check(self._bus)
                     audits.done(began, clock.monotonic())
-                scene = await read_scene(self._bus, ledger=ledger)
-                self._word = Word(tuple(diagnose(scene)), dict(explain(scene)), clock.wall())
+                first = next((s.metrics for s in self._feed.history.steps[:1] if s.step == 1), {})
+                scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first)
+                said = dict(explain(scene))
+                of_trainer = said.get("trainer", "")
+                waited = of_trainer if waiting(of_trainer) else self._word.waited
+                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 pass  # `silent` says so
             spent = clock.monotonic() - began

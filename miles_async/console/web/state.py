@@ -25,16 +25,20 @@ from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
 EVENTS_SHOWN = 200
+WORTH_A_WORD = 0.1  # share of the trainer's time that went into waiting
 HISTOGRAM = "rollout/start_age/"
 State = dict[str, Any]
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The doctor's: what is wrong, one sentence per actor, when it was said."""
+    """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
+    groups are open, and where they are."""
 
     findings: tuple[Finding, ...] = ()
     actors: dict[str, str] = {}
     wall: float = 0.0
+    waited: str = ""
+    opened: str = ""
 
 
 def state_of(
@@ -97,7 +101,15 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     said = word.actors.get("trainer")
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
-    return {"text": text, "lately": lately if history.steps else "", "waits": bool(gone) or "wait" in (said or "")}
+    waits = bool(gone) or waiting(said or "")
+    if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
+        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
+    return {"text": text, "lately": lately if history.steps else "", "waits": waits}
+
+
+def waiting(sentence: str) -> bool:
+    """Whether the doctor's sentence on an actor is about a wait."""
+    return sentence.startswith(("has waited", "waits"))
 
 
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:

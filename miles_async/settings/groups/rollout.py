@@ -27,7 +27,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     data_source_path: Annotated[
-        str | None, doc("Dotted path of a function(path) that gives the rows in place of reading prompt_data.")
+        str | None, doc("Dotted path of a function(path) that gives the rows in place of prompt_data, or of Miles' class with get_samples.")
     ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
