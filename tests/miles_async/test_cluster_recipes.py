@@ -1,4 +1,4 @@
-"""What docs/cluster.md gives to copy: manifests whose commands this release understands, commands of the page, the kit of wheels."""
+"""What docs/cluster.md gives to copy: manifests whose commands this release understands, commands of the page, a kit of wheels."""
 
 from __future__ import annotations
 
