@@ -3,9 +3,9 @@
     sudo .venv/bin/python scripts/bench_hosts.py --quickstart --runs 3
 
 Hosts are network namespaces of this machine (tests/hosts/net.py), so both ways share its cores: a ratio tells what the way over
-hosts costs. One host: trainer, rooms and two workers, as the quickstart stands. Three: trainer, rooms and Redis on the first, a worker
-on each other one, 1 Gbit/s links, clocks 90 s before and behind, memory and folders of their own. Links add no delay: tc's netem is
-missing on many kernels. The two ways take turns, so that a busy machine meets both.
+hosts costs. One host: trainer, rooms and two workers, as the quickstart stands. Three: trainer, rooms and Redis on the first, a
+worker on each other one, 1 Gbit/s links, clocks 90 s before and behind, memory and folders of their own. Links add no delay:
+tc's netem is missing on many kernels. The two ways take turns, so that a busy machine meets both.
 """
 
 from __future__ import annotations

@@ -83,6 +83,7 @@ def test_the_commands_of_the_page_are_understood() -> None:
 
 def test_a_kit_installs_a_project_and_what_it_needs_without_a_registry(tmp_path: Path) -> None:
     """The project is built here; what it needs comes as a wheel, as from a registry."""
+    pytest.importorskip("setuptools")
     (tmp_path / "registry").mkdir()
     with ZipFile(tmp_path / "registry" / "needed-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("needed.py", "VALUE = 7\n")
