@@ -32,6 +32,7 @@ from actors.runtime.child import Child
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
+from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Transient
@@ -332,6 +333,7 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 
 async def run(context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
     """A worker's process."""
+    collect_seldom()
     if spec.agent is None:
         await Worker(context, spec, spare).run()
         return

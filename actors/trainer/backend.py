@@ -56,6 +56,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     lr_decay_style: str
     lr_warmup_iters: int
     num_rollout: int
+    no_save_optim: bool  # checkpoints are written, and may be read, without the optimizer's state
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -177,8 +178,9 @@ class TrainBackend(Protocol):
         """Copy all training state, to be written into `directory`, which exists and is empty."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; CheckpointRefused when files are missing, cut or of another model."""
+    def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
+        """Restore what `save` wrote, but for what `drops` names: optim (a new optimizer), rng. CheckpointRefused when files are
+        missing, cut or of another model, or lack an optimizer that is asked for."""
         ...
 
     def sleep(self) -> None:

@@ -19,7 +19,7 @@ import psutil
 from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
-from actors.runtime.run import EXIT_REFUSED
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Clock
 from bus.errors import printable
 from bus.private import write_secret
@@ -29,7 +29,8 @@ _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, le
 
 
 class RunFailed(Exception):
-    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame."""
+    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame, EXIT_BUS_BACK
+    when the bus must be restored first, else 1."""
 
     def __init__(self, text: str, *, status: int) -> None:
         super().__init__(text)
@@ -157,7 +158,9 @@ class Supervisor:
             cause = self.last_words(kept)
             if verdict.action == "give_up":
                 kept.done = True
-                status = EXIT_REFUSED if code == EXIT_REFUSED else 1
+                status = code if code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
+                if code == EXIT_BUS_BACK:
+                    raise RunFailed(cause, status=status)
                 raise RunFailed(f"{verdict.reason}: {cause} Log: {self.log_file(kept)}", status=status)
             text = f"{kept.name} {describe_exit(code)} after {now - began:.1f} s: {cause}; restarting"
             if verdict.action == "pause":

@@ -22,12 +22,13 @@ from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
 from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
 from actors.trainer.megatron_backend.host import on_device
+from actors.trainer.megatron_backend.layout import layout_of
 from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.passes import Schedule
 from actors.trainer.megatron_backend.replay import Replay
-from actors.trainer.megatron_backend.saving import Counters, Shards, check, identity_of
+from actors.trainer.megatron_backend.saving import Counters, Shards, check, holds_optimizer, identity_of
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
@@ -39,6 +40,7 @@ from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors, worn
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.routes import Routes, RouteShape, mode_of
+from actors.trainer.training.state import no_optimizer
 from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
@@ -48,15 +50,19 @@ HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 class MegatronCore(CoreBase):
     """Built once per process; `ranks` must be connected."""
 
+    @classmethod
+    def look(cls, config: BackendConfig, ranks: Ranks) -> None:
+        """Refused, before anything is allocated and before ranks meet: a layout, a setting, a directory that cannot be trained."""
+        setup.check(config, setup.own(config), ranks.size)
+
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
         own = setup.own(config)
-        setup.check(config, own, ranks.size)
         self.config, self.own, self.ranks = config, own, ranks
         install(config.objective)
         self.objective = settle_objective(config)
         torch.set_num_threads(config.trainer_threads)
         with on_device():
-            self.groups = Groups(setup.layout_of(own, ranks.size))
+            self.groups = Groups(layout_of(own, ranks.size))
         try:
             self._load_all()
         except BaseException:
@@ -232,18 +238,23 @@ class MegatronCore(CoreBase):
         counters = msgspec.to_builtins(Counters(self.update.steps))
         with on_device():
             write = save_sharded(
-                self.model.bare, directory, optimizer=self.update.optimizer, extra=counters, group=self.groups.files
-            )
+                self.model.bare, directory, extra=counters, group=self.groups.files,
+                optimizer=None if self.config.no_save_optim else self.update.optimizer,
+            )  # fmt: skip
         return Shards(write, directory, self.model.source)
 
-    def read(self, directory: Path) -> None:
-        check(directory, self.model.architecture)
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
+        held = check(directory, self.model.architecture)
+        if not (held or "optim" in drops or self.config.no_save_optim):
+            raise no_optimizer(directory)
 
-    def load(self, directory: Path, read: None) -> None:
-        said = load_sharded(
-            self.model.bare, self.model.architecture, directory, optimizer=self.update.optimizer, with_extra=True
-        )
-        self.update.steps = msgspec.convert(said, Counters).optimizer_steps
+    def load(self, directory: Path, read: None, drops: tuple[str, ...] = ()) -> None:
+        fresh = "optim" in drops or not holds_optimizer(directory)
+        optimizer = None if fresh else self.update.optimizer
+        said = load_sharded(self.model.bare, self.model.architecture, directory, optimizer=optimizer, with_extra=True)
+        if fresh:
+            self.update.begin_anew()
+        self.update.steps = 0 if fresh else msgspec.convert(said, Counters).optimizer_steps
         self.former.clear()
 
     # -- the device, and others who want it ----------------------------------------------------------------------------

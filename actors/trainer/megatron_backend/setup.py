@@ -26,7 +26,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
-from actors.trainer.megatron_backend.layout import Layout, refusals
+from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.training.routes import mode_of
 
@@ -50,22 +50,6 @@ def source_of(config: BackendConfig) -> str:
     return config.published_as or config.hf_checkpoint
 
 
-def layout_of(own: MegatronConfig, world: int) -> Layout:
-    """The layout that settings ask for, of `world` ranks."""
-    return Layout(
-        world=world,
-        tp=own.tensor_model_parallel_size,
-        pp=own.pipeline_model_parallel_size,
-        vpp=own.virtual_pipeline_model_parallel_size or 1,
-        cp=own.context_parallel_size,
-        ep=own.expert_model_parallel_size,
-        etp=own.expert_tensor_parallel_size,
-        sequence_parallel=own.sequence_parallel,
-        first=own.num_layers_in_first_pipeline_stage,
-        last=own.num_layers_in_last_pipeline_stage,
-    )
-
-
 def fields_of(kind: type) -> set[str]:
     """Names of a configuration's fields."""
     return {f.name for f in dataclasses.fields(kind)}
@@ -86,7 +70,8 @@ def given_of(own: MegatronConfig) -> dict[str, Any]:
 
 
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
-    """Raises Refused, all reasons in one line, before a process group or a model exists."""
+    """Raises Refused, all reasons in one line, before a process group or a model exists; then for directories, whose headers are
+    read."""
     arch = directory.read(source_of(config))
     said = refusals(layout_of(own, world), arch.shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
@@ -107,6 +92,15 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
             said.append(f"context_parallel_size={own.context_parallel_size}: {NEEDS_ENGINE}")
     if said:
         raise Refused("; ".join(said))
+    for path in {config.hf_checkpoint, config.ref_load, config.opd_teacher_load} - {""}:
+        if _is_torch_dist(path):
+            torch_dist.check(torch_dist.iteration(path), arch)
+        else:
+            directory.index(path, arch)
+
+
+def _is_torch_dist(path: str) -> bool:
+    return any((Path(path) / name).is_file() for name in (torch_dist.TRACKER, torch_dist.CONTENTS))
 
 
 class Model:
@@ -175,7 +169,7 @@ class Model:
 
     def load(self, path: str) -> None:
         """Weights of this architecture, out of a Hugging Face directory or a torch_dist checkpoint."""
-        if (Path(path) / torch_dist.TRACKER).is_file() or (Path(path) / torch_dist.CONTENTS).is_file():
+        if _is_torch_dist(path):
             checkpoint.load_sharded(self.bare, self.architecture, torch_dist.iteration(path))
         else:
             weights.load_hf(self.bare, self.architecture, path)

@@ -183,12 +183,13 @@ class Core(Passes):
     def _copied(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
         weights = self._whole(self.weights.params, torch.float32)
-        optimizer = self._whole(self.optimizer.state(), torch.float32)
+        leave_out = self.config.no_save_optim
+        optimizer = self._whole({} if leave_out else self.optimizer.state(), torch.float32)
         reference = self._whole(self._moving_reference(), torch.float32)
         old_actors = self._whole(self.old_actors.tensors(), torch.float32)
         critic = self.critic
         critic_weights = self._whole(critic.weights.params if critic else {}, torch.float32)
-        critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
+        critic_optimizer = self._whole(critic.optimizer.state() if critic and not leave_out else {}, torch.float32)
         if self.ranks.rank != 0:
             return None
         export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
@@ -205,8 +206,9 @@ class Core(Passes):
             hf_beside=export(self.dtype),
             scalars=Scalars(
                 optimizer=self.config.optimizer,
-                optimizer_steps=self.optimizer.steps,
-                critic_steps=critic.optimizer.steps if critic else 0,
+                optimizer_steps=0 if leave_out else self.optimizer.steps,
+                critic_steps=critic.optimizer.steps if critic and not leave_out else 0,
+                no_optim=leave_out,
                 old_actors=self.old_actors.steps,
                 rng_cpu=torch.get_rng_state().numpy().tobytes().hex(),
                 rng_cuda=torch.cuda.get_rng_state().numpy().tobytes().hex() if self.device.type == "cuda" else "",
@@ -233,7 +235,7 @@ class Core(Passes):
 
     # -- restore ------------------------------------------------------------------------------------------------
 
-    def read(self, directory: Path) -> TrainingState:
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> TrainingState:
         """A checkpoint of this model and optimizer, verified; rank 0 only. Raises CheckpointRefused."""
         return read_state(
             directory,
@@ -244,15 +246,16 @@ class Core(Passes):
             moving_reference=bool(self._moving_reference()),
             critic_shapes=self.critic.shapes if self.critic else {},
             critic_optimizer_names=self.critic.optimizer.expected(1) if self.critic else frozenset(),
+            needs_optim="optim" not in drops and not self.config.no_save_optim,
         )
 
     @torch.no_grad()
-    def load(self, directory: Path, read: TrainingState | None) -> None:
+    def load(self, directory: Path, read: TrainingState | None, drops: tuple[str, ...] = ()) -> None:
         """Take over rank 0's verified state, which alone has read it; on other ranks `read` is None."""
-        state = read
+        state, fresh = read, "optim" in drops
         scalars = msgspec.json.decode(self.ranks.broadcast(msgspec.json.encode(state.scalars) if state else None), type=Scalars)
         weights, moments = (state.weights, state.optimizer) if state else ({}, {})
-        self._take(self.weights, self.optimizer, scalars.optimizer_steps, weights, moments)
+        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, weights, moments)
         for name, ref in self._moving_reference().items():
             ref.copy_(self.shards.part(state.reference[name] if state else None, ref))
         self.old_actors.clear()
@@ -263,7 +266,9 @@ class Core(Passes):
                 self.old_actors.put(step, {n: self.shards.part(given[n], p) for n, p in own.items()})
         if self.critic is not None:
             weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
-            self._take(self.critic.weights, self.critic.optimizer, scalars.critic_steps, weights, moments)
+            self._take(self.critic.weights, self.critic.optimizer, 0 if fresh else scalars.critic_steps, weights, moments)
+        if "rng" in drops:
+            return
         torch.set_rng_state(_rng(scalars.rng_cpu))
         if scalars.rng_cuda and self.device.type == "cuda":
             torch.cuda.set_rng_state(_rng(scalars.rng_cuda))

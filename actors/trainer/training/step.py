@@ -7,7 +7,7 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, StepBatch, StepResult
 from actors.trainer.batch.batching import StepPlan
+from actors.trainer.batch.packing import BatchingError
 from actors.trainer.batch.plan import RolloutPlan, plan_steps
 from actors.trainer.objective import (
     LossInputs,
+    MissingInputError,
     ObjectiveConfig,
+    ObjectiveConfigError,
     PreparedBatch,
     TrainSample,
     check,
@@ -34,8 +37,24 @@ from actors.trainer.objective import (
     value_loss,
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
+from actors.trainer.objective_hooks import HookError
 from actors.trainer.selfcheck import measure
 from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
+
+REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
+"""Raised from the batch alone, before anything changed, so on every rank or on none; they say what it is themselves."""
+CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
+"""What numbers that fit nothing raise, wherever they are met, and functions of the user's."""
+
+
+class BatchFault(ValueError):
+    """What the content of a micro-batch raised, on this rank or another: raised on all of them."""
+
+
+def as_line(error: Exception) -> str:
+    """A fault in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (*REFUSALS, BatchFault)) else f"{type(error).__name__}: {text}"
 
 
 @dataclass(slots=True)
@@ -209,9 +228,25 @@ def _one_step(
         merge(totals, sums)
         return loss
 
+    faults: list[Exception] = []
+
+    def held(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A fault of one rank's micro-batch waits until all ranks are through: in between they would wait for it in vain."""
+
+        def call(ids: tuple[int, ...], *given: Tensor) -> Tensor:
+            try:
+                return loss(ids, *given)
+            except CONTENT as error:
+                faults.append(error)
+                return torch.stack([x.sum() for x in given]).sum() * 0
+
+        return call
+
     core.forward_backward(
-        mine, policy, value, learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
+        mine, held(policy), held(value), learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
     )
+    if fault := core.first_fault(as_line(faults[0]) if faults else ""):
+        raise BatchFault(fault) from (faults[0] if faults else None)
     with watch.phase("optimizer"):
         norms, finite = core.apply(rates, update=norm.trained_tokens > 0)
     tally.updates += finite and norm.trained_tokens > 0
