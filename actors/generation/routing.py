@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from bus.messages.samples import Routed
 
@@ -43,6 +42,8 @@ def routed_shape(model_path: str) -> RoutedShape | None:
 def read_routed(raw: msgspec.Raw, shape: RoutedShape) -> Routed | None:
     """SGLang's form, base64 of int32 [n, layers, top-k], as ours; numbers that do not fit become the largest, which is no expert.
     None for what cannot be read."""
+    import numpy as np  # the launcher reads this file too, and loads none
+
     try:
         numbers = np.frombuffer(msgspec.json.decode(raw, type=bytes), dtype="<i4")
     except (msgspec.DecodeError, ValueError):

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from actors.generation.routing import routed_shape
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
@@ -119,7 +120,9 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in filter(None, (*facts.warnings, memory_note(redis_need(settings.flat), facts.max_memory_bytes, facts.url))):
+        routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
+        need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
+        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES
