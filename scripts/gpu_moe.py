@@ -72,8 +72,9 @@ async def _sampled(args: argparse.Namespace) -> list[dict[str, Any]]:
     from msgspec import UNSET
 
     from actors.generation.engine import GenerateRequest
-    from actors.generation.routing import Rows, routed_shape
+    from actors.generation.routing import Rows
     from actors.generation.sglang_client import SGLangClient
+    from actors.runtime.prompts import routed_shape
 
     model = model_of(args, small(args))
     vocab, samples, new = SHAPES[small(args)]["vocab_size"], 8 if args.rehearse else 64, 32 if args.rehearse else 256

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.generation.routing import routed_shape
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
+from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
