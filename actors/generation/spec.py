@@ -85,7 +85,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What hosts ask of each other for weights."""
-    use_rollout_routing_replay: bool = False
+    routed: bool = False
     """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
@@ -127,7 +127,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         check_equal=spec.check_equal,
         inside=Path(spec.inside) if spec.inside else None,
         supply=supply,
-        tells_experts=spec.use_rollout_routing_replay,
+        tells_experts=spec.routed,
     )
 
 
@@ -155,7 +155,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         seed=spec.seed,
         given=spec.server_args,
         context_length=spec.context_length,
-        routed=spec.use_rollout_routing_replay,
+        routed=spec.routed,
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
     return SGLangServer(

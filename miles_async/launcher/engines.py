@@ -59,7 +59,7 @@ def generation_spec(
         program_values=custom_config(settings.rollout.custom_config_path),
         agent=_agent(settings.rollout),
         environments_s=settings.rollout.environment_timeout_s if settings.rollout.environment_path else 0.0,
-        use_rollout_routing_replay=settings.grpo.use_rollout_routing_replay,
+        routed=settings.grpo.use_rollout_routing_replay,
     )
 
 

@@ -26,6 +26,7 @@ from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
+from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
@@ -119,7 +120,9 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in filter(None, (*facts.warnings, memory_note(redis_need(settings.flat), facts.max_memory_bytes, facts.url))):
+        routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
+        need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
+        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES
