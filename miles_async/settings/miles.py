@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from miles_async.settings.catalog import PREFIXES, catalog, names
 
 OTHERWISE: dict[str, str] = {
-    "actor_num_nodes": "more than 1 with train_master",
+    "actor_num_nodes": "more than 1 with launcher ray or train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
     "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
@@ -42,6 +42,7 @@ OF_OURS = (
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
     *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
+    *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
 )
 """Fields that Miles has no flag for."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
@@ -57,7 +58,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
     ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
-    ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus, on this host.", "--num-gpus-per-node"),
+    ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus.", "--num-gpus-per-node"),
     ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),

@@ -21,7 +21,7 @@ THROUGH_OTHERS = {
     "no_correction": "the rule of stale data asks for it",
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
-    "actor_num_nodes": "Flat.train_ranks",
+    "max_workers": "Flat.most_workers",
     "train_memory_margin_bytes": "memory.py checks the start with it",
     "debug_train_only": "load_debug_rollout_data makes it so",
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
