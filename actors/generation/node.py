@@ -1,4 +1,4 @@
-"""`python -m actors.generation.node SPEC PART`: becomes part PART (1, 2, ...) of an SGLang server that is spread over several hosts.
+"""`python -m actors.generation.node SPEC PART`: becomes part PART (1, 2, ...) of an SGLang server that is spread over hosts.
 
 SPEC is the worker's, which starts part 0 on its own host and alone speaks to the server. It ends with this process, and whoever
 started all parts starts them anew together.

@@ -45,8 +45,8 @@ _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, 
 class SGLangServer:
     """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `compiling_s`: how long
     the first sampled tokens may take before that is told. `token`: what it asks of its callers; a configuration file of the
-    user's own (`config` among the flags) says that itself. `alone`: other hosts have no part of it; where they have, no second start
-    is made from here: all parts start anew together, and so with this worker."""
+    user's own (`config` among the flags) says that itself. `alone`: other hosts have no part of it; where they have, no second
+    start is made from here: all parts start anew together, with this worker."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class SGLangServer:
         history: list[Failure] = []
         while True:
             if not self._alone and self._tried:
-                raise MilesAsyncError(f"the engine on several hosts ended ({history or 'while it served'}): all its parts start anew")
+                why = history[-1] if history else "while it served"
+                raise MilesAsyncError(f"the engine on several hosts ended ({why}): all its parts start anew")
             self._tried = True
             record, outcome = await self._attempt()
             if isinstance(outcome, str):

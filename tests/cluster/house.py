@@ -37,7 +37,7 @@ class RayRun(Run):
         own: Tables = {"bus": {"bus_url": self.url}, "launch": {"launcher": "ray", "ray_address": self.cluster.address}}
         super().__init__(home, merged(merged(toy_tables(toy, home, settings), own), {"launch": settings.get("launch", {})}))
 
-    def join(self, *, cpus: int = 2, **resources: Any) -> Any:  # type: ignore[override]
+    def add(self, *, cpus: int = 2, **resources: Any) -> Any:
         """Another node."""
         self.nodes.append(self.cluster.add_node(num_cpus=cpus, **resources))
         return self.nodes[-1]
