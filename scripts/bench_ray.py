@@ -53,7 +53,7 @@ def main() -> None:
     }
     with TemporaryDirectory(prefix="ma-ray-") as folder:
         home = Path(folder)
-        run = RayRun(make_toy(home / "toy"), home, settings)
+        run = RayRun(make_toy(home / "toy"), home, settings, soon=False)
         try:
             for _ in range(3):
                 run.add(cpus=2)

@@ -24,34 +24,36 @@ def connect(settings: RunSettings) -> None:
     """Become a driver on the cluster, in the main thread before the loop: Ray sets a handler of SIGTERM, and ours comes after.
     SettingsError, one line, when there is none, it is of another version, or the run's bus is out of its nodes' reach."""
     address = settings.launch.ray_address
-    _check_address(address)
+    check_address(address)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         namespace = f"miles_async-{settings.launch.name}"
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
         text = " ".join(printable(str(error)).split())[:400]
-        raise _refused(address, f"cannot be joined: {text}") from None
+        raise refused(address, f"cannot be joined: {text}") from None
     # What Ray says of nodes would go to the terminal, into the live view; the run says it itself.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
     _check_bus(settings)
 
 
-def _refused(address: str, problem: str) -> SettingsError:
+def refused(address: str, problem: str) -> SettingsError:
+    """One line about a cluster that cannot be used."""
     remedy = "Give HOST:PORT of a head that runs (ray start --head), of the same Ray and Python, on one of its nodes."
     return SettingsError(problem, field="ray_address", value=address, remedy=remedy)
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str) -> None:
+    """SettingsError at once where nobody listens: Ray would try for long."""
     if address == "auto":
         return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not port.isdecimal():
-        raise _refused(address, "neither auto nor HOST:PORT")
+    host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
+    if "/" in host or not host or not port.isdecimal():
+        raise refused(address, "neither auto nor an address with a port")
     try:
         socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
     except (OSError, OverflowError) as error:
-        raise _refused(address, f"does not answer: {getattr(error, 'strerror', None) or error}") from None
+        raise refused(address, f"does not answer: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _check_bus(settings: RunSettings) -> None:

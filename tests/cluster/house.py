@@ -17,6 +17,9 @@ from bus.server.binary import find_server
 from bus.topology import EVENTS
 from tests.crash.house import Run, Tables, merged, toy_tables, until
 
+SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""A node that is gone is so for Ray after 2 s, not 15."""
+
 
 class NoServer:
     """Redis ends with the test."""
@@ -27,8 +30,9 @@ class NoServer:
 class RayRun(Run):
     """A run whose launcher is on the cluster's head, which holds no more than `head_cpus` of it."""
 
-    def __init__(self, toy: Path, home: Path, settings: Tables, *, head_cpus: int = 0) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+    def __init__(self, toy: Path, home: Path, settings: Tables, *, head_cpus: int = 0, soon: bool = True) -> None:
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": SOON if soon else {}}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         port = free_port()
         self.url = f"redis://127.0.0.1:{port}"
