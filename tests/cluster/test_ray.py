@@ -52,7 +52,7 @@ def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make)
     run.start()
     run.until_step(1)
     assert {e.actor for e in run.events("activated")} == {"generation-0"}
-    run.add(cpus=2)
+    run.add(cpus=3)
     for name in ("generation-1", "generation-2"):
         run.until_it_serves(name)
     run.lose(first)
