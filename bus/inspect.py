@@ -75,7 +75,8 @@ class ReadersFacts(msgspec.Struct, frozen=True):
 
 
 class StreamFacts(msgspec.Struct, frozen=True):
-    """One stream: entries on it, bytes not yet acknowledged (data streams), seconds since the newest append."""
+    """One stream: entries on it, bytes not yet acknowledged (data streams), seconds since the newest append. `added`: entries
+    ever appended, -1 where the server does not tell (before Redis 7)."""
 
     name: str
     writer: str
@@ -85,6 +86,7 @@ class StreamFacts(msgspec.Struct, frozen=True):
     newest_id: str = ""
     newest_age_s: float = 0.0
     readers: tuple[ReadersFacts, ...] = ()
+    added: int = -1
 
     @property
     def pending(self) -> int:
@@ -175,6 +177,7 @@ def _stream(stream: Stream, row: Any, now: float, n_bytes: int) -> StreamFacts:
         newest_id=newest,
         newest_age_s=max(0.0, now - wall_of(newest)) if newest else 0.0,
         readers=tuple(_readers(group, length, now) for group in groups),
+        added=int(row[3]),
     )
 
 

@@ -1,9 +1,10 @@
 """Turns of agents through the OpenAI interface: is every trained token the generated one, and what does a turn cost?
 
     python scripts/bench_session.py --turns 10000 --at-once 256 --out session.json
+    python scripts/bench_session.py --engine sglang --out sglang.json       (one GPU; session_engine.py says what is measured)
 
-The worker, its endpoint and the bus (a redis-server of its own) are real; the engine is a stand-in in the worker's process
-that says bytes at random, so that most answers are no text at all, and takes a new version now and then. Agents are the
+Of the first: the worker, its endpoint and the bus (a redis-server of its own) are real; the engine is a stand-in in the worker's
+process that says bytes at random, so that most answers are no text at all, and takes a new version now and then. Agents are the
 unmodified openai client in processes of their own. A token of the engine follows from its sample and its place, so each can
 be judged by itself: a trained token must be the one that was made there, everything the model saw must stand in the
 trajectory as it was seen. CPU is the worker process's, with the stand-in's share, from first to last turn.
@@ -222,16 +223,34 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="of agents (default %(default)s)")
     parser.add_argument("--versions", type=int, default=8, help="of the weights, in the course of the run (default %(default)s)")
     parser.add_argument("--deadline-s", type=float, default=1800.0)
+    parser.add_argument("--engine", choices=("scripted", "embedded", "sglang"), default="scripted")
+    parser.add_argument("--engine-url", nargs="*", default=[], help="running servers of the model under HOME/SHAPE-1 instead")
+    parser.add_argument("--engines", type=int, default=2, help="with --engine: servers, each with a worker (default %(default)s)")
+    parser.add_argument("--shape", default="0.6b", help="of the random model; tiny for a rehearsal (default %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=("exact", "speed"), default=["exact", "speed"])
+    parser.add_argument("--kills", type=int, default=4, help="of workers (default %(default)s)")
+    parser.add_argument("--server-args", type=json.loads, default={}, help="more flags of SGLang, a JSON object without dashes")
+    parser.add_argument("--new-tokens", type=int, default=256, help="of a turn, where speed is measured (default %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--conversations", type=int, default=512, help="of one leg (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="legs of each kind (default %(default)s)")
+    parser.add_argument("--home", help="folder for models and logs, kept (default: one that is removed)")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     parser.add_argument("--agents", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agents:
         asyncio.run(agents(args.agents, args.turns_each))
         return 0
-    with tempfile.TemporaryDirectory(prefix="bench-") as args.home:
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         from actors.runtime.loop import run_loop
 
-        found = run_loop(bench(args))
+        args.home = args.home or scratch
+        if args.engine == "scripted":
+            found = run_loop(bench(args))
+        else:
+            import session_engine
+
+            found = run_loop(session_engine.bench(args))
     text = json.dumps(found | {"cores": os.cpu_count()}, indent=2)
     print(text)
     if args.out:

@@ -5,6 +5,10 @@
 
 Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/megatron.json holds all that are there.
 Weights are random, of real shapes. Needs no network. Without a GPU `--cases tiny` rehearses it.
+
+The picture of two losses: `--cases record,curve-megatron,curve-torch --curve-shape recorded` runs the quickstart for 50 steps with
+`--save-debug-rollout-data` (on the CPU, two minutes) and trains both backends on those batches from the quickstart's own model.
+DIR/curves.json holds both losses step by step and their differences. Batches of another run: `--batches PATTERN --curve-model DIR`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ sys.path[:0] = [str(REPO), str(REPO / "scripts")]
 
 CASES = ("tiny", "resume", "speed-0.6b", "curve-megatron", "curve-torch", "speed-4b")
 """`speed-0.6b-full` is the same with full recomputation."""
-DEADLINE_S = {"speed-4b": 150}
+DEADLINE_S = {"speed-4b": 150, "record": 240}
 PEAK_FLOPS = 989e12  # an H200's, bf16, dense
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
          "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True}  # fmt: skip
@@ -137,20 +141,49 @@ def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"same_after_sleep": backend.weights_hash() == end_again}
 
 
+def record(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The quickstart's first steps, its batches kept as files."""
+    words = ["train", str(REPO / "configs" / "quickstart.toml"), "--num-rollout", str(args.steps),
+             "--runs-dir", str(args.out / "runs"), "--save-debug-rollout-data", args.batches,
+             "--no-save", "--console", "none", "--no-report"]  # fmt: skip
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path[:1] + sys.path[2:])}
+    subprocess.run([sys.executable, "-m", "miles_async", *words], cwd=REPO, env=hidden, check=True)
+    yield {"batches": args.batches, "steps": args.steps}
+
+
 def curve(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any]]:
-    """Losses of the same batches, 0.6B."""
+    """Losses of the same batches: random ones of 0.6B's shape, or a run's recorded ones."""
+    from actors.trainer.record import batch_of, path_of, read_record
     from actors.trainer.training.step import train_batch
 
+    recorded = args.curve_shape == "recorded"
     # Two updates a batch and an entropy term: on-policy losses alone are sums of advantages, 0 whatever the model says.
-    settings = {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}}
-    core = core_of(model_of(args.models, args.curve_shape), megatron=megatron, **settings)
+    settings = {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}, **({"lr": 2e-4} if recorded else {})}
+    core = core_of(args.curve_model if recorded else model_of(args.models, args.curve_shape), megatron=megatron, **settings)
     vocab = SMALL["vocab_size"] if args.curve_shape == "small" else 151936
     rows: list[list[float]] = []
     for step in range(args.steps):
-        m = train_batch(core, batch(step, vocab, samples=16, tokens=512)).metrics
+        one = batch_of(read_record(path_of(args.batches, step + 1))) if recorded else batch(step, vocab, samples=16, tokens=512)
+        m = train_batch(core, one).metrics
         rows.append([m["train/loss"], m["train/grad_norm"], m["train/entropy_loss"], m["train/step_s"]])
-        if step % 5 == 4:
+        if step % 5 == 4 or step + 1 == args.steps:
             yield {"loss_norm_entropy_seconds": rows}
+
+
+def both_curves(out: Path) -> None:
+    """Of two finished curves: their losses and gradient norms side by side, and how far they are apart."""
+    try:
+        found = {name: json.loads((out / f"curve-{name}.json").read_text()) for name in ("megatron", "torch")}
+        rows = {name: one["loss_norm_entropy_seconds"] for name, one in found.items()}
+    except (OSError, KeyError, ValueError):
+        return
+    said: dict[str, Any] = {}
+    for column, name in enumerate(("loss", "grad_norm", "entropy")):
+        both = {backend: [row[column] for row in of] for backend, of in rows.items()}
+        apart = [abs(a - b) for a, b in zip(both["megatron"], both["torch"], strict=False)]
+        scale = max(abs(x) for x in both["torch"])
+        said[name] = {**both, "largest_difference": max(apart), "relative_to_the_largest": max(apart) / scale if scale else 0.0}
+    (out / "curves.json").write_text(json.dumps(said, indent=1))
 
 
 def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterator[dict[str, Any]]:
@@ -232,7 +265,7 @@ class Bare:
 def one_case(args: argparse.Namespace, case: str) -> None:
     """In this process; what it has found is in its file after each number."""
     kind, _, rest = case.partition("-")
-    run = {"tiny": lambda: tiny(args), "resume": lambda: resume(args),
+    run = {"tiny": lambda: tiny(args), "resume": lambda: resume(args), "record": lambda: record(args),
            "curve": lambda: curve(args, megatron=rest == "megatron"),
            "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}[kind]  # fmt: skip
     found: dict[str, Any] = {"case": case, "done": False}
@@ -257,10 +290,15 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/megatron-models"))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--case", default="")
-    parser.add_argument("--curve-shape", default="0.6b")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--curve-shape", default="0.6b", help="0.6b, small, or recorded")
+    parser.add_argument("--batches", default="", help="recorded batches, with {rollout_id} (default: those of the case record)")
+    parser.add_argument("--curve-model", type=Path, help="the model that made them (default: likewise)")
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--budget-s", type=float, default=340)
     args = parser.parse_args()
+    args.out = args.out.resolve()
+    args.batches = args.batches or str(args.out / "batches" / "{rollout_id}.msgpack")
+    args.curve_model = args.curve_model or args.out / "runs" / ".models" / "arithmetic-seed1234"
     args.out.mkdir(parents=True, exist_ok=True)
     args.models.mkdir(parents=True, exist_ok=True)
     if args.case:
@@ -274,7 +312,7 @@ def main() -> int:
             print(f"{case}: left out, {left:.0f} s of the budget are left", flush=True)
             continue
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
-                   "--steps", str(args.steps),
+                   "--steps", str(args.steps), "--batches", args.batches, "--curve-model", str(args.curve_model),
                    "--curve-shape", args.curve_shape]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode
@@ -283,6 +321,7 @@ def main() -> int:
         files = [args.out / f"{name}.json" for name in args.cases.split(",")]
         every = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
         (args.out / "megatron.json").write_text(json.dumps({"exit": codes, **every}, indent=1))
+        both_curves(args.out)
     print(json.dumps(codes), flush=True)
     return int(any(codes.values()))
 

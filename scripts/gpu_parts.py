@@ -128,7 +128,7 @@ async def server(
     """A ready server and facts about its start. kind: sglang or embedded (a rehearsal without a GPU)."""
     facts: dict[str, Any] = {"args": args, "events": []}
 
-    async def report(kind: str, text: str) -> None:
+    async def report(kind: str, text: str, level: str = "info") -> None:
         print(f"{kind}: {text}", flush=True)
         facts["events"].append([kind, text])
 
@@ -252,13 +252,14 @@ class House:
             [Out(ACTIVE, Activate(version=PolicyVersion(id=number, step=number), manifest=what, mode=mode))]
         )
 
-    async def feed(self, name: str, asked: list[list[int]], new_tokens: int, siblings: int = 1) -> None:
+    async def feed(self, name: str, asked: list[list[int]], new_tokens: int | Sampling, siblings: int = 1) -> None:
         """Samples for the workers, as the sampler appends them."""
+        how = new_tokens if isinstance(new_tokens, Sampling) else Sampling(max_new_tokens=new_tokens)
         tasks = [
             SampleTask(
                 sample_id=f"{name}.{i // siblings}/{i % siblings}", group_id=f"{name}.{i // siblings}", index=i % siblings,
                 n_samples=siblings, prompt_id=f"{name}.{i // siblings}", prompt_tokens=pack_ints(ids),
-                sampling=Sampling(max_new_tokens=new_tokens, seed=i),
+                sampling=msgspec.structs.replace(how, seed=i),
             )
             for i, ids in enumerate(asked)
         ]  # fmt: skip
@@ -320,7 +321,7 @@ class House:
 
 
 @asynccontextmanager
-async def house(folder: Path, *, concurrent: int, **knobs: Any) -> AsyncIterator[House]:
+async def house(folder: Path, *, concurrent: int, lease_s: float = 30.0, **knobs: Any) -> AsyncIterator[House]:
     """An embedded Redis, streams and knobs."""
     folder.mkdir(parents=True, exist_ok=True)
     redis = EmbeddedRedis(folder)
@@ -330,7 +331,7 @@ async def house(folder: Path, *, concurrent: int, **knobs: Any) -> AsyncIterator
             hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=1, rm_type="math",
             sglang_server_concurrency=concurrent,
         )  # fmt: skip
-        async with Bus(BusConfig(url=redis.url, run=folder.name)) as bus:
+        async with Bus(BusConfig(url=redis.url, run=folder.name, lease_s=lease_s)) as bus:
             await bus.make_readers()
             await publish_initial(bus, initial_values(settings) | knobs, live_kinds())
             made = House(bus, folder)

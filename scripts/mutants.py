@@ -37,7 +37,8 @@ from tempfile import TemporaryDirectory
 
 REPO = Path(__file__).resolve().parents[1]
 LIST = REPO / "tests" / "mutants.toml"
-DEADLINE_S = 180.0  # of the tests of one entry; the slowest take 40 s on a busy machine
+SOUND_S = 900.0  # deadline of the tests of one entry without the fault; the slowest take 40 s on a busy machine
+SLOWER = 5.0  # with the fault they may take so many times as long as without, and a minute
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", "--no-header", "--tb=line")
 
 
@@ -86,7 +87,7 @@ class Copy:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._sound: dict[str, str] = {}  # tests -> why they cannot be used, empty when they pass
+        self._sound: dict[str, tuple[str, float]] = {}  # tests -> why they cannot be used, empty when they pass; their seconds
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
         for name in filter(None, names.split("\0")):
@@ -103,20 +104,23 @@ class Copy:
         except (OSError, ValueError) as error:
             return Result(mutant, "STALE", 0.0, str(error))
         if mutant.tests not in self._sound:
-            code, said = self._run(mutant.tests)
-            self._sound[mutant.tests] = "" if code == 0 else f"without the fault its tests end with {code}: {said}"
-        if why := self._sound[mutant.tests]:
+            began = time.monotonic()
+            code, said = self._run(mutant.tests, SOUND_S)
+            why = "" if code == 0 else f"without the fault its tests end with {code}: {said}"
+            self._sound[mutant.tests] = why, time.monotonic() - began
+        why, usual_s = self._sound[mutant.tests]
+        if why:
             return Result(mutant, "BROKEN", 0.0, why)
         began = time.monotonic()
         write(path, after)
         try:
-            code, said = self._run(mutant.tests)
+            code, said = self._run(mutant.tests, SLOWER * usual_s + 60.0)
         finally:
             write(path, before)
         verdict = {0: "SURVIVED", 1: "caught", None: "caught"}.get(code, "BROKEN")
         return Result(mutant, verdict, time.monotonic() - began, mutant.survives if verdict == "SURVIVED" else said)
 
-    def _run(self, tests: str) -> tuple[int | None, str]:
+    def _run(self, tests: str, deadline_s: float) -> tuple[int | None, str]:
         """pytest's exit status, None at the deadline, and the test that failed or the last line."""
         environment = {**os.environ, "PYTHONPATH": str(self._root)}
         command = [sys.executable, "-m", "pytest", *PYTEST, *shlex.split(tests)]
@@ -125,9 +129,9 @@ class Copy:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            out, _ = process.communicate(timeout=DEADLINE_S)
+            out, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            return None, f"not over after {DEADLINE_S:g} s"
+            return None, f"not over after {deadline_s:.0f} s"
         finally:  # and what they started, as far as it stayed in their process group
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

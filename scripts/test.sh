@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs lint, types and all tests. Arguments go to pytest, e.g. tests/bus -k trim
+# Sets everything up in .venv and runs lint, types and all tests; types beside the tests, their findings at the end. Arguments go to
+# pytest, e.g. tests/bus -k trim
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib.sh
 source scripts/lib.sh
 prepare "[test]"
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile our packages anew
 .venv/bin/ruff check .
-.venv/bin/mypy
-exec .venv/bin/python -m pytest -q -n auto --dist worksteal "$@"
+.venv/bin/mypy >.venv/types.txt 2>&1 &
+types=$!
+trap 'kill $types 2>/dev/null || true' EXIT
+status=0
+.venv/bin/python -m pytest -q -n auto --dist worksteal "$@" || status=$?
+wait $types || status=$?
+cat .venv/types.txt
+exit $status

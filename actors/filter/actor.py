@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from actors.filter.all_samples import AllSamples
 from actors.filter.groups import GroupTable, Half, leaves_now, tips, tokens_of
 from actors.filter.judges import JUDGES, Judge, Member, judge
 from actors.runtime.consume import Consumer, as_lost
@@ -40,9 +41,14 @@ MOST_RAISED = 16  # groups in a row; then the judge is at fault, not the groups
 
 
 class FilterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`custom_filter`: dotted path of a judge that replaces the knob's built-in one; empty = none."""
+    """`custom_filter`: dotted path of a judge that replaces the knob's built-in one; empty = none. `hook_values`: on the `args` of
+    functions written for Miles, beside the settings."""
 
     custom_filter: str = ""
+    shows_all_to: str = ""  # dotted path of a function that looks at each step's samples (all_samples.py); empty = none
+    shows_all_for_s: float = 0.0  # its deadline
+    hook_values: dict[str, Any] = {}
+    model_dir: str = ""
 
 
 class Filter:
@@ -55,6 +61,7 @@ class Filter:
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None
+        self._all = AllSamples(context, spec) if spec.shows_all_to else None
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
         self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
@@ -89,6 +96,8 @@ class Filter:
             if self._turn != self._said and self._consumer.reader.recovered:
                 async with self._busy:
                     await self._end_turn()
+                if self._all is not None:
+                    await self._all.tell()
             news = await tail.read(0.5 if self._turn == self._said else 0.02)
             await fold_log(self._context, news, self._hear, types=types)
 
@@ -206,6 +215,8 @@ class Filter:
             self._again(half)
             return
         self._table.release(half, indexes, basis)
+        if self._all is not None:
+            self._all.judged.append((scored, reason))
         what = "groups" if whole else "parts"
         context.count(f"{what}_kept" if reason is None else f"{what}_dropped/{reason}")
 

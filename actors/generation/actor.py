@@ -23,6 +23,7 @@ from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
 from actors.generation.rollouts.session import Program
+from actors.generation.routing import routed_shape
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -62,7 +63,8 @@ class Worker:
         self._programs = Programs(
             context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
         )
-        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set())
+        routed = routed_shape(spec.model_path) if spec.use_rollout_routing_replay else None
+        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed

@@ -2,7 +2,8 @@
 
 Reads  the engine's load, what the publisher says of masked shares and of who serves    Owns  this worker's slots
 Slots are the number that was set, or with `auto` what slots.py decides; a worker of the tail's lane (lane.py) takes no more than
-are kept there. An engine has no word for "my load changed", so it is looked at every LOOK_S, and only under `auto`.
+are kept there. An engine has no word for "my load changed", so it is looked at every LOOK_S, or every TOLD_S
+where it is only shown.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bus.messages.policy import PolicyActive
 from bus.messages.samples import SampleTask
 from bus.topology import TAIL
 
-LOOK_S = 1.0
+LOOK_S, TOLD_S = 1.0, 5.0
 TOLD = 0.1  # change of the slots, since it was told last, that is worth an event
 
 
@@ -39,6 +40,7 @@ class Pace:
         self._ended = 0
         self.tokens = 0  # that came from the engine since the last look
         self._looked_at = context.clock.monotonic()
+        self._shown_at = 0.0
         self._serving: tuple[str, ...] = ()
         self._lane: dict[str, int] = {}  # worker -> slots kept for the tail
         self._overdue = False  # somebody waits in the lane for too long
@@ -86,24 +88,35 @@ class Pace:
             self._find_lane(knobs)
             others = bool(self._lane) and not self.in_lane
             self._overdue = others and await reader.unread_s(TAIL) > self._tail_wait_s
+            here = self._link.serving is not None and not self._link.released
             if knobs.sglang_server_concurrency:
                 self._auto, self._told = Slots(), 0
-            elif self._link.serving is not None and not self._link.released:
-                await self._look(knobs)
+                if here and self._context.clock.monotonic() - self._shown_at >= TOLD_S:
+                    await self._load()
+            elif here and (load := await self._load()) is not None:
+                await self._look(knobs, load)
             self._context.slots = self.slots
             try:
                 await asyncio.wait_for(stop.wait(), LOOK_S)
             except TimeoutError:
                 continue
 
-    async def _look(self, knobs: KnobValues) -> None:
+    async def _load(self) -> EngineLoad | None:
+        """The engine's, shown in vitals; None where it does not answer."""
         engine = self._link.engine
         if engine is None:
-            return
+            return None
+        self._shown_at = self._context.clock.monotonic()
         try:
             load = await engine.load()
         except (EngineUnavailable, RequestRefused):
-            return  # whoever runs a sample there notices, and says so
+            return None  # whoever runs a sample there notices, and says so
+        for name in ("running", "waiting", "kv_used"):
+            if (value := getattr(load, name)) is not None:
+                self._context.counters[f"engine/{name}"] = float(value)
+        return load
+
+    async def _look(self, knobs: KnobValues, load: EngineLoad) -> None:
         now, before = self._context.clock.monotonic(), self._looked_at
         ended, tokens, self._ended, self.tokens, self._looked_at = self._ended, self.tokens, 0, 0, now
         look = Look(

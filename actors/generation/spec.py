@@ -87,6 +87,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What hosts ask of each other for weights."""
+    use_rollout_routing_replay: bool = False
+    """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
 
@@ -127,6 +129,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         check_equal=spec.check_equal,
         inside=Path(spec.inside) if spec.inside else None,
         supply=supply,
+        tells_experts=spec.use_rollout_routing_replay,
     )
 
 
@@ -170,6 +173,7 @@ def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
         seed=spec.seed,
         given=spec.server_args,
         context_length=spec.context_length,
+        routed=spec.use_rollout_routing_replay,
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
     if spec.nodes > 1:

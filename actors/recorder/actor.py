@@ -9,19 +9,23 @@ line of its own that names the lost steps; lines already written stay.
 from __future__ import annotations
 
 import asyncio
-import socket
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
 from actors.recorder import samples
+from actors.recorder.exporter import Exporter, ExporterSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
+from actors.recorder.history import History
 from actors.recorder.records import Record, sample_event
-from actors.runtime.child import is_alive
+from actors.recorder.tracker_kinds import TrackerSpec, opens
+from actors.recorder.trackers import Follower, follow_all
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
+from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
 from bus import Bus, Out
@@ -30,6 +34,7 @@ from bus.messages.control import Event, Vitals
 from bus.messages.groups import GroupKept
 from bus.topology import EVENTS, GROUPS
 
+TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
 LOOKED_AT = 256  # newest entries of groups, of which a few are kept as text
 TEXTS_FROM_S, TEXTS_TO_S = (
@@ -39,9 +44,12 @@ TEXTS_FROM_S, TEXTS_TO_S = (
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts."""
+    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts. `trackers`, `exporter`: who else
+    is told; None = nobody."""
 
     tokenizer_dir: str = ""
+    trackers: TrackerSpec | None = None
+    exporter: ExporterSpec | None = None
 
 
 class Recorder:
@@ -61,6 +69,7 @@ class Recorder:
         directory = spec.tokenizer_dir if spec is not None else ""
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
+        self.history = History()
 
     async def follow(
         self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
@@ -69,6 +78,7 @@ class Recorder:
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
         feed = Feed(self._bus, file.past, unread=self._unread)
         file.past = []
+        self.history = feed.history
         try:
             while not stop.is_set():
                 await self._write(file, feed, 0.5)
@@ -132,14 +142,41 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         until = until or now + max(0.0, context.spec.drain_timeout_s - AFTER_THE_OTHERS_S)
         return now > until or not await _living(context)
 
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def say(text: str, *, well: bool = False) -> None:
+        """From any thread. Where the bus has ended there is nobody to tell."""
+        asyncio.run_coroutine_threadsafe(context.event("tracker", text, level="info" if well else "warning"), loop)
+
     recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning)
-    with context.waiting("news"):
-        await recorder.follow(context.draining, others_end)
+    followers = follow_all(opens(spec.trackers), Path(context.spec.run_dir), say) if spec.trackers else []
+    if spec.exporter is not None:
+        exporter = Exporter(context.bus, spec.exporter, lambda: recorder.history, say)
+        tasks.add(asyncio.create_task(exporter.serve()))
+    try:
+        with context.waiting("news"):
+            await recorder.follow(context.draining, others_end)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(_end, followers, recorder.history.finished, context.log.warning)
+
+
+def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) -> None:
+    """Give all trackers one deadline to take the end of the record; what one misses it gets at the run's next start."""
+    until = time.monotonic() + TRACKERS_END_S
+    for follower in followers:
+        follower.end(finished)
+    for follower in followers:
+        if not follower.join(max(0.0, until - time.monotonic())):
+            say(f"{follower.name} did not take the end of the record in {TRACKERS_END_S:.0f} s; it gets it at the run's next start")
 
 
 async def _living(context: Context) -> bool:
     """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
-    here, silences = socket.gethostname(), await context.bus.silences()
+    silences = await context.bus.silences()
     for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
         try:
             other = msgspec.msgpack.decode(raw, type=Vitals)
@@ -147,6 +184,7 @@ async def _living(context: Context) -> bool:
             continue
         if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
             continue
-        if is_alive(other.pid) if other.host == here else silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s:
+        seen = lives(other)
+        if silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s if seen is None else seen:
             return True
     return False

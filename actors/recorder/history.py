@@ -5,7 +5,7 @@ Steps after a restore point are a lost future: they leave `steps` and are counte
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,12 +15,14 @@ REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
+MOST_DROPS = 200
 
 
 @dataclass(slots=True)
 class Step:
     """One training step of the surviving lineage. `gap_s`: wall seconds since the step before it, 0 for the first.
-    `resumed`: the first after a restart, so that its gap is mostly the trainer's absence."""
+    `resumed`: the first after a restart, so that its gap is mostly the trainer's absence. `dropped`: groups by reason since the
+    step before."""
 
     step: int
     wall: float
@@ -28,6 +30,7 @@ class Step:
     n_groups: int
     gap_s: float = 0.0
     resumed: bool = False
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def get(self, name: str, default: float = 0.0) -> float:
         return float(self.metrics.get(name, default))
@@ -57,6 +60,7 @@ class History:
     evals: list[Eval] = field(default_factory=list)
     failed_evals: dict[str, Record] = field(default_factory=dict)  # by name, where the newest one measured nothing
     drops: Counter[str] = field(default_factory=Counter)  # groups by reason
+    newest_drops: deque[Record] = field(default_factory=lambda: deque(maxlen=MOST_DROPS))
     dead: list[Record] = field(default_factory=list)
     faults: list[Record] = field(default_factory=list)
     knobs: list[Record] = field(default_factory=list)
@@ -72,6 +76,7 @@ class History:
     finished: bool = False
     left_out: int = 0  # records that could not be taken in
     _resumed: bool = False
+    _dropped: Counter[str] = field(default_factory=Counter)  # since the last step
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
@@ -93,7 +98,8 @@ class History:
             case "restored":
                 self._restored(record)
             case "drop":
-                self.drops[str(record["reason"])] += 1
+                self._drop(str(record["reason"]))
+                self.newest_drops.append(record)
             case "dead":
                 self.dead.append(record)
             case "fault":
@@ -122,10 +128,15 @@ class History:
         gap = wall - self.steps[-1].wall if self.steps else 0.0
         metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
         n_groups = len(record.get("groups", ()))
-        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed=self._resumed and gap > 0))
-        self._resumed = False
         for _, reason in record.get("dropped", ()):
-            self.drops[str(reason)] += 1
+            self._drop(str(reason))
+        resumed, dropped, self._dropped = self._resumed and gap > 0, dict(self._dropped), Counter()
+        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped))
+        self._resumed = False
+
+    def _drop(self, reason: str) -> None:
+        self.drops[reason] += 1
+        self._dropped[reason] += 1
 
     def _eval(self, record: Record, wall: float) -> None:
         name, metrics = str(record["name"]), {str(k): float(v) for k, v in record.get("metrics", {}).items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import gc
 import os
 import random
 import runpy
@@ -226,8 +227,11 @@ if __name__ == "__main__":
     if not rename([*PYTHON, "actors.runtime.fork_server", *sys.argv[1:-1]]):
         sys.exit(NO_SERVER)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    gc.disable()  # collecting in the middle of torch's import costs a fifth of it
     for name in sys.argv[1:-1]:
         import_module(name)
+    gc.freeze()  # a collection in a child would copy what it shares with the others
+    gc.enable()
     wanted = serve()
     if wanted is None:
         os._exit(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.runtime.chat import Chat
-from actors.runtime.hooks import load_hook
 from actors.runtime.rows import BadData, read, sources_of, value_at
 from actors.runtime.run import Refused
+from actors.runtime.sources import rows_function
 from actors.runtime.tools import SHIPPED
 
 
@@ -30,7 +31,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template_kwargs: str  # JSON
     chat_template_path: str
     tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
-    data_source_path: str  # function(path) -> rows, in place of reading the path
+    data_source_path: str  # function(path) -> rows, or a class of Miles' with get_samples, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
     supervised: bool = False  # the data holds responses too, which are trained
     sft_loss_roles: tuple[str, ...]
@@ -189,6 +190,16 @@ class Tokenizer:
         return str(self._fast.decode([i for i in ids if i >= 0], skip_special_tokens=False))
 
 
+def decoder_of(model_dir: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, by the model's tokenizer, which is loaded when it is first asked; no text where no model is known."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer(model_dir)
+
+    return lambda ids: tokenizer().decode(ids) if model_dir else ""
+
+
 def vocabulary_of(model_dir: str) -> int:
     """Number of token ids of the model in a directory, by its config.json; 0 where that does not say."""
     return _configured(model_dir, "vocab_size")
@@ -208,11 +219,14 @@ def _configured(model_dir: str, name: str) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def load_prompts(spec: DataSpec) -> Prompts:
-    """All usable prompts. Refused names the first row that is not what it must be."""
+def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Prompts:
+    """All usable prompts. `values`: settings by name, for a data source of the user's. Refused names the first row that is not what
+    it must be."""
     tokenizer = Tokenizer.of(spec)
-    function = load_hook(spec.data_source_path) if spec.data_source_path else None
+    function = None
     keys = {name: getattr(spec, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+    if spec.data_source_path:
+        function, keys = rows_function(spec.data_source_path, keys, values or {})
     prompts: list[Prompt] = []
     too_long, index = 0, -1
     parts: list[tuple[int, float]] = []

@@ -8,6 +8,8 @@ trains it again exactly if its gradient was lost. Version ids are never reused; 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,16 +22,18 @@ from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
+from actors.trainer.batch_hooks import SETTINGS, BatchHooks
 from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
     booked_as_trained,
     consumed_before,
+    is_older,
     iter_dir,
-    latest,
     newest_written,
     others,
     read_bus_state,
+    resume_point,
 )
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
@@ -43,7 +47,7 @@ from actors.trainer.spec import TrainerSpec
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
-from bus.errors import CheckpointRefused, InvariantBroken
+from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
@@ -61,6 +65,13 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
         self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._hooks = BatchHooks(
+            context,
+            {name: getattr(spec, name) for name in SETTINGS},
+            deadline_s=spec.batch_hook_timeout_s,
+            model_dir=spec.backend.hf_checkpoint,
+            values=spec.hook_values,
+        )
         self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
@@ -69,6 +80,7 @@ class Trainer:
             save=Path(spec.save),
             save_hf=spec.save_hf or "",
             keep_last=spec.keep_last,
+            retain=spec.save_retain_interval or 0,
             fingerprint=spec.fingerprint,
         )
         self._batches = Batches(
@@ -97,6 +109,7 @@ class Trainer:
     async def run(self) -> None:
         """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 other ranks ·
         5 threads. After a failure the other ranks are killed, since they may wait for a step that never comes."""
+        os.environ.update(json.loads(self._spec.train_env_vars or "{}"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()
@@ -124,7 +137,7 @@ class Trainer:
     async def _restore(self, tasks: asyncio.TaskGroup) -> None:
         """Load the checkpoint that the tracker names, settle what it holds with the bus, announce where we are."""
         context, spec, bus = self._context, self._spec, self._context.bus
-        state = await self._load()
+        parent, state = await self._load()
         step = state.step if state is not None else 0
         inside: tuple[str, ...] = ()
         self._restarts = bus.link.server_restarts
@@ -137,17 +150,19 @@ class Trainer:
                 "--name."
             )
         if state is not None:
+            if await is_older(bus, parent, state):
+                raise BusWentBack(f"the bus came back older than the checkpoints before {step}. It is made anew from that.")
             while await self._intake.fetch(256, 0.0, step=step):
                 continue
-            self._intake.adopt((*consumed_before(Path(spec.load), step), *state.consumed), state.step)
+            self._intake.adopt(consumed_before(parent, state)[0], state.step)
             inside = await self._intake.inside_but_open()
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step
-        parent = state.version.id if state is not None else 0
+        former = state.version.id if state is not None else 0
         # A bus that lost its last second may have forgotten ids whose weights engines already serve.
-        number = await bus.next_number("version", at_least=max(parent, newest_written(Path(spec.weights_dir))) + 1)
-        self._version = PolicyVersion(id=number, step=step, parent=parent)
-        checkpoint = str(iter_dir(Path(spec.load), step)) if state is not None else ""
+        number = await bus.next_number("version", at_least=max(former, newest_written(Path(spec.weights_dir))) + 1)
+        self._version = PolicyVersion(id=number, step=step, parent=former)
+        checkpoint = str(iter_dir(parent, step)) if state is not None else ""
         await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, samples=inside))
         await self._publish(tasks)
         await self._courier.wait()
@@ -155,22 +170,25 @@ class Trainer:
         if state is not None:
             await context.event("restored", f"Loaded checkpoint from {checkpoint} at step {step}", step=step)
 
-    async def _load(self) -> BusState | None:
-        spec = self._spec
-        if not spec.load:
-            return None
+    async def _load(self) -> tuple[Path, BusState | None]:
+        """The directory of checkpoints, and the state of the one that was loaded. One of our own is taken up whole, that of another
+        run as the settings say."""
+        spec, parent = self._spec, Path(self._spec.load)
         step: int | None = None
         try:
-            step = latest(Path(spec.load))
-            if step is None:
-                return None
-            run = self._context.bus.config.run
-            state = read_bus_state(Path(spec.load), step, run=run, fingerprint=spec.fingerprint)
+            begins = resume_point(spec.load, spec.save, spec.ckpt_step) if spec.load else None
+            if begins is None:
+                return parent, None
+            parent, step = begins
+            state = read_bus_state(parent, step, run=self._context.bus.config.run, fingerprint=spec.fingerprint)
+            left_out = {"optim": spec.no_load_optim, "rng": spec.no_load_rng}
+            own = parent.absolute() == Path(spec.save).absolute()
+            drops = tuple(name for name, out in left_out.items() if out and not own)
             with self._context.waiting(f"checkpoint {step} to load"):
-                await self._in_thread(self._backend.load, iter_dir(Path(spec.load), step))
+                await self._in_thread(self._backend.load, iter_dir(parent, step), drops)
         except CheckpointRefused as error:
-            raise Refused(f"{error} {others(Path(spec.load), step)}") from error
-        return state
+            raise Refused(f"{error} {others(parent, step)}") from error
+        return parent, state
 
     async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
         """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
@@ -229,7 +247,7 @@ class Trainer:
             )
 
     async def _step(self, batch: Batch) -> StepResult | None:
-        """None when some of the batch was refused and given up."""
+        """None when some of the batch was refused and given up, or a function of the user's failed on it."""
         knobs = self._context.knobs
         step = self._version.step
         values = knobs.live | {"max_weight_staleness": batch.bound}
@@ -239,6 +257,8 @@ class Trainer:
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
         )
+        if not await self._hooks.apply(batch.groups, work.samples):
+            return None
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
         try:

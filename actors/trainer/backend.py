@@ -56,6 +56,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     lr_decay_style: str
     lr_warmup_iters: int
     num_rollout: int
+    no_save_optim: bool  # checkpoints are written, and may be read, without the optimizer's state
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -67,6 +68,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     critic_lr: float  # peak rate of the critic
     num_critic_only_steps: int  # first rollouts that train the critic and leave the policy
     opd_teacher_load: str  # directory of the teacher; empty = samples bring its log-probs
+    use_rollout_routing_replay: bool  # routers choose what the engine chose for a token
+    use_routing_replay: bool  # ... what they chose themselves in the log-prob pass
     offload_train_target: str  # where `sleep` moves device memory: cpu or disk
     offload_dir: str = ""  # directory of its file, for disk
     own: TorchConfig | MegatronConfig
@@ -89,6 +92,7 @@ class BatchSample:
     response_tokens: np.ndarray  # int32 [response_len]
     temperature: float
     train: TrainSample
+    experts: np.ndarray | None = None  # integers [n, layers * top_k]: those the engine chose for its first n tokens
 
 
 @dataclass(slots=True)
@@ -174,8 +178,9 @@ class TrainBackend(Protocol):
         """Copy all training state, to be written into `directory`, which exists and is empty."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; CheckpointRefused when files are missing, cut or of another model."""
+    def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
+        """Restore what `save` wrote, but for what `drops` names: optim (a new optimizer), rng. CheckpointRefused when files are
+        missing, cut or of another model, or lack an optimizer that is asked for."""
         ...
 
     def sleep(self) -> None:

@@ -39,7 +39,7 @@ class NullBackend:
     def save(self, directory: Path) -> Checkpoint:
         raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to save")
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
         raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to load")
 
     def sleep(self) -> None:

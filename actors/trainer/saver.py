@@ -35,6 +35,7 @@ class Saver:
         *,
         save: Path,
         keep_last: int,
+        retain: int = 0,
         fingerprint: str,
         save_hf: str = "",
     ) -> None:
@@ -44,6 +45,7 @@ class Saver:
         self._save = save
         self._save_hf = save_hf
         self._keep_last = keep_last
+        self._retain = retain
         self._fingerprint = fingerprint
         self._task: asyncio.Task[None] | None = None
         self._marks: list[str] = []  # end of the policy log at each kept checkpoint
@@ -101,6 +103,7 @@ class Saver:
             open_groups=self._intake.still_open(seen.open_groups),
             consumed=tuple(t.consumed for t in trained),
             metrics=metrics,
+            after=max(0, self.saved_step),
         )
 
     async def _write(self, copied: Checkpoint, target: Path, state: BusState, began: float) -> None:
@@ -109,7 +112,7 @@ class Saver:
             await asyncio.to_thread(copied.write)
             await (self._in_thread if copied.meets else asyncio.to_thread)(copied.finish)
             fault_point(context.name, "checkpoint_half")
-            await asyncio.to_thread(finish, self._save, state, keep_last=self._keep_last)
+            await asyncio.to_thread(finish, self._save, state, keep_last=self._keep_last, retain=self._retain)
         except OSError as error:
             await asyncio.to_thread(shutil.rmtree, target, True)
             await self._failed(state.step, error)

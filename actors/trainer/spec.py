@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from actors.trainer.backend import BackendConfig
@@ -39,17 +41,27 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     save: str = ""
     save_hf: str | None  # path with {rollout_id}: with each checkpoint, the model as a Hugging Face directory
     load: str = ""
+    ckpt_step: int | None  # of another run's checkpoints in `load`
+    no_load_optim: bool  # of those: with a new optimizer
+    no_load_rng: bool
     fingerprint: str = ""
     keep_last: int
+    save_retain_interval: int | None  # checkpoints of its multiples stay
     save_trigger_sentinel: str | None
     update_weights_interval: int
     lookahead: int = 0
     backend_name: str = "torch"
     async_save: bool
     ranks: int = 1  # processes over which the policy is sharded
+    train_env_vars: str  # JSON object: added to this process's environment, and its children's; empty = none
     train_master: str  # HOST:PORT where they meet, started by others; empty = this process starts them, on its host
     ci_test: bool  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
     turns: TurnSpec = TurnSpec()
+    rollout_sample_filter_path: str  # functions of the user's that see each batch (batch_hooks.py); empty = none
+    custom_convert_samples_to_train_data_path: str
+    rollout_data_postprocess_path: str
+    batch_hook_timeout_s: float
+    hook_values: dict[str, Any] = {}  # the user's own, on their `args` beside the settings
     replay_from: str = ""  # path with {rollout_id}: train recorded batches instead of the bus's groups

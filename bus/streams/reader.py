@@ -4,6 +4,7 @@ times are short instead, and whoever wants to stop asks between two reads."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
 from bus.streams.hop import id_key
-from bus.streams.link import translate
+from bus.streams.link import refuses_writes, translate
 from bus.streams.redis import Bus, make_entry
 from bus.streams.wire import Wire
 from bus.topology import Stream
@@ -33,6 +34,7 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
 end
 return 0
 """
+GIVEN = 256  # ids; far more than are lost at once
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
 
 
@@ -239,7 +241,10 @@ class Reader:
         try:
             return await self._wire.call(*command)
         except ResponseError as error:
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            if refuses_writes(error):
+                await self._wire.close()  # a replica by now; the primary may be elsewhere
+                raise
+            if not str(error).startswith("NOGROUP"):
                 raise translate(error, self._bus.link.shown) from error
             await self.open()  # a server that lost its last second may have lost the group too
             return await self._wire.call(*command)
@@ -256,6 +261,8 @@ class Tail:
         self._streams = tuple(streams)
         self._start = start
         self._wire = Wire(bus.config.url)
+        self._restarts_seen = bus.link.server_restarts
+        self._given: dict[str, deque[str]] = {}  # ids of the entries given out last, by stream
         self.positions: dict[str, str] = {}
 
     async def open(self) -> None:
@@ -266,6 +273,7 @@ class Tail:
                 continue
             newest = await self._bus.last(stream)
             self.positions[stream.name] = newest[0].id if newest else "0"
+            self._given[stream.name] = deque((e.id for e in newest), maxlen=GIVEN)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -273,6 +281,9 @@ class Tail:
 
     async def read(self, block_s: float, count: int = 256) -> list[Entry]:
         """New entries of all streams, oldest first; empty after `block_s` without any."""
+        if self._restarts_seen != self._bus.link.server_restarts:
+            self._restarts_seen = self._bus.link.server_restarts
+            await self._step_back()
         command: list[Any] = ["XREAD", "COUNT", count]
         if block_s > 0:
             command += ["BLOCK", int(block_s * 1000)]
@@ -285,8 +296,23 @@ class Tail:
             for raw in rows.get(stream.name, []):
                 found.append(make_entry(stream, "", raw))
                 self.positions[stream.name] = found[-1].id
+                self._given.setdefault(stream.name, deque(maxlen=GIVEN)).append(found[-1].id)
         found.sort(key=lambda e: id_key(e.id))
         return found
+
+
+    async def _step_back(self) -> None:
+        """To the last entry given out that a server which lost its last moments still has. It counts on from there, and where its
+        clock is behind that of the one before, with ids below our position for as long."""
+        for stream in self._streams:
+            newest = await self._bus.last(stream)
+            given = self._given.get(stream.name)
+            if not given or (newest and id_key(newest[0].id) >= id_key(given[-1])):
+                continue
+            key, known = self._bus.keys.stream(stream.name), self._given[stream.name]
+            while known and not await self._bus.link.run("XRANGE", key, known[-1], known[-1]):
+                known.pop()
+            self.positions[stream.name] = known[-1] if known else "0"
 
 
 def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:

@@ -42,6 +42,7 @@ COMMANDS: tuple[Command, ...] = (
         "Show a run again as its launcher did; Ctrl-C ends only the view.",
         draws=True,
     ),
+    Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
     ),
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cause: Exception = raised
         while isinstance(cause, ExceptionGroup):  # of a task group: the first one ended the others
             cause = cause.exceptions[0]
+        if isinstance(cause, SettingsError):
+            return _fail(label, cause, cause.exit_status)
         status = _status_of(cause)
         if status is None:
             raise

@@ -48,14 +48,15 @@ async def _attach(ref: RunRef, mode: str) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_until_over(bus, stop))
-                total = _total_steps(folder)
+                total = total_steps(folder)
                 tasks.create_task(run_console(bus, feed, mode=mode, total_steps=total, stop=stop))  # type: ignore[arg-type]
         finally:
             await feed.close()
     print(f"run {bus.config.run} has ended" + ("" if feed.history.finished else " before its last step"))
 
 
-def _total_steps(folder: Path) -> int:
+def total_steps(folder: Path) -> int:
+    """Steps that a run's settings ask for; 0 = unknown."""
     from miles_async.console.report import read_settings
 
     return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0))
@@ -63,8 +64,8 @@ def _total_steps(folder: Path) -> int:
 
 async def _until_over(bus: "Bus", stop: asyncio.Event) -> None:
     """Waits until nobody of the run lives, or its bus is gone with it; asks once in LOOK_S."""
+    from actors.runtime.snapshot import read_snapshot
     from bus.errors import BusUnreachable
-    from miles_async.console.snapshot import read_snapshot
 
     while True:
         try:

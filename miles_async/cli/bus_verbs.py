@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from actors.runtime.snapshot import read_snapshot
 from bus import STREAMS, Bus, Stream
 from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
@@ -16,12 +19,14 @@ from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, h
 from bus.streams.entry import Entry
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
+from miles_async.console.rows import TEXTS, Decode, Row, flat, rows_of
 from miles_async.console.show import outline, plain
-from miles_async.console.snapshot import read_snapshot
 from miles_async.console.text import duration, human_bytes, plural, shorten, table
+from miles_async.console.where import Where
 from miles_async.settings.errors import SettingsError
 
 FOLLOW_S = 0.3
+HEAD_OF_ROW = ("stream", "id", "wall", "type")
 
 
 async def ls(bus: Bus, *, as_json: bool) -> int:
@@ -41,8 +46,11 @@ async def ls(bus: Bus, *, as_json: bool) -> int:
     return 0
 
 
-async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool) -> int:
-    """The newest entries, then each new one until interrupted. Asks twice a second: bodies stay on the server."""
+async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool, where: Where | None = None) -> int:
+    """The newest entries, then each new one until interrupted. Asks several times a second; bodies stay on the server unless
+    `where` needs them, and then each sample that meets it is a line."""
+    if where is not None:
+        return await _tail_rows(bus, stream, where, n=n, follow=follow, as_json=as_json)
     newest = await newest_heads(bus, stream, max(1, n))
     position = newest[-1].id if newest else "0"
     page = newest if n > 0 else []
@@ -58,6 +66,69 @@ async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool)
             await asyncio.sleep(FOLLOW_S)
 
 
+async def _tail_rows(bus: Bus, stream: Stream, where: Where, *, n: int, follow: bool, as_json: bool) -> int:
+    """Of `n` entries and all that follow, the rows that meet the condition."""
+    page = (await bus.last(stream, max(1, n)))[::-1]
+    position, page = page[-1].id if page else "0", page if n > 0 else []
+    while True:
+        for entry in page:
+            position = entry.id
+            for row in await rows_at(bus, entry):
+                if where.holds(row):
+                    print(msgspec.json.encode(row, enc_hook=str).decode() if as_json else _row_line(row))
+        sys.stdout.flush()
+        if not follow:
+            return 0
+        page = await bus.scan(stream, start=f"({position}")
+        if not page:
+            await asyncio.sleep(FOLLOW_S)
+
+
+async def rows_at(bus: Bus, entry: Entry, decode: Decode | None = None) -> list[Row]:
+    """Rows of an entry; none of one that does not decode, or whose body is gone or on another host."""
+    try:
+        return list(rows_of(entry, await bus.message(entry), decode))
+    except (BadMessage, FileNotFoundError):
+        return []
+
+
+def _row_line(row: Row) -> str:
+    when = datetime.fromtimestamp(row["wall"]).strftime("%H:%M:%S.%f")[:-3]
+    shown = {name: value for name, value in row.items() if name not in HEAD_OF_ROW and value not in ("", [], {}, None)}
+    return f"{when}  {row['id']}  " + " ".join(f"{name}={shorten(str(value), 60)}" for name, value in shown.items())
+
+
+async def export(bus: Bus, stream: Stream, out: Path, *, where: Where | None, decode: Decode | None) -> int:
+    """All rows of a stream into a file, .jsonl or .parquet. Nothing is taken from the stream."""
+    found: list[Row] = []
+    n = 0
+    start = "-"
+    while page := await bus.scan(stream, start=start):
+        for entry in page:
+            n += 1
+            found += [row for row in await rows_at(bus, entry, decode) if where is None or where.holds(row)]
+        start = f"({page[-1].id}"
+    await asyncio.to_thread(_write, found, out)
+    print(f"{plural(len(found), 'row')} of {plural(n, 'entry')} on {stream.name} written to {out}")
+    return 0
+
+
+def _write(rows: list[Row], out: Path) -> None:
+    try:
+        if out.suffix == ".jsonl":
+            out.write_bytes(b"".join(msgspec.json.encode(row, enc_hook=str) + b"\n" for row in rows))
+            return
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = flat(rows)
+        names = list(dict.fromkeys(name for row in columns for name in row))
+        table = pyarrow.table({name: [row.get(name) for row in columns] for name in names})
+        pyarrow.parquet.write_table(table, out)
+    except OSError as error:
+        raise SettingsError(f"cannot be written: {error.strerror or error}", field="--out", value=str(out)) from None
+
+
 def _json_line(head: Head) -> str:
     return msgspec.json.encode({"id": head.id, "bytes": head.size, **head.fields}).decode()
 
@@ -69,9 +140,11 @@ def _line(head: Head) -> str:
     return f"{when}  {head.id}  {human_bytes(head.size):>7}  {fields}"
 
 
-async def show(bus: Bus, stream: Stream, name: str, *, as_json: bool) -> int:
-    """One entry decoded. Its bytes are data: a message that does not decode is shown as such."""
-    entry = await _find(bus, stream, name)
+async def show(bus: Bus, stream: Stream | None, name: str, *, as_json: bool, decode: Decode | None = None) -> int:
+    """One entry decoded, of one stream or of the last one of the flow that has it, with the texts of its samples. Its
+    bytes are data: a message that does not decode is shown as such."""
+    entry = await _find(bus, (stream,) if stream is not None else STREAMS[::-1], name)
+    stream = entry.stream
     content: Any
     try:
         content = plain(await bus.message(entry))
@@ -80,26 +153,31 @@ async def show(bus: Bus, stream: Stream, name: str, *, as_json: bool) -> int:
     except FileNotFoundError as error:
         content = {"undecodable": f"its body lies in {error.filename}, which is not on this host"}
     fields = dict(entry.fields)
+    texts = [] if decode is None else [row for row in await rows_at(bus, entry, decode) if "prompt" in row]
     if as_json:
-        print_json({"stream": stream.name, "id": entry.id, "bytes": entry.size, "fields": fields, "message": content})
+        shown = {"stream": stream.name, "id": entry.id, "bytes": entry.size, "fields": fields, "message": content}
+        print_json(shown | ({"texts": [{k: row[k] for k in (*TEXTS, "said") if k in row} for row in texts]} if texts else {}))
         return 0
     print(f"{stream.name} {entry.id}, {human_bytes(entry.size)}" + (f" in blob {entry.blob}" if entry.blob else ""))
     print("\n".join([*outline(fields, "fields"), *outline(content, "message")]))
+    for row in texts:
+        print(f"\n{row['sample']}  prompt:\n{row['prompt']}")
+        if "response" in row:
+            print(f"{row['sample']}  response:\n{row['response']}")
     return 0
 
 
-async def _find(bus: Bus, stream: Stream, name: str) -> Entry:
+async def _find(bus: Bus, streams: Sequence[Stream], name: str) -> Entry:
     ms, dash, seq = name.partition("-")
-    entry_id = name if dash and ms.isdigit() and seq.isdigit() else ""
-    if not entry_id:
-        entry_id = next((h.id for h in reversed(await all_heads(bus, stream)) if name in (h.sample, h.group)), "")
-    found = await bus.scan(stream, start=entry_id, count=1) if entry_id else []
-    if not found or found[0].id != entry_id:
-        raise SettingsError(
-            f"no entry {name!r} on {stream.name}",
-            remedy=f"It may have moved on: try miles-async trace {name}, or miles-async bus tail {stream.name}.",
-        )
-    return found[0]
+    for stream in streams:
+        entry_id = name if dash and ms.isdigit() and seq.isdigit() else ""
+        if not entry_id:
+            entry_id = next((h.id for h in reversed(await all_heads(bus, stream)) if name in (h.sample, h.group)), "")
+        found = await bus.scan(stream, start=entry_id, count=1) if entry_id else []
+        if found and found[0].id == entry_id:
+            return found[0]
+    where = streams[0].name if len(streams) == 1 else "any stream"
+    raise SettingsError(f"no entry {name!r} on {where}", remedy=f"It may have moved on: try miles-async trace {name}.")
 
 
 async def lag(bus: Bus, *, as_json: bool) -> int:
@@ -133,7 +211,7 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     if verb == "list":
         letters = await read_letters(bus)
         if as_json:
-            print_json([_letter_json(item) for item in letters])
+            print_json([letter_json(item) for item in letters])
         else:
             print(_letters_text(letters))
         return 0
@@ -153,7 +231,8 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _letter_json(item: Letter) -> dict[str, Any]:
+def letter_json(item: Letter) -> dict[str, Any]:
+    """A letter as plain values, without its body."""
     letter = item.letter
     return {
         "id": item.id,

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when something is kept, 2 when nothing is."""
     ref = chosen_run(args)
     run_dir = ref.run_dir or Path(args.runs_dir) / str(ref.run)
-    found = choose(_kept(run_dir, args.eval_set), step=args.step, group=args.group)
+    found = choose(kept(run_dir, args.eval_set), step=args.step, group=args.group)
     if args.worst or args.best:
         found.sort(key=lambda sample: sample["reward"], reverse=args.best)
     if not found:
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kept(run_dir: Path, eval_set: str | None) -> Iterable[dict[str, Any]]:
+def kept(run_dir: Path, eval_set: str | None) -> Iterable[dict[str, Any]]:
+    """All samples that the run's folder has as text, in order; of training, or of one held-out set."""
     from actors.recorder.samples import FILE, OLDER, read_samples
 
     if eval_set is None:

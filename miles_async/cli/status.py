@@ -8,9 +8,9 @@ from miles_async.cli.options import add_json_option, add_run_options
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
+    from actors.runtime.snapshot import ActorFacts, Snapshot
     from bus import Bus
     from bus.inspect import StreamFacts
-    from miles_async.console.snapshot import ActorFacts, Snapshot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the status; 0 whenever the bus answered."""
 
     async def body(bus: "Bus", ref: RunRef) -> int:
-        from miles_async.console.snapshot import read_snapshot
+        from actors.runtime.snapshot import read_snapshot
 
         snapshot = await read_snapshot(bus)
         if args.as_json:

@@ -106,9 +106,9 @@ async def _wait(ref: RunRef, name: str, pid: int | None, wait_s: float) -> int:
 
 async def _living(ref: RunRef) -> tuple[bool, list[str]]:
     """Whether the bus answered, and who lives as far as it knows."""
+    from actors.runtime.snapshot import read_snapshot
     from bus.errors import BusUnreachable
     from miles_async.console.attach import attached
-    from miles_async.console.snapshot import read_snapshot
 
     try:
         async with attached(ref) as bus:

@@ -93,7 +93,7 @@ def applied_text(made: "KnobPatch", before: Any) -> str:
     for name, value in made.values.items():
         spec = catalog().get(name)
         when = "follows" if spec is None or spec.follows else spec.live
-        rows.append([name, f"{_shown(before.get(name), spec)} -> {_shown(value, spec)}", when])
+        rows.append([name, f"{shown_value(before.get(name), spec)} -> {shown_value(value, spec)}", when])
     return f"epoch {made.epoch}\n" + table(["setting", "change", "takes effect at"], rows)
 
 
@@ -112,7 +112,7 @@ def _log(history: "list[KnobPatch]", as_json: bool) -> int:
         values = (
             f"{len(patch.values)} initial values"
             if first
-            else ", ".join(f"{k}={_shown(v)}" for k, v in patch.values.items())
+            else ", ".join(f"{k}={shown_value(v)}" for k, v in patch.values.items())
         )
         rows.append([str(patch.epoch), when, patch.author or "-", values, patch.reason])
     print(table(["epoch", "when", "who", "values", "why"], rows, right=("epoch",)))
@@ -120,55 +120,51 @@ def _log(history: "list[KnobPatch]", as_json: bool) -> int:
 
 
 async def _list(bus: "Bus", history: "list[KnobPatch]", as_json: bool) -> int:
-    from bus.knobs import range_text, values_at
     from miles_async.console.text import table
 
-    if not history:
-        raise SettingsError(
-            f"run {bus.config.run} has no knobs yet", remedy="Its launcher writes them at start; try again."
-        )
-    live = values_at(history, history[-1].epoch)
-    changed_at = {name: patch.epoch for patch in history[1:] for name in patch.values}
-    specs = [spec for spec in catalog().values() if spec.name in live.live]
-    ranges = {
-        spec.name: ("auto or " if spec.auto is not None else "") + range_text(live.kinds[spec.name]) for spec in specs
-    }
+    found = document(history, bus.config.run)
     if as_json:
-        print_json(
-            {
-                "epoch": live.epoch,
-                "knobs": {
-                    spec.name: {
-                        "value": live.values[spec.name],
-                        "range": ranges[spec.name],
-                        "unit": spec.unit,
-                        "applies": spec.live,
-                        "changed_at": changed_at.get(spec.name, history[0].epoch),
-                        "follows": spec.derived if spec.follows else None,
-                        "help": spec.text,
-                    }
-                    for spec in specs
-                },
-            }
-        )
+        print_json(found)
         return 0
-    rows = [
-        [
-            spec.name,
-            _shown(live.values[spec.name], spec),
-            spec.unit or "-",
-            "follows" if spec.follows else ranges[spec.name],
-            spec.derived if spec.follows else spec.live,
-            str(changed_at.get(spec.name, "-")),
-        ]
-        for spec in specs
-    ]
+    knobs = found["knobs"]
+    rows = []
+    for name, knob in knobs.items():
+        spec, follows = catalog()[name], knob["follows"]
+        shown, when = ("follows", follows) if follows else (knob["range"], knob["applies"])
+        rows.append([name, shown_value(knob["value"], spec), spec.unit or "-", shown, when, str(knob["changed_at"])])
     print(table(["setting", "live", "unit", "permitted", "takes effect at", "epoch"], rows, right=("live", "epoch")))
-    print(f"\nepoch {live.epoch}. Change with miles-async tune name=value, undo with --revert EPOCH.")
+    print(f"\nepoch {found['epoch']}. Change with miles-async tune name=value, undo with --revert EPOCH.")
     return 0
 
 
-def _shown(value: object, spec: FieldSpec | None = None) -> str:
+def document(history: "list[KnobPatch]", run: str) -> dict[str, Any]:
+    """Every knob: live value, permitted values, unit, where a change takes effect, the epoch that changed it."""
+    from bus.knobs import range_text, values_at
+
+    if not history:
+        raise SettingsError(f"run {run} has no knobs yet", remedy="Its launcher writes them at start; try again.")
+    live = values_at(history, history[-1].epoch)
+    changed_at = {name: patch.epoch for patch in history[1:] for name in patch.values}
+    return {
+        "epoch": live.epoch,
+        "knobs": {
+            spec.name: {
+                "value": live.values[spec.name],
+                "range": ("auto or " if spec.auto is not None else "") + range_text(live.kinds[spec.name]),
+                "unit": spec.unit,
+                "applies": spec.live,
+                "changed_at": changed_at.get(spec.name, history[0].epoch),
+                "follows": spec.derived if spec.follows else None,
+                "help": spec.text,
+            }
+            for spec in catalog().values()
+            if spec.name in live.live
+        },
+    }
+
+
+def shown_value(value: object, spec: FieldSpec | None = None) -> str:
+    """A value as the user would write it."""
     if spec is not None and spec.auto is not None and value == spec.auto:
         return "auto"
     if isinstance(value, bool):

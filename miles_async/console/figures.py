@@ -1,4 +1,4 @@
-"""Numbers that the live view and the report both show, derived from a history (pure)."""
+"""Numbers that the live view, the web console and the report show, derived from a history and a snapshot (pure)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from statistics import median
 import msgspec
 
 from actors.recorder.history import History, Step
+from actors.recorder.records import Record
+from bus.inspect import StreamFacts
 
 RECENT = 20
+FRESH_S = 600.0  # a restart or an error stays in sight for so long, whatever else is said meanwhile
 TRAINER = {
     "loss": "train/loss",
     "grad norm": "train/grad_norm",
@@ -92,3 +95,32 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
             total -= values[i - window]
         out.append(total / min(i + 1, window))
     return out
+
+
+class Lying(msgspec.Struct, frozen=True):
+    """Entries of a data stream: all, of these held by a reader, the age of the oldest held one in seconds. `unsaved`: trained
+    groups that wait for nothing but a checkpoint, not counted in the others."""
+
+    depth: int
+    held: int
+    oldest_s: float
+    unsaved: int
+
+
+def lying(facts: StreamFacts, history: History) -> Lying:
+    """What lies on a data stream and waits for its readers."""
+    oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
+    unsaved = min(history.unsaved_groups(), facts.pending) if facts.name == "groups" else 0
+    return Lying(facts.length - unsaved, facts.pending - unsaved, oldest, unsaved)
+
+
+def alarms(history: History, wall: float, count: int) -> list[Record]:
+    """The newest word of each actor on each kind of fault, in the order of time; errors and restarts are not pushed out by
+    lesser ones for FRESH_S."""
+    newest = {(r["actor"], r["event"]): r for r in history.faults[-200:]}
+
+    def weight(record: Record) -> tuple[bool, float]:
+        grave = record["level"] == "error" or record["event"] in ("restart", "stall")
+        return grave and wall - float(record["wall"]) < FRESH_S, float(record["wall"])
+
+    return sorted(sorted(newest.values(), key=weight)[-count:], key=lambda r: float(r["wall"]))

@@ -18,9 +18,9 @@ from rich.text import Text
 from actors.recorder.feed import Feed
 from actors.recorder.history import History, Step
 from actors.recorder.records import Record
+from actors.runtime.snapshot import Snapshot, read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
-from miles_async.console.snapshot import Snapshot, read_snapshot
 from miles_async.console.text import duration, percent, shorten
 from miles_async.console.view import screen, step_line
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from actors.recorder.file import read_records
+from actors.runtime.snapshot import Snapshot, read_snapshot, readable
 from bus import Bus
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
@@ -18,7 +19,6 @@ from bus.messages.policy import StepDone
 from bus.topology import DEAD, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
-from miles_async.console.snapshot import Snapshot, read_snapshot, readable
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
-from actors.recorder.records import Record
+from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
 from bus.messages.control import Vitals
-from miles_async.console.figures import RECENT, TRAINER, eta_s, shares, throughput
-from miles_async.console.snapshot import ActorFacts, Snapshot
+from miles_async.console.figures import RECENT, TRAINER, alarms, eta_s, lying, shares, throughput
 from miles_async.console.text import (
     duration,
     human_bytes,
@@ -30,7 +29,6 @@ from miles_async.console.text import (
 )
 
 WIDE, NARROW, TALL = 118, 72, 36
-FRESH_S = 600.0  # a restart or an error stays in sight for so long, whatever else is said meanwhile
 LIFE_STYLE = {"alive": "", "ended": "dim", "late": "yellow", "dead": "bold red"}
 STATE_STYLE = {"running": "green", "waiting": "", "starting": "cyan", "draining": "cyan", "stalled": "bold red",
                "stopped": "dim", "failed": "bold red"}  # fmt: skip
@@ -48,9 +46,9 @@ def screen(
     parts: list[RenderableType] = [_title(snapshot, history, total_steps, width)]
     if silent_s > 3:
         parts.append(Text(f"the bus has not answered for {duration(silent_s)}; trying again", style="bold red"))
-    alarms = _alarms(history, snapshot.wall, 3 if tall else 2)
+    faults = _faults(history, snapshot.wall, 3 if tall else 2)
     if not tall:
-        parts += alarms
+        parts += faults
     parts += [*gap, *_learning(snapshot, history, width), *gap]
     if not tall:
         parts += [_named(snapshot, width), _streams(snapshot, history, width, empty=False)]
@@ -63,8 +61,8 @@ def screen(
         else:
             parts += [streams, Text(), actors]
     parts += [*gap, *_accounts(snapshot, history, width)]
-    if tall and alarms:
-        parts += [Text(), *alarms]
+    if tall and faults:
+        parts += [Text(), *faults]
     return Group(*parts)
 
 
@@ -166,12 +164,9 @@ def _streams(snapshot: Snapshot, history: History, width: int, *, empty: bool = 
     for facts in snapshot.streams.values():
         if not facts.is_data or (not facts.length and (not empty or facts.name.startswith("eval"))):
             continue
-        oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
-        # Trained groups lie on the stream until a checkpoint holds their step; they wait for nothing else.
-        saved = min(history.unsaved_groups(), facts.pending) if facts.name == "groups" else 0
-        name = facts.name + (f" (+{saved} to save)" if saved else "")
-        depth, held = facts.length - saved, facts.pending - saved
-        row = [name, str(depth), str(held), duration(oldest) if held else ""]
+        found = lying(facts, history)
+        name = facts.name + (f" (+{found.unsaved} to save)" if found.unsaved else "")
+        row = [name, str(found.depth), str(found.held), duration(found.oldest_s) if found.held else ""]
         if width >= NARROW:
             row.append(human_bytes(facts.n_bytes) if facts.n_bytes else "")
         table.add_row(*row, style="" if facts.length else "dim")
@@ -280,23 +275,15 @@ def ledger_line(snapshot: Snapshot, unsaved_groups: int = 0) -> str:
     return f"issued {a.issued:,} = trained {a.trained:,} + dropped {dropped:,} + pending {a.pending:,}{unsaved}{state}"
 
 
-def _alarms(history: History, wall: float, count: int) -> list[RenderableType]:
-    """The newest word of each actor on each kind of fault; errors and restarts are not pushed out by lesser ones for FRESH_S.
-    Long ones go on in the next line: nothing of them is cut."""
-    newest = {(r["actor"], r["event"]): r for r in history.faults[-200:]}
-
-    def weight(record: Record) -> tuple[bool, float]:
-        grave = record["level"] == "error" or record["event"] in ("restart", "stall")
-        return grave and wall - float(record["wall"]) < FRESH_S, float(record["wall"])
-
-    chosen = sorted(sorted(newest.values(), key=weight)[-count:], key=lambda r: float(r["wall"]))
+def _faults(history: History, wall: float, count: int) -> list[RenderableType]:
+    """Alarms; long ones go on in the next line: nothing of them is cut."""
     return [
         Text(
             shorten(f"{duration(wall - float(r['wall']))} ago {r['actor']}: {r['event']}: {r['text']}", 400),
             style=LEVEL_STYLE.get(str(r["level"]), ""),
             overflow="fold",
         )
-        for r in chosen
+        for r in alarms(history, wall, count)
     ]
 
 

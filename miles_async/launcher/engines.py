@@ -60,6 +60,7 @@ def generation_spec(
         program_deadline_s=settings.rollout.rollout_timeout_s,
         program_values=custom_config(settings.rollout.custom_config_path),
         agent=_agent(settings.rollout),
+        use_rollout_routing_replay=settings.grpo.use_rollout_routing_replay,
     )
 
 

@@ -14,18 +14,23 @@ from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
 from actors.runtime.rows import value_at
 from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.flags import compare
-from miles_async.launcher.plan import objective_config, training_data
+from actors.trainer.megatron_backend.layout import layout_of, refusals
+from miles_async.launcher.plan import objective_config, told, training_data
 from miles_async.launcher.preflight import check_prompt_data
+from miles_async.launcher.resume import check_resume
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
+from miles_async.settings.flat import BATCH
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    *("custom_generate_function_path", "custom_agent_function_path"),
+    *("custom_generate_function_path", "custom_agent_function_path", *BATCH),
 )
 
 
@@ -54,7 +59,7 @@ def check_hooks(settings: RunSettings) -> None:
             "deadline_s": s.reward_timeout_s,
             "data": training_data(settings, ""),
             "group_rm": s.group_rm,
-            "values": values,
+            "values": {**s.values, **values},
         }
         refused.attempt(_try, "miles_async.launcher.try_hooks", ", ".join(called), msgspec.json.encode(ask))
     refused.raise_all()
@@ -122,7 +127,8 @@ def check_quantization(settings: RunSettings) -> None:
 
 
 def check_architecture(settings: RunSettings) -> None:
-    """Refuse flags of Megatron that say otherwise than config.json. A probe of the preflight."""
+    """Refuse flags of Megatron that say otherwise than config.json, and a layout that does not divide the model. A probe of the
+    preflight."""
     given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
     said = any(value not in (None, False, (), 1) for value in given.values())
     if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
@@ -130,6 +136,9 @@ def check_architecture(settings: RunSettings) -> None:
     try:
         config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
         differ = compare(given, config)
+        if settings.flat.train_backend == "megatron":
+            layout = layout_of(told(MegatronConfig, settings.flat), settings.flat.train_ranks)
+            differ += refusals(layout, describe(config).shape)
     except (OSError, ValueError):
         return  # refused as a directory
     except Refused as error:
@@ -138,4 +147,4 @@ def check_architecture(settings: RunSettings) -> None:
         raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
 
 
-PROBES = (check_architecture, check_quantization, check_hooks)
+PROBES = (check_resume, check_architecture, check_quantization, check_hooks)

@@ -11,6 +11,9 @@ from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.filter.actor import FilterSpec
 from actors.partial.actor import PartialSpec
 from actors.publisher.actor import PublisherSpec
+from actors.recorder.actor import RecorderSpec
+from actors.recorder.exporter import ExporterSpec
+from actors.recorder.tracker_kinds import TrackerSpec, installed
 from actors.reward.actor import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
@@ -22,8 +25,11 @@ from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
+from miles_async.launcher.resume import load_dir, same
 from miles_async.settings.catalog import catalog
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.flat import Flat
+from miles_async.settings.live import initial_values
 from miles_async.settings.run import RunSettings
 
 T = TypeVar("T")
@@ -45,6 +51,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     fingerprint: str
     reference_dir: str = ""
+    start_dir: str = ""  # of another run's weights, with --finetune
     critic_dir: str = ""  # empty: the critic starts from the policy's model
     teacher_dir: str = ""
     router_url: str = ""  # empty: no router
@@ -110,8 +117,8 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     return told(
         BackendConfig,
         s,
-        hf_checkpoint=place.reference_dir or place.model_dir,  # --load without a checkpoint falls back to --ref-load
-        ref_load=place.reference_dir,
+        hf_checkpoint=place.start_dir or place.reference_dir or place.model_dir,  # --load without a checkpoint: --ref-load
+        ref_load=place.reference_dir or (place.model_dir if place.start_dir else ""),
         published_as=place.model_dir,
         objective=objective_config(settings),
         balance="none" if not s.balance_data else "flops" if s.balance_by_flops else "tokens",
@@ -137,6 +144,18 @@ def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[i
     return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
 
 
+def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
+    """What the recorder writes, and who else is told."""
+    s, t = settings.flat, settings.trackers
+    name = settings.launch.name
+    wanted = installed("tensorboard") if t.use_tensorboard is None else t.use_tensorboard
+    on = wanted or t.use_wandb or t.use_mlflow or t.use_trackio
+    config = {key: value for key, value in initial_values(settings).items() if value is not None}
+    trackers = told(TrackerSpec, s, run=name, run_dir=place.run_dir, config=config, use_tensorboard=wanted) if on else None
+    exporter = ExporterSpec(host=t.prometheus_host, port=t.prometheus_port, run=t.prometheus_run_name or name)
+    return RecorderSpec(tokenizer_dir=place.model_dir, trackers=trackers, exporter=exporter if t.use_prometheus else None)
+
+
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
     """(actor name, room, its spec) in the order of start."""
     r, c = settings.rollout, settings.ckpt
@@ -152,7 +171,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
                 save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
-                load="" if c.no_save or settings.launch.debug_rollout_only else str(c.load or ""),
+                load=load_dir(settings),
+                ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
                 fingerprint=place.fingerprint,
                 courier=courier_spec(settings),
                 turns=turn_spec(settings),
@@ -161,6 +181,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
+                hook_values=custom_config(r.custom_config_path),
             ),
         ),
         (
@@ -192,7 +213,13 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         (
             "filter",
             "filter",
-            FilterSpec(custom_filter=_custom(r.dynamic_sampling_filter_path)),
+            FilterSpec(
+                custom_filter=_custom(r.dynamic_sampling_filter_path),
+                hook_values=custom_config(r.custom_config_path),
+                shows_all_to=r.rollout_all_samples_process_path or "",
+                shows_all_for_s=r.batch_hook_timeout_s,
+                model_dir=place.model_dir,
+            ),
         ),
         (
             "partial",

@@ -13,9 +13,9 @@ from actors.runtime.prompts import BadRow, parts_of
 from actors.runtime.rows import BadData, count, read, sources_of
 from actors.runtime.run import Refused
 from miles_async.launcher.eval_sets import eval_sets
-from miles_async.settings.checks import check_model, model_context
+from miles_async.launcher.memory import check_memory
+from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest
-from miles_async.settings.memory import check_memory
 from miles_async.settings.run import RunSettings
 from miles_async.settings.serving import check_programs
 
@@ -57,6 +57,7 @@ def preflight(
     config = refused.attempt(check_model, settings) or {}
     hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
     hints += refused.attempt(check_memory, settings, config) or ()
+    refused.attempt(check_trackers, settings)
     data = refused.attempt(check_data, settings)
     for probe in probes:
         refused.attempt(probe, settings)

@@ -25,24 +25,25 @@ from actors.trainer.checkpoint import (
     fingerprint_of,
     go_back,
     holds_nothing,
-    latest,
     read_bus_state,
     restore_bus,
 )
-from bus import Bus
+from bus import Bus, Commit
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
+from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data
+from miles_async.launcher.resume import move_tracker, resumes_from
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
-from miles_async.settings.second_models import critic_dir, teacher_dir
+from miles_async.settings.second_models import critic_dir, reference_dir, start_dir, teacher_dir
 
 FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
 
@@ -125,12 +126,6 @@ def shared_memory(run_dir: Path) -> Path:
     return run_dir / "weights"
 
 
-def reference_dir(settings: RunSettings) -> str:
-    """Directory of the frozen reference where it is another than the model itself, else empty."""
-    given = settings.ckpt.ref_load
-    return "" if not given or given == settings.model.hf_checkpoint else str(Path(given).resolve())
-
-
 def place_of(settings: RunSettings) -> Place:
     """Resolve directories and derived facts; makes the builtin model if need be."""
     run_dir = settings.run_dir
@@ -151,6 +146,7 @@ def place_of(settings: RunSettings) -> Place:
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
         reference_dir=reference_dir(settings),
+        start_dir=start_dir(settings),
         critic_dir=critic_dir(settings),
         teacher_dir=teacher_dir(settings, directory),
         weights_dir=str(weights),
@@ -224,14 +220,13 @@ def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequ
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
     """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
     notes: list[str] = []
-    load = Path(settings.ckpt.load) if settings.ckpt.load and not settings.ckpt.no_save else None
-    step = latest(load) if load is not None else None
+    notes += move_tracker(settings)
     state: BusState | None = None
-    if load is not None and step is not None:
-        state = read_bus_state(load, step, run=settings.launch.name, fingerprint=place.fingerprint)
+    if (begins := resumes_from(settings)) is not None:
+        state = read_bus_state(*begins, run=settings.launch.name, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
-    if state is not None and await go_back(bus, state.step):
-        notes.append(f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it")
+    if state is not None and begins is not None and (why := await go_back(bus, begins[0], state)):
+        notes.append(why)
         await claim_identity(bus, settings, place)
     await bus.make_readers()
     values, live = initial_values(settings), live_kinds()
@@ -244,7 +239,7 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         await restore_bus(bus, state)
         fault_point("launcher", "restored")
         notes.append(
-            f"the bus held nothing of this run: restored from checkpoint {step}, {len(state.open_groups)} groups are "
+            f"the bus held nothing of this run: restored from checkpoint {state.step}, {len(state.open_groups)} groups are "
             "issued again"
         )
     if history := await read_history(bus):
@@ -273,7 +268,14 @@ def check_kept(values: Mapping[str, Any]) -> None:
 
 
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
-    """Write what this run is, or refuse a bus that holds another run of the same name."""
+    """Write what this run is, or refuse a bus that holds another run of the same name. From then on `bus`, and what is made
+    from its settings, goes on with no server that comes back without this."""
+    known = await read_identity(bus)
+    if known is not None:
+        check_same(settings, place, known.fingerprint, known.run_dir)
+    life = await bus.state(LIFE) or secrets.token_hex(8)
+    await bus.commit(Commit(state={LIFE: life}))
+    bus.expect(life)
     identity = Identity(
         run=settings.launch.name,
         fingerprint=place.fingerprint,
@@ -285,9 +287,6 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         run_dir=place.run_dir,
         release=__version__,
     )
-    known = await read_identity(bus)
-    if known is not None:
-        check_same(settings, place, known.fingerprint, known.run_dir)
     await write_identity(bus, identity)
 
 

@@ -24,7 +24,7 @@ from miles_async.settings.run import RunSettings
 
 PART_NOTICE_S = 5.0  # from the end of one part of an actor to its own
 LEFT_ALONE_S = 5.0  # a worker that somebody asked to end: its node may be about to go
-OURS = ("MILES_ASYNC_", "PYTHONPATH")
+PASSED = ("MILES_ASYNC_", "PYTHONPATH", "WANDB_", "MLFLOW_")  # variables of the launcher that actors need
 
 
 class RayProcess:
@@ -78,7 +78,7 @@ class RayPlacer:
         group, at = self._seats.of(spec.name)
         file = str(self._run_dir / "actors" / f"{spec.name}.json")
         mark = hashlib.blake2b(msgspec.json.encode(spec), digest_size=16).hexdigest()
-        passed = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+        passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         environment = environment_of(spec.role, self._threads) | passed
         folders = [self._memory] if spec.role == "trainer" else []
         words: tuple[str, ...] = (f"actors.{spec.role}", file)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from actors.runtime.context import ActorSpec
-from actors.runtime.run import EXIT_REFUSED
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Clock
 from bus.errors import printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
@@ -20,7 +20,8 @@ AGAIN_S = 1.0  # before an actor that lost its place through no fault of its own
 
 
 class RunFailed(Exception):
-    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame."""
+    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame, EXIT_BUS_BACK
+    when the bus must be restored first, else 1."""
 
     def __init__(self, text: str, *, status: int) -> None:
         super().__init__(text)
@@ -144,7 +145,9 @@ class Supervisor:
             cause = last_words(end.lines)
             if verdict.action == "give_up":
                 kept.done = True
-                status = EXIT_REFUSED if end.code == EXIT_REFUSED else 1
+                status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
+                if end.code == EXIT_BUS_BACK:
+                    raise RunFailed(cause, status=status)
                 raise RunFailed(f"{verdict.reason}: {cause} Log: {end.log}", status=status)
             text = f"{name} {describe_exit(end.code)} after {now - began:.1f} s: {cause}; restarting"
             if verdict.action == "pause":

@@ -12,27 +12,38 @@ import inspect
 import sys
 from collections.abc import Callable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from actors.filter.all_samples import NoBuffer
 from actors.generation.rollouts.adapters import SIGNATURE, program_of
 from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
+from actors.runtime.miles import MilesSample, judged
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
+from actors.runtime.sources import rows_function
+from actors.runtime.whole import fitting
+from actors.trainer.batch_hooks import CONVERT, FILTER, POSTPROCESS, settled, train_data
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import VersionSpan
+from miles_async.settings.flat import BATCH
 
 SIGNATURES = {
     "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
-    "data_source_path": "(path) -> rows, each a dict with the columns that are named",
+    "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,
     "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
+    "rollout_sample_filter_path": "(args, groups: list of lists of samples); sets remove_sample",
+    "custom_convert_samples_to_train_data_path": "(args, samples) -> dict of lists",
+    "rollout_data_postprocess_path": "(args[, data: dict of lists]); changes data['loss_masks']",
+    "rollout_all_samples_process_path": "(args, groups, data_source)",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
 }
 FIRST_ROWS, GROUP = 100, 2
@@ -60,7 +71,9 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
-    given = _given(field, ask)
+    if field == "data_source_path":
+        hook, _ = rows_function(path, {}, {**ask.values, "num_rollout": ask.values.get("num_rollout") or 1})
+    given = fitting(hook, _given(field, ask)) if field in BATCH else _given(field, ask)
     try:
         inspect.signature(hook).bind(*given)
     except TypeError as error:
@@ -77,7 +90,7 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         outside = type(error).__module__.partition(".")[0] in OUTSIDE
         return "" if outside else f"raised {type(error).__name__}: {error}"
     try:
-        return _judged(field, answer, ask)
+        return _judged(field, answer, ask, given)
     except Exception as error:  # noqa: BLE001 - whatever the user's function raises
         return str(error)
 
@@ -98,11 +111,23 @@ def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "data_source_path":
         assert ask.data is not None
         return (sources_of(ask.data.path)[0].path,)
+    args = SimpleNamespace(**ask.values)
+    if field in BATCH:
+        groups = _groups()
+        flat = [one for group in groups for one in group]
+        shown: Any = flat if field == CONVERT else train_data(flat) if field == POSTPROCESS else groups
+        return args, shown, NoBuffer()
     scored = [Scored(rollout=_rollout(i), reward=float(i)) for i in range(2)]
     if field == "dynamic_sampling_filter_path":
         return (scored,)
     parked = [Parked(task=s.rollout.task, response=s.rollout.response, reason="engine") for s in scored]
     return 5, [Waiting(i, one) for i, one in enumerate(parked)]
+
+
+def _groups() -> list[list[MilesSample]]:
+    """Two groups of two samples."""
+    scored = [Scored(rollout=_rollout(i), reward=float(i)) for i in range(GROUP)]
+    return [[one for s in scored for one in judged(s, lambda ids: " ".join(map(str, ids)))] for _ in range(2)]
 
 
 def _rollout(index: int) -> RolloutDone:
@@ -126,7 +151,16 @@ def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float)
     return asyncio.run(call())
 
 
-def _judged(field: str, answer: Any, ask: Ask) -> str:
+def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
+    if field in BATCH:
+        samples = [one for group in _groups() for one in group]
+        shown = given[1] if len(given) > 1 else None
+        if field == FILTER and shown is not None:
+            samples = [one for group in shown for one in group]
+        if field != "rollout_all_samples_process_path":
+            found = shown if isinstance(shown, dict) else train_data(samples)
+            settled(field, answer, samples, found, [list(one.loss_mask) for one in samples])
+        return ""
     if field == "custom_rm_path":
         if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
             return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
@@ -137,7 +171,8 @@ def _judged(field: str, answer: Any, ask: Ask) -> str:
             return f"answered with {answer!r}, which is neither a reason nor None"
     elif field == "data_source_path":
         assert ask.data is not None
-        keys = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        own = {name: getattr(ask.data, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+        _, keys = rows_function(ask.paths[field], own, ask.values) if field in ask.paths else (None, own)
         for number, row in enumerate(islice(answer, FIRST_ROWS), 1):
             try:
                 parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True)

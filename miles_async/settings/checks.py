@@ -1,5 +1,6 @@
 """The model directory against the settings, before anything loads. Every failure is a SettingsError, one line."""
 
+import importlib.util
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
-from miles_async.settings.second_models import check_second_models
+from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
 
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
@@ -30,7 +31,7 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
             )
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
-    _check_reference(settings)
+    _check_starts(settings)
     check_second_models(settings)
     if (context := model_context(config)) is not None:
         _check_lengths(settings, context)
@@ -88,28 +89,31 @@ def check_shards(directory: Path, field: str) -> None:
         )
 
 
-def _check_reference(settings: RunSettings) -> None:
-    """The reference is also what a run starts from, so it is looked at whether or not a KL term asks for it."""
+def _check_starts(settings: RunSettings) -> None:
+    """What a run starts from: the reference, looked at whether or not a KL term asks for it, and weights of another run."""
     ref = settings.ckpt.ref_load
-    if ref == settings.model.hf_checkpoint:
-        return
-    if ref.startswith("builtin:"):
-        raise SettingsError(
-            "a builtin model is its own reference only", field="ref_load", value=ref, remedy="Leave it out."
-        )
-    path = Path(ref)
+    if ref.startswith("builtin:") and ref != settings.model.hf_checkpoint:
+        raise SettingsError("a builtin model is its own reference only", field="ref_load", value=ref, remedy="Leave it out.")
+    if directory := reference_dir(settings):
+        _check_weights(settings, Path(directory), "ref_load", ref)
+    if directory := start_dir(settings):
+        _check_weights(settings, Path(directory), "load", settings.ckpt.load)
+
+
+def _check_weights(settings: RunSettings, path: Path, field: str, given: str) -> None:
+    """Weights that this trainer can read; a rank of Megatron looks closer, before it allocates anything."""
     if path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES):
         if settings.flat.train_backend == "megatron":
-            return  # each rank looks at it before it allocates anything
+            return
         raise SettingsError(
             "a checkpoint of Megatron (torch_dist), which this trainer cannot read",
-            field="ref_load",
-            value=ref,
+            field=field,
+            value=given,
             remedy="Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it.",
         )
-    check_checkpoint_dir(ref, "ref_load", ("config.json",))
+    check_checkpoint_dir(str(path), field, ("config.json",))
     if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
-        raise SettingsError("the directory has no weights", field="ref_load", value=ref, remedy="Download it again.")
+        raise SettingsError("the directory has no weights", field=field, value=given, remedy="Download it again.")
 
 
 def _check_lengths(settings: RunSettings, context: int) -> None:
@@ -125,4 +129,24 @@ def _check_lengths(settings: RunSettings, context: int) -> None:
                 field=field,
                 value=shown,
                 remedy=f"Set it to at most {context if shown == length else context - 1}.",
+            )
+
+
+def check_trackers(settings: RunSettings) -> None:
+    """The libraries of the trackers that are asked for. Only those are looked for."""
+    t = settings.trackers
+    asked = {
+        "use_tensorboard": (bool(t.use_tensorboard), "tensorboard"),
+        "use_wandb": (t.use_wandb, "wandb"),
+        "use_mlflow": (t.use_mlflow, "mlflow"),
+        "use_trackio": (t.use_trackio, "trackio"),
+        "use_prometheus": (t.use_prometheus, "prometheus_client"),
+    }
+    for field, (on, module) in asked.items():
+        if on and importlib.util.find_spec(module) is None:
+            raise SettingsError(
+                f"the package {module} is not installed",
+                field=field,
+                value=True,
+                remedy="Install it: pip install 'miles-async[trackers]', or leave the flag out.",
             )

@@ -121,7 +121,8 @@ def needs_whole_groups(*, reward_hook: str | None, estimator: str, group_rm: boo
 
 
 def _staleness_policy(v: Values) -> str:
-    hook, estimator = v["custom_reward_post_process_path"], v["advantage_estimator"]
+    hook = v["custom_reward_post_process_path"] or v["custom_convert_samples_to_train_data_path"]
+    estimator = v["advantage_estimator"]
     whole = needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=v["group_rm"])
     return "whole" if whole else "auto"
 
@@ -135,6 +136,10 @@ def _tolerance(v: Values) -> float:
     if v["true_on_policy_mode"]:
         return 1e-9
     return 1e-4 if v["engine"] == "embedded" and v["model_dtype"] == "float32" else 0.03
+
+
+def _under(folder: str | None, rest: str) -> str | None:
+    return None if folder is None else f"{folder.rstrip('/')}/{rest}"
 
 
 def _filter(v: Values) -> str:
@@ -155,6 +160,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
+    ("save_debug_rollout_data", lambda v: _under(v["dump_details"], "rollout_data/{rollout_id}.msgpack")),
     ("dynamic_sampling_filter_path", _filter),
     ("staleness_policy", _staleness_policy),
     ("staleness_lookahead", _lookahead),

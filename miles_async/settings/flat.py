@@ -19,6 +19,12 @@ HOOK_FIELDS = (
     "custom_reward_post_process_path",
 )
 
+BATCH = (
+    *("rollout_sample_filter_path", "custom_convert_samples_to_train_data_path", "rollout_data_postprocess_path"),
+    "rollout_all_samples_process_path",
+)
+"""Functions of the user's that see many samples at once, with Miles' signatures."""
+
 
 class Flat:
     """`flat.lr` is the setting of that name; None where one stays off the bus."""
@@ -126,9 +132,14 @@ class Flat:
         return max(1, self.train_ranks // self.model_parallel_ranks)
 
     @property
+    def reward_hook(self) -> str | None:
+        """A function of the user's that is given all rewards of a group."""
+        return self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
+
+    @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
-        hook, estimator = self.custom_reward_post_process_path, self.advantage_estimator
+        hook, estimator = self.reward_hook, self.advantage_estimator
         return needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=self.group_rm)
 
     @property

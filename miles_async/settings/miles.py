@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from miles_async.settings.catalog import PREFIXES, catalog, names
+from miles_async.settings.catalog import PREFIXES, catalog, names, passed_on
 
 OTHERWISE: dict[str, str] = {
     "actor_num_nodes": "more than 1 with launcher ray or train_master",
@@ -13,9 +13,13 @@ OTHERWISE: dict[str, str] = {
     "custom_config_path": "only what generate functions find on args",
     "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
+    "custom_convert_samples_to_train_data_path": "of what it gives, rewards and loss_masks count; the rest must be as made",
+    "rollout_data_postprocess_path": "it may take the data as its second argument; only loss_masks are taken back",
+    "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
-    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "dump_details": "the batches alone",
+    "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
@@ -40,11 +44,21 @@ OF_OURS = (
     *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s"),
+    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
+    *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
     *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
 )
 """Fields that Miles has no flag for."""
+NOT_COMPARED = ("model_name", "megatron_to_hf_mode", "spec", "custom_model_provider_path", "no_rope_fusion",
+                "make_vocab_size_divisible_by")  # fmt: skip
+"""Fields of the group architecture that config.json says nothing of."""
+NEEDLESS: dict[str, str] = {
+    "--use-fault-tolerance": "every actor is restarted and every entry delivered again without being asked",
+    "--fully-async": "all runs are; --max-weight-staleness bounds it",
+    "--use-miles-dashboard": "the live view, report.html and the trackers show a run (docs/metrics.md)",
+}
+"""Bare flags of Miles that are taken, and have nothing left to do -> why."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
@@ -57,20 +71,18 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ),
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
-    ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
+    ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--async-*"),
     ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus.", "--num-gpus-per-node"),
+    ("It is of a recipe that starts train.py, not of train.py: paths are written whole, the environment is this command's, and "
+     "evaluation is on where --eval-interval says.",
+     "--output-dir --model-dir --data-dir --local-dir --cuda-visible-devices --enable-eval"),
     ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
         "There is no batch that one function could make: samples begin and end each for itself. Give "
         "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
-        "--rollout-function-path --rollout-all-samples-process-path --rollout-stop",
-    ),
-    (
-        "What is trained of a sample follows from its segments (docs/rollouts.md); its reward is changed by "
-        "--custom-reward-post-process-path, whole samples are left out by --dynamic-sampling-filter-path.",
-        "--custom-convert-samples-to-train-data-path --rollout-data-postprocess-path --rollout-sample-filter-path",
+        "--rollout-function-path --rollout-stop",
     ),
     (
         "Tools are --tools; there are no pictures.",
@@ -78,27 +90,27 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
         "--rollout-buffer-url --fetch-trajectory-*",
     ),
-    ("Metrics are metrics.jsonl and report.html in the run's folder.", "--wandb-* --mlflow-* --tb-* --prometheus-* --use-wandb "
-     "--use-mlflow --use-tensorboard --use-prometheus --disable-wandb-* --log-reward-category --custom-rollout-log-* "
-     "--custom-eval-rollout-log-*"),
+    ("Metrics are named as docs/metrics.md says, and every start of a run goes on in the same tracker run.",
+     "--wandb-always-use-train-step --disable-wandb-* --tb-* --log-reward-category "
+     "--custom-rollout-log-* --custom-eval-rollout-log-*"),
     ("pass@k and maj@k are told wherever an evaluation has several samples a prompt.", "--log-passrate"),
     ("miles-async samples --best and --worst show kept samples.", "--log-correct-*"),
     ("--data-source-path names a function that gives the rows.", "--disable-rollout-global-dataset"),
     ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples"),
     ("Samples are scheduled one by one.", "--rollout-submission-granularity"),
     ("The bus is the buffer; --buffer-filter-path orders what was interrupted.", "--custom-async-data-buffer-path"),
-    ("miles-async trace, doctor and replay look into a run instead.", "--dump-* --dumper-* --debug-* --memory-* --env-report "
+    ("miles-async trace, doctor and replay look into a run instead.", "--dumper-* --debug-* --memory-* --env-report "
      "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
-    ("Every actor is restarted and every entry delivered again without being asked.", "--use-fault-tolerance --ft-* --mini-ft-* "
+    ("Every actor is restarted and every entry delivered again without being asked.", "--ft-* --mini-ft-* "
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Experts' choices are not replayed.", "--use-*-replay --use-routing-replay"),
+    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
-    ("The newest complete checkpoint is taken; the state of the optimizer is always saved.", "--ckpt-step --no-save-optim "
-     "--reset-optimizer-states --start-rollout-id --ref-ckpt-step --low-memory-resume"),
+    ("--finetune begins at step 0 with a new optimizer, --ckpt-step N resumes from step N.", "--reset-optimizer-states "
+     "--start-rollout-id --low-memory-resume"),
 )  # fmt: skip
 NOT_HERE = "There is nothing like it here."
 
@@ -106,6 +118,20 @@ NOT_HERE = "There is nothing like it here."
 def why_not(flag: str) -> str:
     """Why a flag of Miles is not here; empty for what is none of the known."""
     return next((why for why, flags in WHY_NOT if any(fnmatchcase(flag, one) for one in flags.split())), "")
+
+
+def fate(flag: str) -> str:
+    """What becomes of a flag that a launch script of Miles gives, in a few words."""
+    spec = names().get(flag.removeprefix("--").replace("-", "_"))
+    if flag in NEEDLESS:
+        return f"taken, without effect: {NEEDLESS[flag]}"
+    if spec is None or spec.kind == "table":
+        kinds = {"megatron": "a field of megatron-core", "server_args": "passed on to SGLang", "router_args": "and to the router"}
+        return kinds.get((passed_on(flag) or ("",))[0]) or f"refused: {why_not(flag) or NOT_HERE}"
+    if spec.group == "architecture" and spec.name not in NOT_COMPARED:
+        return "compared with `config.json`, which decides; may be left out"
+    same = flag == spec.flag
+    return OTHERWISE.get(spec.name, "the same") if same else f"another name of `{spec.flag}`"
 
 
 def table() -> Iterator[tuple[str, str]]:
@@ -119,6 +145,8 @@ def table() -> Iterator[tuple[str, str]]:
     for prefixes in PREFIXES.values():
         for prefix in prefixes:
             yield f"{prefix}NAME", f"passed on to the program: {prefixes[0]}NAME"
+    for flag, why in NEEDLESS.items():
+        yield flag, f"taken, without effect: {why}"
     for why, flags in WHY_NOT:
         for flag in flags.split():
             yield flag, f"not here. {why}"

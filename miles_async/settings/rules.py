@@ -8,14 +8,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import colocate, megatron, second_models, serving, slots, staleness, training
+from miles_async.settings import checkpoints, colocate, megatron, second_models, serving, slots, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
-from miles_async.settings.flat import Flat
+from miles_async.settings.flat import BATCH, Flat
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-BUS_SCHEMES = ("redis://", "rediss://", "unix://")
+BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 Rule = Callable[[Flat], None]
 
@@ -205,7 +205,7 @@ def data_of_a_function_has_a_known_end(s: Flat) -> None:
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
+    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path", *BATCH)
     own = {name: path for name in names if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
@@ -301,13 +301,6 @@ def check_run_name(name: str) -> None:
         )
 
 
-def checkpoint_options_agree(s: Flat) -> None:
-    if s.no_save and s.save_trigger_sentinel is not None:
-        raise refusal("save_trigger_sentinel", s.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
-    if s.no_save and s.save_hf is not None:
-        raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
-
-
 def tools_and_agents_have_what_they_need(s: Flat) -> None:
     if s.tools and s.custom_agent_function_path:
         raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
@@ -359,7 +352,7 @@ RULES: tuple[Rule, ...] = (
     engine_addresses_match_the_engine,
     inner_deadlines_are_shorter,
     bus_url_is_understood,
-    checkpoint_options_agree,
+    *checkpoints.RULES,
     *serving.RULES,
     *slots.RULES,
     *colocate.RULES,

@@ -22,6 +22,7 @@ from miles_async.settings.groups import (
     PerfSettings,
     RolloutSettings,
     SglangSettings,
+    TrackersSettings,
 )
 
 
@@ -39,6 +40,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sglang: SglangSettings
     bus: BusSettings
     launch: LaunchSettings
+    trackers: TrackersSettings
     architecture: ArchitectureSettings
 
     @property

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from miles_async.settings.checkpoints import model_in
 from miles_async.settings.derive import DISTILLATION
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
@@ -86,15 +87,7 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     given, step = settings.ckpt.opd_teacher_load, settings.ckpt.opd_teacher_ckpt_step
     if given is None or not settings.flat.distills:
         return ""
-    path = Path(given)
-    tracker = path / "latest_checkpointed_iteration.txt"
-    if step is None and tracker.exists():
-        said = tracker.read_text().strip()
-        if not said.isdecimal():
-            raise refusal("opd_teacher_load", given, f"{tracker} names no step: {said[:40]!r}", "Name a model directory.")
-        step = int(said)
-    if step is not None:
-        path /= f"iter_{step:07d}"
+    path = model_in(given, step, "opd_teacher_load", "opd_teacher_ckpt_step")
     size = _vocabulary(path, "opd_teacher_load", given)
     if model_dir is not None:
         own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)
@@ -106,6 +99,20 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
                 "Choose a teacher with the policy's tokenizer.",
             )
     return str(path.resolve())
+
+
+def reference_dir(settings: RunSettings) -> str:
+    """Directory of the frozen reference where it is another than the model itself, else empty."""
+    given, step = settings.ckpt.ref_load, settings.ckpt.ref_ckpt_step
+    if given == settings.model.hf_checkpoint and step is None:
+        return ""
+    return str(model_in(given, step, "ref_load", "ref_ckpt_step").resolve())
+
+
+def start_dir(settings: RunSettings) -> str:
+    """Directory whose weights alone the run starts from (--finetune), else empty."""
+    c = settings.ckpt
+    return str(model_in(c.load, c.ckpt_step, "load", "ckpt_step").resolve()) if c.finetune else ""
 
 
 def critic_dir(settings: RunSettings) -> str:

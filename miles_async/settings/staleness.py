@@ -33,7 +33,7 @@ def parts_have_a_turn(s: Flat) -> None:
             "Leave it out, or set max_weight_staleness to 1 or more.",
         )
     if s.needs_whole_groups:
-        why = s.custom_reward_post_process_path or f"advantage_estimator {s.advantage_estimator}"
+        why = s.reward_hook or f"advantage_estimator {s.advantage_estimator}"
         raise refusal(
             "staleness_policy",
             policy,

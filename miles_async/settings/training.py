@@ -1,5 +1,6 @@
 """(pure) Rules of the trainer: hooks that do something, one way to reduce the loss, and work for every rank."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -165,7 +166,29 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
             )
 
 
+def routing_has_one_source(s: Flat) -> None:
+    if s.use_routing_replay and s.use_rollout_routing_replay:
+        why = "cannot go together with use_rollout_routing_replay: experts have one source"
+        raise refusal("use_routing_replay", True, why, "Keep one of them.")
+    if s.use_rollout_routing_replay and s.supervised:
+        raise refusal("use_rollout_routing_replay", True, "no engine makes the responses of supervised training", "Leave it out.")
+
+
+def variables_are_text(s: Flat) -> None:
+    if s.train_env_vars is None:
+        return
+    try:
+        found = json.loads(s.train_env_vars)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        remedy = """Write '{"NCCL_DEBUG": "WARN"}'."""
+        raise refusal("train_env_vars", s.train_env_vars, "not a JSON object of texts", remedy)
+
+
 RULES = (
+    variables_are_text,
+    routing_has_one_source,
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
     supervised_training_has_nothing_to_compare,

@@ -25,16 +25,19 @@ TEMPLATE = (
 END = 1
 
 
-def make_chat(folder: Path, template: str = TEMPLATE) -> Chat:
-    """A byte-level tokenizer without merges: a character outside ASCII is several tokens."""
+def make_chat(folder: Path, template: str = TEMPLATE, *, words: int = 0) -> Chat:
+    """A byte-level tokenizer without merges: a character outside ASCII is several tokens. `words`: ids in all, the further ones
+    words that it never makes itself."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     marks = ("<s>", "<e>", "<tool_call>", "</tool_call>")
-    words = Tokenizer(models.BPE({token: i for i, token in enumerate((*marks, *alphabet))}, []))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    words.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in marks[:2]])
-    words.add_tokens([AddedToken(token, special=False, normalized=False) for token in marks[2:]])
-    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>")
+    known = [*marks, *alphabet]
+    known += [f"w{i}" for i in range(len(known), words)]
+    bare = Tokenizer(models.BPE({token: i for i, token in enumerate(known)}, []))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    bare.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in marks[:2]])
+    bare.add_tokens([AddedToken(token, special=False, normalized=False) for token in marks[2:]])
+    made = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<e>")
     made.chat_template = template
     made.save_pretrained(str(folder))
     return Chat(str(folder))
@@ -77,6 +80,8 @@ class ScriptedSession:
         segment = Segment("model", ids, [-0.5 - i for i in range(len(ids))], spans, finish, call)  # type: ignore[arg-type]
         self.made.append(segment)
         return segment
+
+    async def save(self) -> None: ...
 
     async def tell(
         self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0

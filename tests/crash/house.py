@@ -93,6 +93,7 @@ class Run:
         self.dir = directory / "runs" / "r"
         self.checkpoints = self.dir / "checkpoints"
         self.launcher: subprocess.Popen[bytes] | None = None
+        self._faults: list[str] = []
         self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": "r"}})
 
     @property
@@ -106,13 +107,15 @@ class Run:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, *, fault: str = "", flags: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> None:
-        """Run the command. `fault`: see actors.runtime.faultpoints; it strikes once per test."""
+        """Run the command. `fault`: see actors.runtime.faultpoints; each strikes once per test."""
         file = self.home / "run.toml"
         file.write_text(toml_of(self._tables))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         environment.pop("MILES_ASYNC_FAULT", None)
         if fault:
-            environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.fault_file)}
+            self._faults = fault.split(",")
+            (self.home / "faults").mkdir(exist_ok=True)
+            environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.home / "faults")}
         with (self.home / "launcher.log").open("ab") as log:
             self.launcher = subprocess.Popen(
                 [*wrap, sys.executable, "-m", "miles_async", "train", str(file), *flags],
@@ -124,13 +127,14 @@ class Run:
             )
 
     @property
-    def fault_file(self) -> Path:
-        return self.home / "fault"
+    def to_come(self) -> list[str]:
+        """Armed faults that have not happened."""
+        return [fault for fault in self._faults if not (self.home / "faults" / fault).exists()]
 
     @property
     def struck(self) -> bool:
-        """Whether the armed fault has happened."""
-        return self.fault_file.exists()
+        """Whether all armed faults have happened."""
+        return not self.to_come
 
     def join(self, *, seconds: float = RUN_DEADLINE_S) -> int:
         """Wait for the launcher; its exit status."""

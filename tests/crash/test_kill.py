@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,18 @@ import pytest
 
 from actors.trainer.record import read_record
 from tests.crash.conftest import Launch
-from tests.crash.house import evaluating, merged
+from tests.crash.house import evaluating, merged, until
 from tests.crash.judge import judge
+from tests.crash.test_stop import PEERS, outlast_a_lease
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
 
 SLICED: dict[str, dict[str, Any]] = {"rollout": {"max_tokens_per_slice": 16}}
 ABORTING: dict[str, dict[str, Any]] = {"sglang": {"pause_generation_mode": "abort"}}
 
-FAST = {"generation:after_save:5", "trainer:checkpoint_half:2", "trainer:after_done:3", "filter:assembling:3"}
+# One run of all these, and of a worker that is stopped for longer than a lease, stands for the matrix in every run of the tests.
+FAST = ("generation-1:after_save:5", "trainer:checkpoint_half:2", "trainer:after_done:3", "filter:assembling:3")
+STOPPED = "generation-0:after_save:4"
 
 POINTS: dict[str, dict[str, dict[str, Any]]] = {
     # the cursor, the groups and their samples are one step
@@ -86,8 +91,7 @@ def _cases() -> list[Any]:
         name = point.replace(":", "-") + (
             "-sliced" if settings is SLICED else "-aborting" if settings is ABORTING else ""
         )
-        marks = () if point in FAST and not settings else (pytest.mark.slow,)
-        cases.append(pytest.param(point, settings, id=name, marks=marks))
+        cases.append(pytest.param(point, settings, id=name))
     return cases
 
 
@@ -112,6 +116,19 @@ def test_evaluator_killed_at(point: str, run_of: Launch, toy: Path) -> None:
     assert all(result.n_samples == 12 for result in facts.results)
 
 
+def test_killed_and_stopped_at_one_place_after_the_other(run_of: Launch) -> None:
+    run = run_of(PEERS)
+    run.start(fault=",".join([f"{STOPPED}:STOP", *(f"{point}:KILL" for point in FAST)]))
+    until(f"the stop at {STOPPED}", lambda: f"{STOPPED}:STOP" not in run.to_come)
+    zombie = run.pid("generation-0")
+    outlast_a_lease()
+    os.kill(zombie, signal.SIGCONT)
+    run.finish()
+    assert run.to_come == []
+    judge(run)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "settings"), _cases())
 def test_killed_at(point: str, settings: dict[str, dict[str, Any]], run_of: Launch) -> None:
     run = run_of(settings)

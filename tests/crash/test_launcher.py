@@ -12,6 +12,7 @@ import pytest
 from tests.crash.conftest import Launch
 from tests.crash.house import REPO, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
+from tests.crash.test_detach import command, go_on
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
 
@@ -33,7 +34,7 @@ def actors(run: Run) -> dict[str, list[int]]:
 
 
 def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> None:
-    run = run_of(merged(LONGER, {"rollout": {"num_rollout": 100}}))
+    run = run_of(merged(LONGER, {"rollout": {"num_rollout": 100_000}}))
     run.start()
     run.until_step(2)
     before = actors(run)
@@ -43,8 +44,12 @@ def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> Non
     run.start()
     until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
     assert {name: pids for name, pids in actors(run).items() if pids} == before
-    run.finish()
-    judge(run)
+    go_on(run)
+    stopped = command(run, "stop", "--wait", "60")
+    assert stopped.returncode == 0, stopped.stderr
+    assert run.join() == 0, "the launcher ends with the actors"
+    assert not run.processes()
+    judge(run, steps=run.saved())
 
 
 @pytest.mark.slow

@@ -28,17 +28,16 @@ def outlast_a_lease() -> None:
 
 CASES = [
     pytest.param("generation-0:after_save:4", "generation-0", id="a-worker-with-samples-under-way"),
-    pytest.param("generation-0:activating:2", "generation-0", id="a-worker-in-an-activation", marks=pytest.mark.slow),
-    pytest.param("reward-0:before_commit:5", "reward-0", id="a-scorer-before-its-commit", marks=pytest.mark.slow),
-    pytest.param("filter:assembling:4", "filter", id="the-filter-with-half-groups", marks=pytest.mark.slow),
-    pytest.param("trainer:before_done:3", "trainer", id="the-trainer-in-a-step", marks=pytest.mark.slow),
-    pytest.param(
-        "trainer:before_ack:1", "trainer", id="the-trainer-before-its-acknowledgement", marks=pytest.mark.slow
-    ),
-    pytest.param("sampler:before_append:3", "sampler", id="the-sampler-before-its-append", marks=pytest.mark.slow),
+    pytest.param("generation-0:activating:2", "generation-0", id="a-worker-in-an-activation"),
+    pytest.param("reward-0:before_commit:5", "reward-0", id="a-scorer-before-its-commit"),
+    pytest.param("filter:assembling:4", "filter", id="the-filter-with-half-groups"),
+    pytest.param("trainer:before_done:3", "trainer", id="the-trainer-in-a-step"),
+    pytest.param("trainer:before_ack:1", "trainer", id="the-trainer-before-its-acknowledgement"),
+    pytest.param("sampler:before_append:3", "sampler", id="the-sampler-before-its-append"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "actor"), CASES)
 def test_stopped_at(point: str, actor: str, run_of: Launch) -> None:
     run = run_of(PEERS)

@@ -13,12 +13,13 @@ from tests.system.test_weight_transports import story
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
 
 CASES = [
-    pytest.param("trainer:turn_taken:2", id="the-trainer-before-its-memory-is-back", marks=pytest.mark.slow),
-    pytest.param("trainer:before_turn_given:2", id="the-trainer-after-it-left-the-device", marks=pytest.mark.slow),
+    pytest.param("trainer:turn_taken:2", id="the-trainer-before-its-memory-is-back"),
+    pytest.param("trainer:before_turn_given:2", id="the-trainer-after-it-left-the-device"),
     pytest.param("generation-1:released:2", id="a-worker-after-it-gave-its-memory"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", CASES)
 def test_killed_in_a_turn(point: str, run_of: Launch) -> None:
     run = run_of(merged(SHARED, {"rollout": {"num_rollout": 8}}))

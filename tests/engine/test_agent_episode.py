@@ -16,6 +16,7 @@ from actors.generation.endpoint.agent import AgentProgram
 from actors.generation.endpoint.server import Endpoint
 from actors.generation.engine import Chunk, GenerateRequest
 from actors.generation.rollouts import Task
+from actors.generation.sample import start
 from actors.generation.spec import GenerationSpec
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
@@ -59,8 +60,8 @@ async def agent(task: Task, base_url: str, api_key: str) -> float:
     return 0.5
 
 
-async def played(redis_url: str, run_name: str, chat: Chat, **knobs: Any) -> tuple[Any, int, Any]:
-    """The agent's rollout, how often its sample left a worker, and the accounts."""
+async def played(redis_url: str, run_name: str, chat: Chat, agent: Any = agent, **knobs: Any) -> tuple[Any, int, Any]:
+    """The agent's rollout, how often its sample left a worker, and the accounts. An agent of the test's finds the bus."""
 
     async def body(context: Context, spec: GenerationSpec) -> None:
         async with Endpoint(chat, "hermes", context.count) as endpoint:
@@ -87,6 +88,7 @@ async def played(redis_url: str, run_name: str, chat: Chat, **knobs: Any) -> tup
         sampling=Sampling(max_new_tokens=400, stop_token_ids=(END,)),
     )  # fmt: skip
     async with open_bus(redis_url, run_name, groups=("g",), knobs=knobs) as bus:
+        agent.bus = bus
         await put(bus, PROMPTS, task)
         async with running(bus, "w0", body, GenerationSpec(engine="external", engine_url="scripted")):
             await until(joined)
@@ -116,3 +118,26 @@ async def test_an_agent_whose_sample_leaves_in_mid_turn_ends_with_the_same_token
     assert left >= 3, "it left in mid-turn"
     assert bytes(cut.response.tokens) == bytes(whole.response.tokens) and list(cut.response.loss_mask) == mask
     assert cut.episode == whole.episode and accounts.tokens_generated == sum(mask)
+
+
+@pytest.mark.timeout(60)
+async def test_what_an_agent_has_heard_is_saved_before_it_hears_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    saved, heard = [], []
+
+    async def looks(task: Task, base_url: str, api_key: str) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for stream in (False, True):
+                messages: Any = [{"role": "user", "content": f"stream {stream}"}]
+                answer = await client.chat.completions.create(model="policy", messages=messages, stream=stream)
+                if stream:
+                    async for _ in answer:
+                        pass
+                left = SampleTask(sample_id=task.sample_id, group_id="g", index=0, n_samples=1, prompt_id="g", prompt_tokens=b"")
+                pieces = await looks.bus.load_prefix(task.sample_id)  # type: ignore[attr-defined]
+                saved.append(start(left, pieces, mask_prefix=False).n_tokens)
+                heard.append(0 if stream else answer.usage.completion_tokens)
+        return 0.5
+
+    whole, *_ = await played(redis_url, run_name, make_chat(tmp_path), looks, partial_save_tokens=1 << 30)
+    made = sum(bytes(whole.episode.earlier[0].response.loss_mask)), sum(bytes(whole.response.loss_mask))
+    assert saved == [made[0], sum(made)] and heard[0] == made[0] > 0

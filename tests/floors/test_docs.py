@@ -8,11 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
 from bus.messages.samples import LostReason
 from miles_async.cli.app import COMMANDS
-from tests.floors.tree import ROOT, parse
+from tests.floors.tree import ROOT, each, parse
 
 PAGES = sorted(path.relative_to(ROOT) for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"))
 NAMED = re.compile(r"`((?:actors|bus|miles_async|scripts|tests|configs)/[\w./*-]+)(?::(?::)?([\w.]+))?")
@@ -48,7 +46,7 @@ def anchors(page: Path) -> set[str]:
     return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each(lambda: PAGES)
 def test_every_file_and_function_that_a_page_names_exists(page: Path) -> None:
     missing = []
     for path, name in NAMED.findall(text_of(page)):
@@ -58,7 +56,7 @@ def test_every_file_and_function_that_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@each(lambda: PAGES)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     broken = []
     for target, anchor in LINK.findall(text_of(page)):
@@ -68,7 +66,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "glossary.md"], ids=str)
+@each(lambda: [p for p in PAGES if p.name != "glossary.md"])
 def test_every_page_leads_to_the_glossary(page: Path) -> None:
     assert "glossary.md" in text_of(page)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from bus.topology import BY_NAME, STREAMS, describe
-from tests.floors.tree import PACKAGES, ROOMS, ROOT, parse, sources
+from tests.floors.tree import PACKAGES, ROOMS, ROOT, each, parse, sources
 
 MAX_LINES = 400
 FILES = sources(*PACKAGES)
@@ -29,13 +27,13 @@ ALSO_WRITES = {
 }
 
 
-@pytest.mark.parametrize("path", [*FILES, *sources("tests", "scripts"), *SCRIPTS], ids=str)
+@each(lambda: [*FILES, *sources("tests", "scripts"), *SCRIPTS])
 def test_no_file_is_longer_than_can_be_read(path: Path) -> None:
     lines = len((ROOT / path).read_text().splitlines())
     assert lines <= MAX_LINES, f"{path} has {lines} lines; cut it in two"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@each(lambda: FILES)
 def test_a_module_opens_with_its_promise(path: Path) -> None:
     tree = parse(path)
     assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
@@ -45,7 +43,7 @@ def test_a_module_opens_with_its_promise(path: Path) -> None:
 VETTED = Path("actors/trainer/megatron_backend/torch_dist.py")
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@each(lambda: FILES)
 def test_nothing_received_can_be_run(path: Path) -> None:
     """But in the sandbox, which is there to run what nobody vouches for."""
     if path == Path("actors/runtime/sandbox_child.py"):
@@ -96,7 +94,7 @@ def streams_written(path: Path) -> set[str]:
     return used
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "actors" and p.parts[1] in ROOMS], ids=str)
+@each(lambda: [p for p in FILES if p.parts[0] == "actors" and p.parts[1] in ROOMS])
 def test_a_room_writes_only_its_own_streams(path: Path) -> None:
     room = path.parts[1]
     for name in streams_written(path):

@@ -7,9 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.floors.tree import parse, sources
+from tests.floors.tree import each, parse, sources
 
 LOCAL = re.compile(r"(^|_)(path|paths|dir|file|folder|whole|checkpoint|handles|quick|host|pid|address|url|port|socket)($|_)")
 WHY = {
@@ -24,7 +22,7 @@ WHY = {
     "WeightPlan.port": "as above",
     "Checkpointed.path": "for people, and for the launcher of this run folder",
     "Restored.checkpoint": "for people",
-    "Vitals.host": "for people, and to look for a process on the own host",
+    "Vitals.host": "for people",
     "Vitals.pid": "as above",
 }
 
@@ -40,7 +38,7 @@ def local_fields(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", [p for p in sources("bus") if p.parts[:2] == ("bus", "messages")], ids=str)
+@each(lambda: [p for p in sources("bus") if p.parts[:2] == ("bus", "messages")])
 def test_no_message_tells_another_host_what_only_its_writer_can_use(path: Path) -> None:
     assert local_fields(path) - WHY.keys() == set(), f"{path}: say what any host can use (a blob, an address), or why here"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.floors.tree import FLOOR, PACKAGES, ROOMS, ROOT, Import, imports, is_pure, package, parse, sources
+from tests.floors.tree import FLOOR, PACKAGES, ROOMS, ROOT, Import, each, imports, is_pure, package, parse, sources
 
 FILES = sources(*PACKAGES)
 IMPURE = {
@@ -51,7 +51,7 @@ def where(path: Path, found: Import) -> str:
     return f"{path}:{found.line} imports {found.target}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@each(lambda: FILES)
 def test_imports_only_go_down(path: Path) -> None:
     here = FLOOR[path.parts[0]]
     for found in imports(path):
@@ -60,7 +60,7 @@ def test_imports_only_go_down(path: Path) -> None:
         assert package(found.target) not in ("tests", "scripts"), where(path, found)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "actors" and len(p.parts) > 2], ids=str)
+@each(lambda: [p for p in FILES if p.parts[0] == "actors" and len(p.parts) > 2])
 def test_a_room_reaches_only_the_bus_the_runtime_and_itself(path: Path) -> None:
     room = path.parts[1]
     allowed = {room, "runtime"} if room in ROOMS else {room}
@@ -75,7 +75,7 @@ def test_every_folder_of_the_first_floor_is_a_room_or_the_runtime() -> None:
     assert folders == {*ROOMS, "runtime"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "bus"], ids=str)
+@each(lambda: [p for p in FILES if p.parts[0] == "bus"])
 def test_the_bus_stands_on_the_standard_library_msgspec_and_redis(path: Path) -> None:
     for found in imports(path):
         top = package(found.target)
@@ -84,7 +84,7 @@ def test_the_bus_stands_on_the_standard_library_msgspec_and_redis(path: Path) ->
             assert str(path).startswith(REDIS_USERS), f"{where(path, found)}; only the bus's own adapters do"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] != "bus"], ids=str)
+@each(lambda: [p for p in FILES if p.parts[0] != "bus"])
 def test_above_the_ground_floor_nobody_speaks_redis(path: Path) -> None:
     """No Lua, no command by hand, no connection: what is missing becomes a function of the bus."""
     for node in ast.walk(parse(path)):
@@ -95,7 +95,7 @@ def test_above_the_ground_floor_nobody_speaks_redis(path: Path) -> None:
             assert not spoken, f"{path}:{node.lineno} {node.value[:40]!r} belongs into bus/"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("bus", "messages")], ids=str)
+@each(lambda: [p for p in FILES if p.parts[:2] == ("bus", "messages")])
 def test_messages_touch_no_clock_no_chance_and_no_machine(path: Path) -> None:
     for found in imports(path):
         assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
@@ -104,7 +104,7 @@ def test_messages_touch_no_clock_no_chance_and_no_machine(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if is_pure(p)], ids=str)
+@each(lambda: [p for p in FILES if is_pure(p)])
 def test_a_file_that_says_pure_is_pure(path: Path) -> None:
     chance = {"random"} if path.name == "seeds.py" else set()  # where all chance comes from, seeded
     for found in imports(path):
@@ -124,7 +124,7 @@ def test_decisions_lie_in_pure_files(name: str) -> None:
     assert is_pure(Path(name)), f"{name} decides something and must say (pure) on its first lines"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "objective" in p.parts], ids=str)
+@each(lambda: [p for p in FILES if "objective" in p.parts])
 def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> None:
     for found in imports(path):
         assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
@@ -134,7 +134,7 @@ def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> Non
         )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("actors", "trainer")], ids=str)
+@each(lambda: [p for p in FILES if p.parts[:2] == ("actors", "trainer")])
 def test_what_training_libraries_share_knows_none_of_them(path: Path) -> None:
     """batch: plain numbers; training: tensors; the backends above both."""
     folder = path.parts[2]
@@ -145,7 +145,7 @@ def test_what_training_libraries_share_knows_none_of_them(path: Path) -> None:
         assert folder != "training" or package(found.target) != "transformers", where(path, found)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name == "actor.py"], ids=str)
+@each(lambda: [p for p in FILES if p.name == "actor.py"])
 def test_the_loop_of_a_room_does_not_know_its_libraries(path: Path) -> None:
     for found in imports(path):
         assert package(found.target) not in ("torch", "transformers", "aiohttp", "httpx", "safetensors", *HEAVY), where(
@@ -153,7 +153,7 @@ def test_the_loop_of_a_room_does_not_know_its_libraries(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@each(lambda: FILES)
 def test_heavy_libraries_are_imported_only_where_asked_for(path: Path) -> None:
     for found in imports(path):
         if not found.top:
@@ -172,7 +172,7 @@ def test_heavy_libraries_are_imported_only_where_asked_for(path: Path) -> None:
                 assert named_after or not needs, f"{where(path, found)} at module level"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[:2] == ("miles_async", "settings")], ids=str)
+@each(lambda: [p for p in FILES if p.parts[:2] == ("miles_async", "settings")])
 def test_settings_need_nothing_heavy(path: Path) -> None:
     for found in imports(path):
         top = package(found.target)

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from tests.floors.tree import PACKAGES, parse, sources
+from tests.floors.tree import PACKAGES, each, parse, sources
 
 FILES = sources(*PACKAGES)
 # Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
@@ -111,7 +109,7 @@ def handed_on_to_nobody(path: Path) -> list[str]:
     return [name for name in (ast.literal_eval(declared) if declared else ()) if name not in asked]
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+@each(lambda: FILES)
 def test_no_public_name_is_dead(path: Path) -> None:
     found = handed_on_to_nobody(path) if path.name == "__init__.py" else dead_names(path)
     told = {place.rpartition(" ")[2] for place in STAYS if place.startswith(f"{path} ")}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 from miles_async.settings.catalog import catalog
-from tests.floors.tree import PACKAGES, parse, sources
+from tests.floors.tree import PACKAGES, each, parse, sources
 
 INSIDE = Path("miles_async/settings")
 OUTSIDE = [path for path in sources(*PACKAGES) if not path.is_relative_to(INSIDE)]
@@ -22,11 +21,10 @@ THROUGH_OTHERS = {
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
     "max_workers": "Flat.most_workers",
-    "train_memory_margin_bytes": "memory.py checks the start with it",
+    "ref_ckpt_step": "second_models.py resolves the reference's directory",
+    "dump_details": "save_debug_rollout_data follows from it",
     "debug_train_only": "load_debug_rollout_data makes it so",
     "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
-    "offload_rollout": "colocate.gives_back",
-    "offload_rollout_level": "colocate.gives_back",
     "model_name": "Miles' choice of a converter; config.json says it here",
     "megatron_to_hf_mode": "Miles' choice of a converter; there is one here",
 }
@@ -50,13 +48,16 @@ def names_read(path: Path) -> set[str]:
     return found
 
 
-READ = set().union(*map(names_read, OUTSIDE))
+@cache
+def read() -> set[str]:
+    """What all files outside the settings read."""
+    return set().union(*map(names_read, OUTSIDE))
 
 
-@pytest.mark.parametrize("name", sorted(catalog()))
+@each(lambda: sorted(catalog()))
 def test_a_setting_is_read_outside_the_settings(name: str) -> None:
-    assert (name in READ) != (name in THROUGH_OTHERS), (
-        f"{name} is told {'as read by others only, but it is read' if name in READ else 'by users and nobody reads it'}"
+    assert (name in read()) != (name in THROUGH_OTHERS), (
+        f"{name} is told {'as read by others only, but it is read' if name in read() else 'by users and nobody reads it'}"
     )
 
 
@@ -74,6 +75,6 @@ def defaults_in(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sources("actors"), ids=str)
+@each(lambda: sources("actors"))
 def test_no_struct_of_a_room_tells_a_default_again(path: Path) -> None:
     assert set(defaults_in(path)) == SECOND_DEFAULTS.get(str(path), set())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bus.topology import ROLES
 
@@ -14,6 +14,27 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "actors", "miles_async")
 FLOOR = {"bus": 0, "actors": 1, "miles_async": 2}
 ROOMS = ROLES
+
+
+def each(items: Callable[[], Iterable[Any]]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Makes one test of a check of many items, which names all that fail: a test for each of a thousand files costs a thousand
+    reports. `items` are asked for when the test runs, so that nobody parses the tree to collect tests."""
+
+    def decorate(check: Callable[[Any], None]) -> Callable[[], None]:
+        def test() -> None:
+            failed, n = [], 0
+            for n, item in enumerate(items(), 1):  # noqa: B007 - their number
+                try:
+                    check(item)
+                except (AssertionError, ValueError) as error:
+                    failed.append(f"{getattr(item, 'id', item)}: {error}")
+            assert n, "nothing to check"
+            assert not failed, "\n".join([f"{len(failed)} of {n}:", *failed])
+
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        return test
+
+    return decorate
 
 
 class Import(NamedTuple):

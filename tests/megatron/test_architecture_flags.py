@@ -14,6 +14,7 @@ from miles_async.launcher.hooks import check_architecture
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.groups import ArchitectureSettings
 from miles_async.settings.load import settings_from
+from miles_async.settings.miles import NOT_COMPARED
 from miles_async.settings.run import RunSettings
 
 GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
@@ -95,15 +96,7 @@ def test_a_model_that_megatron_does_not_know_is_refused_only_where_flags_ask(tmp
 def test_every_flag_that_describes_a_model_is_compared() -> None:
     from actors.trainer.megatron_backend.families import describe
 
-    others = {
-        "model_name",
-        "megatron_to_hf_mode",
-        "spec",
-        "custom_model_provider_path",
-        "no_rope_fusion",
-        "make_vocab_size_divisible_by",
-    }
-    assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - others
+    assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - set(NOT_COMPARED)
 
 
 def test_patterns_of_layers_with_experts() -> None:
@@ -125,3 +118,15 @@ def test_patterns_of_layers_with_experts() -> None:
 def test_layer_specs_of_miles_are_answered_by_the_family() -> None:
     assert is_ours(("miles_plugins.models.glm4", "get_glm_spec"))
     assert not is_ours(("mine.layers", "get_spec")) and not is_ours(())
+
+
+def test_a_layout_that_does_not_divide_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM4_9B))
+    base: dict[str, Any] = {"hf_checkpoint": str(tmp_path), "num_rollout": 1, "rm_type": "math", "prompt_data": "p.jsonl"}
+    layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 3, "actor_num_gpus_per_node": 12}
+    said = r"2 key-value heads can't be cut into 4 equal parts; nearest: 2; .*nearest: 2 or 4"
+    with pytest.raises(SettingsError, match=said) as caught:
+        check_architecture(settings_from(**base, **layout))
+    assert "\n" not in str(caught.value)
+    check_architecture(settings_from(**base, **layout | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+                                                         "actor_num_gpus_per_node": 4}))  # fmt: skip

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.torch_backend.core import Core
 from actors.trainer.training.ranks import Ranks
-from actors.trainer.training.step import train_batch
+from actors.trainer.training.step import BatchFault, train_batch
 from tests.megatron.pool import Pool
 from tests.megatron.tiny import NUMBERS, batch_of, config_of, trained
 
@@ -102,3 +104,24 @@ def test_a_run_goes_on_under_another_layout(model_dirs: dict[str, str], pool: Po
                 assert got[0][name] == pytest.approx(want[1][name], rel=1e-4, abs=1e-6), (own, name)
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, after[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def faulty(path: str, settings: dict[str, Any]) -> tuple[str, float]:
+    """What a step says in which one sample's loss cannot be made, and the next step's loss."""
+    core = MegatronCore(config_of(path, **settings), Ranks(dist.get_rank(), dist.get_world_size()))
+    long = {k: sum(s.train.response_length == 13 for s in batch_of(k).samples) for k in range(40)}
+    bad, good = (next(k for k, n in long.items() if n == wanted) for wanted in (1, 0))
+    try:
+        with pytest.raises(BatchFault) as told:
+            train_batch(core, batch_of(bad))
+        return str(told.value), train_batch(core, batch_of(good)).metrics["train/loss"]
+    finally:
+        core.close()
+
+
+def test_a_fault_of_one_rank_is_heard_by_all_and_none_waits(model_dirs: dict[str, str], pool: Pool) -> None:
+    """Two pipelines of two stages; one micro-batch of one of them meets a function of the user's that fails."""
+    objective = {"custom_loss_function_path": "tests.trainer.hook_samples.picky", "use_kl_loss": False, "kl_loss_coef": 0.0}
+    results = pool.run(4, faulty, model_dirs["apart"], {"own": {"pipeline_model_parallel_size": 2}, "objective": objective})
+    assert len(set(results)) == 1, "the ranks are told the same, and go on alike"
+    assert "raised ValueError: 13 tokens are too many" in results[0][0]

@@ -74,6 +74,31 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     assert backend.weights_hash() == end
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_taken_up_without_its_optimizer(
+    dtype: str, backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
+) -> None:
+    """Left out when it was written, or when it is read: the same weights, and the first step of a new optimizer."""
+    settings: dict[str, Any] = {"lr": 1e-2, "adam_eps": 1e-8, "model_dtype": dtype}
+    backend.setup(config_of(model_dirs["tied"], **settings))
+    steps(backend, 0, 1)
+    saved(backend, tmp_path / "whole")
+    end = backend.weights_hash()
+    backend.setup(config_of(model_dirs["tied"], no_save_optim=True, **settings))
+    backend.load(tmp_path / "whole", ("optim",))
+    assert backend.weights_hash() == end
+    saved(backend, tmp_path / "slim")
+    assert steps(backend, 2) and (after := backend.weights_hash()) != end
+    backend.load(tmp_path / "slim")  # as this run's own restarts must
+    assert backend.weights_hash() == end
+    steps(backend, 2)
+    assert backend.weights_hash() == after
+
+    backend.setup(config_of(model_dirs["tied"], **settings))
+    with pytest.raises(CheckpointRefused, match="Add --no-load-optim"):
+        backend.load(tmp_path / "slim")
+
+
 def test_a_version_is_the_model_and_memory_comes_back(
     backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
 ) -> None:

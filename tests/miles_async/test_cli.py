@@ -84,7 +84,7 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--wandb-project", "--lora-rank", "--allgather-cp")} <= {
+    assert {why_not(flag) for flag in ("--wandb-always-use-train-step", "--lora-rank", "--allgather-cp")} <= {
         why for why, _ in WHY_NOT
     }
     assert why_not("--nonsense") == ""
@@ -132,12 +132,12 @@ def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
         "def none(step, waiting):\n    return None\n"
         "async def nothing(task, session):\n    return None\n"
     )
-    words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --wandb-project x --rm-type none "
+    words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --lora-rank 8 --rm-type none "
     words += "--custom-rm-path mine.two --dynamic-sampling-filter-path mine.raises --buffer-filter-path mine.none"
     words += " --custom-generate-function-path mine.nothing --custom-config-path gone.yaml"
     done = in_process("train", "c.toml", "--dry-run", *words.split(), cwd=tmp_path)
     said = [line.removeprefix("miles-async train: ").split(" ")[0] for line in done.stderr.splitlines()]
-    fields = ["--wandb-project", "min_lr", "hf_checkpoint", "prompt_data"]
+    fields = ["--lora-rank", "min_lr", "hf_checkpoint", "prompt_data"]
     fields += ["custom_config_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"]
     assert (done.returncode, said) == (2, [*fields, "custom_generate_function_path"])
     assert "(sample: dict) -> number or table" in done.stderr and "raised TypeError" in done.stderr

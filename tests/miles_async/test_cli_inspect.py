@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from actors.recorder.file import FILE
@@ -59,6 +60,34 @@ def test_status_as_json_names_role_pid_host_state_version_and_wait(whole):
     assert found["ledger"] == {"issued": 8, "trained": 2, "dropped": {"zero_std_0": 2}, "pending": 4}
     assert found["streams"]["prompts"]["lag"] == 2
     assert found["policy"]["step"] == 1
+
+
+def test_samples_that_meet_a_condition_are_found_and_nothing_is_taken(whole, tmp_path):
+    def held():
+        return [(r["stream"], r["pending"], r["lag"], r["consumers"], r["oldest_deliveries"]) for r in whole.ask_json("bus", "lag")[1]]
+
+    before = held()
+    status, out, _ = whole.ask("bus", "tail", "scored", "--no-follow", "--where", "reward >= 0 and tokens == 4", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and rows and all(row["tokens"] == 4 and row["stream"] == "scored" for row in rows)
+    _, out, _ = whole.ask("bus", "tail", "scored", "--no-follow", "--where", f"sample == '{rows[0]['sample']}'")
+    assert len(out.splitlines()) == 1 and f"sample={rows[0]['sample']}" in out
+    _, out, _ = whole.ask("bus", "tail", "events", "--no-follow", "--where", "level != 'info' and actor")
+    assert "level=" in out
+    for form in ("jsonl", "parquet"):
+        file = tmp_path / f"found.{form}"
+        status, out, _ = whole.ask("bus", "export", "scored", "--out", str(file), "--where", "tokens > 0")
+        assert status == 0 and out.split()[0].isdigit() and int(out.split()[0]) > 0
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert pyarrow.parquet.read_table(tmp_path / "found.parquet")["sample"].to_pylist() == [row["sample"] for row in lines]
+    assert held() == before
+    status, _, err = whole.ask("bus", "export", "groups", "--out", "found.csv")
+    assert status == 2 and "--out" in err and len(err.splitlines()) == 1
+
+
+def test_an_entry_is_found_by_its_sample_alone(whole):
+    status, out, _ = whole.ask("bus", "show", "g3/0")
+    assert status == 0 and out.startswith("scored ")
 
 
 def test_bus_ls_lists_every_stream(whole):

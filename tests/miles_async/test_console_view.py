@@ -9,12 +9,12 @@ from rich.console import Console
 
 from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
+from actors.runtime.snapshot import policy_facts, read_snapshot
 from bus import Bus, Out
 from bus.inspect import Head
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
 from miles_async.console.live import run_console
-from miles_async.console.snapshot import policy_facts, read_snapshot
 from miles_async.console.view import screen
 from tests.miles_async.console_data import TOKENS, Story, config, rollout, step_done, vitals
 

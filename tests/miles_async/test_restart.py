@@ -64,7 +64,7 @@ def test_steps_say_nothing_of_other_actors() -> None:
 
 @pytest.mark.parametrize(
     ("code", "action", "reason"),
-    [(0, "done", ""), (2, "give_up", "w refused to start"), (65, "give_up", "w cannot go on")],
+    [(0, "done", ""), (2, "give_up", "w refused to start"), (65, "give_up", "w cannot go on"), (76, "give_up", "the bus was lost")],
 )
 def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason: str) -> None:
     verdict = judge_exit("w", Ending(0.0, code, 0), (), BUDGET)

@@ -71,11 +71,13 @@ def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
 
 
 def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch) -> None:
-    """At the stop the engines leave for good, so the trainer does not wait for them to save its last step."""
+    """At the stop the engines leave for good, so the trainer does not wait for them to save its last step. Before it a worker
+    dies after it gave its memory for a turn, and nobody waits for it."""
     patient = {"launch": {"drain_timeout_s": 60.0}}
     run = run_of(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}, **patient}))
-    run.start()
-    until("step 2", lambda: run.step() >= 2)
+    run.start(fault="generation-1:released:2:KILL")
+    until("a death in a turn", lambda: run.struck)
+    run.until_step(2)
     run.drain()
     stopped_at = run.saved()
     run.start()

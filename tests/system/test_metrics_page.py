@@ -17,8 +17,10 @@ from tests.crash.house import REPO, merged
 
 pytestmark = pytest.mark.timeout(300)
 
-BEGINNER = replace(ARITHMETIC, lessons=WarmStart(learn_steps=220, careless_steps=8, accepted=(0.0, 1.0)))
-"""A warm start of some seconds."""
+LESSONS = WarmStart(learn_steps=100, careless_steps=8, batch_size=24, development=50, accepted=(0.0, 1.0))
+BEGINNER = replace(ARITHMETIC, lessons=LESSONS)
+"""A warm start of a second."""
+SMALL = {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "over_sampling_batch_size": 6}
 
 
 def section(page: str, head: str) -> list[str]:
@@ -38,8 +40,8 @@ def test_the_page_names_what_the_quickstart_writes(run_of: Launch) -> None:
     tables = tomllib.loads((REPO / "configs" / "quickstart.toml").read_text(encoding="utf-8"))
     name, held_out = tables["eval"]["eval_prompt_data"]
     moved = {
-        "rollout": {"prompt_data": str(REPO / tables["rollout"]["prompt_data"]), "num_rollout": 4},
-        "eval": {"eval_prompt_data": [name, str(REPO / held_out)], "eval_interval": 2},
+        "rollout": {"prompt_data": str(REPO / tables["rollout"]["prompt_data"]), **SMALL},
+        "eval": {"eval_prompt_data": [name, f"{REPO / held_out}@[0:24]"], "eval_interval": 3},
     }
     run = run_of(merged(tables, moved))
     make_model(run.home / "runs" / ".models" / "arithmetic-seed1234", BEGINNER, seed=1)

@@ -12,6 +12,7 @@ import pytest
 from tests.crash.conftest import Launch
 from tests.crash.house import REPO, evaluating, merged
 from tests.crash.judge import judge
+from tests.crash.test_detach import assert_ended_run_can_be_asked, contents
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -62,17 +63,17 @@ def test_a_run_from_prompt_to_gradient_and_back(run_of: Launch, toy: Path) -> No
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "all steps equal bit for bit" in replayed.stdout
 
-    ended = command(run, "status", "--run", "r", "--runs-dir", str(run.home / "runs"))
-    assert ended.returncode == 0 and ended.stderr.count("\n") == 1 and "not running" in ended.stderr
-
-
-def test_a_finished_run_goes_on_when_it_is_given_more_steps(run_of: Launch) -> None:
-    run = run_of({"rollout": {"num_rollout": 2}})
+    before = contents(run.dir)
     run.start()
+    assert run.join() == 0
+    assert "run r has finished: 4 of 4 steps are done" in run.output()
+    assert contents(run.dir) == before, "a finished run that is started again says so and touches nothing"
+    assert_ended_run_can_be_asked(run)
+
+    run.start(flags=("--num-rollout", "6"))
     assert run.join() == 0, run.story()
-    run.start(flags=("--num-rollout", "4"))
-    assert run.join() == 0, run.story()
-    assert [s["step"] for s in records(run, "step")] == [1, 2, 3, 4]
+    assert [s["step"] for s in records(run, "step")] == [1, 2, 3, 4, 5, 6], "given more steps it goes on"
+    judge(run, steps=6)
 
 
 def test_users_mistakes_are_refused_in_one_line_before_anything_starts(run_of: Launch, toy: Path) -> None:

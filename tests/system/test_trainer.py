@@ -66,9 +66,20 @@ def test_two_ranks_finish_and_survive_the_death_of_one(run_of: Launch) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_first_step_that_fails_its_self_check_ends_the_run_only_under_ci_test(run_of: Launch) -> None:
+def test_a_first_step_that_cannot_be_trained_or_fails_its_self_check_ends_the_run_and_is_trained_once_the_cause_is_gone(
+    run_of: Launch,
+) -> None:
+    """First with a function that refuses the batch; then with a step that fails its self-check, which ends it under --ci-test only."""
     run = run_of({"rollout": {"num_rollout": 2}, "grpo": {"custom_pg_loss_reducer_function_path": "huge.reducer"}})
     (run.home / "huge.py").write_text(HUGE)
+    (run.home / "choosy.py").write_text(CHOOSY)
+    run.start(flags=("--custom-advantage-function-path", "choosy.advantages"))
+    assert run.join(seconds=PATIENCE_S) == 1, run.story()
+    assert "trainer cannot go on: step 1 cannot be trained: custom_advantage_function_path" in last_line(run)
+    assert "this batch is not for me" in last_line(run) and "Its 4 groups stay pending" in last_line(run)
+    assert "Traceback" not in run.output()
+    assert not [f for f in records(run, "fault") if f["event"] == "restart"]
+
     run.start(flags=("--ci-test",))
     assert run.join(seconds=PATIENCE_S) == 1, run.story()
     assert "trainer cannot go on: step 1 failed 1 of its" in last_line(run)
@@ -80,20 +91,3 @@ def test_a_first_step_that_fails_its_self_check_ends_the_run_only_under_ci_test(
     assert run.join(seconds=PATIENCE_S) == 0, run.story()
     judge(run)
 
-
-@pytest.mark.timeout(600)
-def test_a_batch_that_cannot_be_trained_ends_the_run_with_its_cause_and_is_trained_once_the_cause_is_gone(
-    run_of: Launch,
-) -> None:
-    run = run_of({"rollout": {"num_rollout": 2}})
-    (run.home / "choosy.py").write_text(CHOOSY)
-    run.start(flags=("--custom-advantage-function-path", "choosy.advantages"))
-    assert run.join(seconds=PATIENCE_S) == 1, run.story()
-    assert "trainer cannot go on: step 1 cannot be trained: custom_advantage_function_path" in last_line(run)
-    assert "this batch is not for me" in last_line(run) and "Its 4 groups stay pending" in last_line(run)
-    assert "Traceback" not in run.output()
-    assert not [f for f in records(run, "fault") if f["event"] == "restart"]
-
-    run.start()
-    assert run.join(seconds=PATIENCE_S) == 0, run.story()
-    judge(run)

@@ -33,6 +33,13 @@ def plus_one(args, samples):
     return raw, [r + 1.0 for r in raw]
 
 
+def picky(args, batch, log_probs, reducer):
+    """Meets a sample that it has no answer for."""
+    if 13 in batch.lengths:
+        raise ValueError("13 tokens are too many")
+    return reinforce(args, batch, log_probs, reducer)
+
+
 # -- wrong ones
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.runtime.run import Refused
+from actors.trainer.backend import BackendConfig
 from actors.trainer.torch_backend.core import Core
 from actors.trainer.training.files import FileEntry, read_index, read_tensors, write_bytes, write_tensors
 from actors.trainer.training.ranks import Ranks
@@ -58,10 +60,19 @@ class OwnCore(Core):
     def save(self, directory: Path) -> Any:
         return Shard(directory, self.ranks, self._shards())
 
-    def read(self, directory: Path) -> Any:
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> Any:
         return read_index(directory)
 
-    def load(self, directory: Path, read: Any) -> None:
+    def load(self, directory: Path, read: Any, drops: tuple[str, ...] = ()) -> None:
         held = read_tensors(directory, f"rank-{self.ranks.rank}.safetensors")
         for name, shard in self._shards().items():
             shard.copy_(held[name])
+
+
+class OneHostLacksIt(OwnCore):
+    """What rank 1 refuses before the ranks meet."""
+
+    @classmethod
+    def look(cls, config: BackendConfig, ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise Refused("its licence is missing on this host")

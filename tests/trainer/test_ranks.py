@@ -244,6 +244,33 @@ def test_what_rank_0_refuses_leaves_the_pair_at_work(
     assert manifest.n_tensors == len(pair.core.shapes) and pair.weights_hash()
 
 
+def test_a_fault_of_one_rank_is_heard_by_all_and_none_waits(
+    pair: TorchBackend, make_config: Config, make_batch: Batch, models: dict[str, Path]
+) -> None:
+    """A user's function that fails on one sample; then a library that one host refuses. After both the two go on."""
+    pair.setup(make_config(objective={"custom_loss_function_path": "tests.trainer.hook_samples.picky"}))
+    before, spoke = pair.weights_hash(), set()
+    batches = {seed: make_batch(seed) for seed in range(40)}
+    n_long = {seed: sum(s.train.response_length == 13 for s in batch.samples) for seed, batch in batches.items()}
+    for seed in [seed for seed, n in n_long.items() if n == 1][:6]:
+        with pytest.raises(BatchRefused, match=r"13 tokens are too many") as refused:
+            pair.train_step(batches[seed])
+        text = str(refused.value)
+        assert "custom_loss_function_path" in text and "\n" not in text and not refused.value.half_done
+        spoke.add(text.split(" on ")[0])
+    assert spoke == {"rank 0", "rank 1"} and pair.weights_hash() == before
+    assert pair.train_step(batches[next(seed for seed, n in n_long.items() if n == 0)]).metrics["train/updates"] == 1
+
+    backend = RankedBackend("tests.trainer.own_core.OneHostLacksIt")
+    backend._ranks = pair._ranks
+    with pytest.raises(Refused, match=r"rank 1 on .*: its licence is missing on this host"):
+        backend.setup(make_config())
+    with pytest.raises(Refused, match=r"rank 0 on .*: ref_load=nowhere: no such directory on this host"):
+        pair.setup(make_config(ref_load="nowhere"))
+    pair.setup(make_config())
+    assert pair.train_step(make_batch(0)).metrics["train/updates"] == 1
+
+
 @pytest.fixture
 def own(pair: TorchBackend, make_config: Config) -> RankedBackend:
     """The same two processes with a library of the user's own."""

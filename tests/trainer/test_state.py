@@ -111,6 +111,35 @@ def test_a_snapshot_before_the_first_step_is_complete(tmp_path: Path, make_backe
     assert backend.weights_hash() == after
 
 
+def test_a_checkpoint_is_taken_up_without_optimizer_or_random_state(
+    tmp_path: Path, make_backend: Backend, make_batch: Batch
+) -> None:
+    """Left out when it was written, or when it is read: the next step is the first of a new optimizer on the same weights."""
+    backend = make_backend()
+    backend.train_step(make_batch(0))
+    saved(backend, tmp_path / "whole")
+    slim = make_backend(no_save_optim=True)
+    slim.load(tmp_path / "whole")
+    saved(slim, tmp_path / "slim")
+    assert not (tmp_path / "slim" / "optimizer.safetensors").exists()
+    with pytest.raises(CheckpointRefused, match="Add --no-load-optim"):
+        backend.load(tmp_path / "slim")
+    slim.load(tmp_path / "slim")  # as this run's own restarts must
+    assert slim.core.optimizer.steps == 0
+
+    ends = set()
+    for name in ("whole", "slim"):
+        other = make_backend()
+        torch.manual_seed(5)
+        drawn = torch.get_rng_state()
+        other.load(tmp_path / name, ("optim", "rng"))
+        assert torch.equal(torch.get_rng_state(), drawn) and not other.core.optimizer.state()
+        other.train_step(make_batch(1, step=1))
+        ends.add(other.weights_hash())
+    backend.train_step(make_batch(1, step=1))
+    assert len(ends) == 1 and backend.weights_hash() not in ends
+
+
 def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 

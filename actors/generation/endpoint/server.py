@@ -1,8 +1,8 @@
 """The OpenAI interface of a worker, on loopback, for agents that know no other: `/v1/chat/completions` and `/v1/models`.
 
 Owns   a port, and the episodes under way, each behind a token of its own
-Always true: every answer is a turn of the session that its token names, and stands in its trajectories as it was made. When the
-program of an episode ends, its calls end with it.
+Always true: every answer is a turn of the session that its token names, is saved before its end is told, and stands in its
+trajectories as it was made. When the program of an episode ends, its calls end with it.
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ class Endpoint:
             self._count("calls_unreadable")
         episode.dialogues.take(place, segment, message)
         self._count("turns_served")
+        await episode.session.save()  # what an agent has heard, its tools may act on: it stays said
         if stream is not None:
             logprobs = wire.logprobs_of(segment, self._texts(segment)) if body.logprobs else None
             await stream.close(index, message, wire.finish_of(message, segment), logprobs)

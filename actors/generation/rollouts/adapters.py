@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,48 +19,12 @@ import msgspec
 
 from actors.generation.rollouts import Program, Segment, Session, Task, Trajectory, env
 from actors.runtime.hooks import load_hook
+from actors.runtime.miles import Decode, MilesSample, Status
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
 SIGNATURE = "(task, session) -> list of Trajectory; or Miles' (args, sample, sampling_params) -> sample; async def"
 Values = Callable[[], Mapping[str, Any]]
-Decode = Callable[[Sequence[int]], str]
-
-
-class Status(Enum):
-    """How a sample ended, in Miles' words."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-class MilesSample(SimpleNamespace):
-    """The fields of Miles' sample that a generate function reads and fills."""
-
-    Status = Status
-
-    @staticmethod
-    def of(task: Task) -> MilesSample:
-        return MilesSample(
-            index=task.index,
-            group_index=task.group_id,
-            prompt=task.prompt_text,
-            tokens=list(task.prompt),
-            prompt_tokens=tuple(task.prompt),
-            response="",
-            response_length=0,
-            label=task.label,
-            metadata=dict(task.metadata),
-            loss_mask=None,
-            rollout_log_probs=None,
-            weight_versions=[],
-            reward=None,
-            status=Status.PENDING,
-            remove_sample=False,
-        )
 
 
 def program_of(path: str, values: Values, decode: Decode) -> Program:
@@ -77,7 +40,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         return hook
 
     async def program(task: Task, session: Session) -> list[Trajectory]:
-        sample, asked = MilesSample.of(task), _Asked(session, decode)
+        sample, asked = MilesSample.of(task, task.prompt), _Asked(session, decode)
         args = SimpleNamespace(**{**values(), "post": asked.post, "tell": session.tell})
         params = {
             "temperature": task.sampling.temperature,

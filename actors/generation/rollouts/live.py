@@ -173,7 +173,7 @@ class Live:
             return msgspec.msgpack.decode(known.answer or b"\xc0")
         if no in running.turns:
             await self._leave("diverged")
-        await self._save()
+        await self.save()
         fault_point(self._turns.worker, "before_tell")
         async with asyncio.timeout(deadline_s):
             if inspect.iscoroutinefunction(call):
@@ -185,7 +185,7 @@ class Live:
         answer = msgspec.msgpack.encode(value)
         fault_point(self._turns.worker, "after_tell")
         running.answered(Call(no, digest, answer=answer))
-        await self._save()
+        await self.save()
         return msgspec.msgpack.decode(answer)
 
     async def _number(self) -> int:
@@ -199,6 +199,6 @@ class Live:
         self._asked.add(no)
         return no
 
-    async def _save(self) -> None:
+    async def save(self) -> None:
         if self._saves and self._running.dirty() and not await self._turns.save(self._entry, self._running):
             await self._leave("lease")

@@ -9,9 +9,9 @@ from actors.generation.engine import Chunk
 from actors.generation.rollouts import Program
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
-from actors.generation.rollouts.programs import said
 from actors.generation.sample import Running, Turn
 from actors.generation.turns import Turns
+from actors.runtime.whole import said
 from bus import Entry
 from bus.messages.base import pack_ints
 from bus.messages.samples import SampleTask, Sampling

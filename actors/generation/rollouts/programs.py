@@ -6,32 +6,27 @@ letter. One that fails for every sample costs none: they wait, and the run ends 
 
 from __future__ import annotations
 
-import os
-import sysconfig
-import traceback
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from actors.generation.rollouts import Program, Trajectory, single
-from actors.generation.rollouts.adapters import Decode, program_of
+from actors.generation.rollouts.adapters import program_of
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.watchdog import watch
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
 from actors.runtime.context import Context
-from actors.runtime.prompts import Tokenizer
+from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
+from actors.runtime.whole import said
 from bus import Entry
 from bus.errors import Poison, Transient
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 MOST_TRIES = 4  # of one sample
 LONGEST_BLOCK_S = 30.0  # of the event loop
-NOT_THEIRS = (*(str(Path(__file__).parents[3] / name) for name in ("actors", "bus")), sysconfig.get_path("stdlib"))
 
 
 class ProgramFailed(Transient):
@@ -55,7 +50,7 @@ class Programs:
         self._name = path or str(program or "single turn")
         self._program: Program = program or single.rollout
         if path:
-            self._program = program_of(path, lambda: {**context.knobs.values, **extra}, _decoder(model_dir))
+            self._program = program_of(path, lambda: {**context.knobs.values, **extra}, decoder_of(model_dir))
         self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
@@ -92,24 +87,3 @@ class Programs:
         self._context.count("episodes_restarted")
         self._context.log.warning("%s of %s begins again: %s", self._name, running.task.sample_id, why)
         return running.again()
-
-
-def _decoder(model_dir: str) -> Decode:
-    """Token ids to text, by the model's tokenizer, which is loaded when it is first asked; no text where no model is known."""
-
-    @cache
-    def tokenizer() -> Tokenizer:
-        return Tokenizer(model_dir)
-
-    return lambda ids: tokenizer().decode(ids) if model_dir else ""
-
-
-def said(error: BaseException, deadline_s: Any = None) -> str:
-    """An exception in one line, with the place in the user's own code."""
-    inner = error.__cause__ if isinstance(error, TimeoutError) and error.__cause__ is not None else error
-    frames = traceback.extract_tb(inner.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
-    where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"did not end within its deadline ({deadline_s} s){where}"
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"

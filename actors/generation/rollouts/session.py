@@ -144,6 +144,11 @@ class Session(Protocol):
         """
         ...
 
+    async def save(self) -> None:
+        """All that the model said so far is on the bus when this returns: for who shows it to something outside other than by
+        `tell`, which does it itself."""
+        ...
+
 
 Program = Callable[[Task, Session], Awaitable[list[Trajectory]]]
 """A rollout. An attribute `resumable = False` on it says that what it talks to cannot be rebuilt: interrupted, it begins anew."""

@@ -86,9 +86,19 @@ def cost_of(config: Any) -> CostModel:
     return CostModel.of_shape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
-        ffn=config.intermediate_size,
+        ffn=_ffn(config),
         vocab=config.vocab_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+def _ffn(config: Any) -> int:
+    """Columns of the feed-forward blocks that a token meets, on average over the layers."""
+    if not getattr(config, "num_experts", 0):
+        return int(config.intermediate_size)
+    layers = config.num_hidden_layers
+    sparse = sum(n not in config.mlp_only_layers and (n + 1) % config.decoder_sparse_step == 0 for n in range(layers))
+    inside = config.num_experts_per_tok * config.moe_intermediate_size
+    return int(sparse * inside + (layers - sparse) * config.intermediate_size) // layers

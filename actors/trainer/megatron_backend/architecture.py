@@ -55,6 +55,14 @@ class Architecture:
         """Whether layer `n` has experts."""
         return bool(self.experts) and bool(self.transformer["moe_layer_freq"][n])
 
+    @property
+    def ffn_of_a_token(self) -> int:
+        """Columns of the feed-forward blocks that a token meets, on average over the layers."""
+        t, shape = self.transformer, self.shape
+        sparse = sum(self.is_expert_layer(n) for n in range(self.layers))
+        inside = int(t.get("moe_router_topk") or 0) * shape.expert_ffn + shape.shared_ffn
+        return (sparse * inside + (self.layers - sparse) * shape.ffn) // self.layers
+
     def elements(self) -> dict[str, int]:
         """Elements of some parameters in all layers together, by their names in rules: they tell architectures apart."""
         t, h = self.transformer, self.transformer["hidden_size"]

@@ -7,7 +7,7 @@ chunks wear while they score; always true: outside `wearing` the chunks hold the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -22,11 +22,13 @@ from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
 from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
 from actors.trainer.megatron_backend.host import on_device
+from actors.trainer.megatron_backend.layout import layout_of
 from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.passes import Schedule
-from actors.trainer.megatron_backend.saving import Counters, Shards, check, identity_of
+from actors.trainer.megatron_backend.replay import Replay
+from actors.trainer.megatron_backend.saving import Counters, Shards, check, holds_optimizer, identity_of
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
@@ -37,6 +39,8 @@ from actors.trainer.training.files import Identity, hash_tensors
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors, worn
 from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.routes import Routes, RouteShape, mode_of
+from actors.trainer.training.state import no_optimizer
 from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
@@ -46,15 +50,19 @@ HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 class MegatronCore(CoreBase):
     """Built once per process; `ranks` must be connected."""
 
+    @classmethod
+    def look(cls, config: BackendConfig, ranks: Ranks) -> None:
+        """Refused, before anything is allocated and before ranks meet: a layout, a setting, a directory that cannot be trained."""
+        setup.check(config, setup.own(config), ranks.size)
+
     def __init__(self, config: BackendConfig, ranks: Ranks) -> None:
         own = setup.own(config)
-        setup.check(config, own, ranks.size)
         self.config, self.own, self.ranks = config, own, ranks
         install(config.objective)
         self.objective = settle_objective(config)
         torch.set_num_threads(config.trainer_threads)
         with on_device():
-            self.groups = Groups(setup.layout_of(own, ranks.size))
+            self.groups = Groups(layout_of(own, ranks.size))
         try:
             self._load_all()
         except BaseException:
@@ -77,6 +85,10 @@ class MegatronCore(CoreBase):
         with on_device():
             self.update = Update(self.model.optimizer_config, self.model.chunks)
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
+        if mode_of(config):
+            arch, parts = self.model.architecture, self.groups.tp if own.sequence_parallel and self.groups.tp.size() > 1 else None
+            shape = RouteShape(arch.layers, int(arch.transformer["moe_router_topk"]), arch.experts)
+            self.schedule.replay = Replay(self.model.bare, shape, parts, self.device)
         self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
         if "init" in self._hooks:
             self._hooks["init"](self)
@@ -120,7 +132,9 @@ class MegatronCore(CoreBase):
     def pack(self, samples: Sequence[BatchSample]) -> StreamBatch:
         cp = self.groups.cp
         block = self.own.data_pad_size_multiplier * self.groups.tp.size()
-        return StreamBatch(samples, cp_size=cp.size(), cp_rank=cp.rank(), block=block)
+        replay = self.schedule.replay
+        routes = None if replay is None else Routes(samples, replay.shape, records=self.config.use_routing_replay)
+        return StreamBatch(samples, routes, cp_size=cp.size(), cp_rank=cp.rank(), block=block)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -133,10 +147,19 @@ class MegatronCore(CoreBase):
         values = torch.zeros(packed.response_tokens)
         every = [one for mine in work for one in mine]
         self._call_hook("before_log_prob")
-        with self._wearing(self.others.get(which)), on_device():
+        routed = self._routed(every, records=True) if which == "old_logp" else nullcontext()  # other models choose themselves
+        with self._wearing(self.others.get(which)), routed, on_device():
             for (_, micro), logp in zip(every, self.schedule.forward_only(every), strict=True):
                 values[torch.from_numpy(micro.response_slots)] = logp.float().cpu()
         return self.total(values)
+
+    def _routed(self, work: Work, *, records: bool = False) -> AbstractContextManager[None]:
+        """Routers choose what is known of these micro-batches, or what they choose is kept."""
+        if self.schedule.replay is None:
+            return nullcontext()
+        micros = [(micro.routing, micro.input_ids.shape[1]) for _, micro in work]
+        unknown = all(routing is None or routing.table is None for routing, _ in micros)
+        return self.schedule.replay.passing("record" if records and unknown else "play", micros)
 
     def former_steps(self) -> tuple[int, ...]:
         return self.former.steps
@@ -167,7 +190,8 @@ class MegatronCore(CoreBase):
         self._call_hook("before_train_step")
         with watch.phase("forward_backward"), on_device():
             self.update.clear()
-            self.schedule.forward_backward(work, policy, entropy_gradient=entropy_gradient)
+            with self._routed(work):
+                self.schedule.forward_backward(work, policy, entropy_gradient=entropy_gradient)
 
     def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
         with on_device():
@@ -214,18 +238,23 @@ class MegatronCore(CoreBase):
         counters = msgspec.to_builtins(Counters(self.update.steps))
         with on_device():
             write = save_sharded(
-                self.model.bare, directory, optimizer=self.update.optimizer, extra=counters, group=self.groups.files
-            )
+                self.model.bare, directory, extra=counters, group=self.groups.files,
+                optimizer=None if self.config.no_save_optim else self.update.optimizer,
+            )  # fmt: skip
         return Shards(write, directory, self.model.source)
 
-    def read(self, directory: Path) -> None:
-        check(directory, self.model.architecture)
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
+        held = check(directory, self.model.architecture)
+        if not (held or "optim" in drops or self.config.no_save_optim):
+            raise no_optimizer(directory)
 
-    def load(self, directory: Path, read: None) -> None:
-        said = load_sharded(
-            self.model.bare, self.model.architecture, directory, optimizer=self.update.optimizer, with_extra=True
-        )
-        self.update.steps = msgspec.convert(said, Counters).optimizer_steps
+    def load(self, directory: Path, read: None, drops: tuple[str, ...] = ()) -> None:
+        fresh = "optim" in drops or not holds_optimizer(directory)
+        optimizer = None if fresh else self.update.optimizer
+        said = load_sharded(self.model.bare, self.model.architecture, directory, optimizer=optimizer, with_extra=True)
+        if fresh:
+            self.update.begin_anew()
+        self.update.steps = 0 if fresh else msgspec.convert(said, Counters).optimizer_steps
         self.former.clear()
 
     # -- the device, and others who want it ----------------------------------------------------------------------------

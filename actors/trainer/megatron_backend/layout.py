@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 
+from actors.trainer.megatron_backend.config import MegatronConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -51,6 +53,22 @@ class Layout:
     def expert_tp(self) -> int:
         """Ranks that share one expert's matrices."""
         return self.tp if self.etp is None else self.etp
+
+
+def layout_of(own: MegatronConfig, world: int) -> Layout:
+    """The layout that settings ask for, of `world` ranks."""
+    return Layout(
+        world=world,
+        tp=own.tensor_model_parallel_size,
+        pp=own.pipeline_model_parallel_size,
+        vpp=own.virtual_pipeline_model_parallel_size or 1,
+        cp=own.context_parallel_size,
+        ep=own.expert_model_parallel_size,
+        etp=own.expert_tensor_parallel_size,
+        sequence_parallel=own.sequence_parallel,
+        first=own.num_layers_in_first_pipeline_stage,
+        last=own.num_layers_in_last_pipeline_stage,
+    )
 
 
 def refusals(layout: Layout, shape: Shape) -> list[str]:

@@ -33,6 +33,16 @@ class Update:
             for state in part.optimizer.state.values() if part.optimizer else ():
                 yield from (t for t in state.values() if isinstance(t, Tensor))
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """The weights were replaced: masters are made of them, and moments begin at 0."""
+        for part in self.optimizer.chained_optimizers:
+            for state in part.optimizer.state.values() if part.optimizer else ():
+                for t in state.values():
+                    if isinstance(t, Tensor):
+                        t.zero_()
+        self.optimizer.reload_model_params()
+
     def clear(self) -> None:
         """Forget all gradients."""
         for chunk in self._chunks:

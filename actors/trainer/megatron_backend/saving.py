@@ -102,8 +102,13 @@ def identity_of(arch: Architecture) -> Identity:
     )
 
 
-def check(directory: Path, arch: Architecture) -> None:
-    """Every byte as it was written, and of this model. Raises CheckpointRefused."""
+def holds_optimizer(directory: Path) -> bool:
+    """Whether a checkpoint has an optimizer's state."""
+    return any(key.startswith("optimizer.") for key in torch_dist.contents(directory))
+
+
+def check(directory: Path, arch: Architecture) -> bool:
+    """Every byte as it was written, and of this model; whether an optimizer's state is there. Raises CheckpointRefused."""
     index, own = read_index(directory), identity_of(arch)
     if (index.model_type, index.fingerprint) != (own.model_type, own.fingerprint):
         raise CheckpointRefused(
@@ -111,6 +116,6 @@ def check(directory: Path, arch: Architecture) -> None:
             f"{own.model_type} of {own.n_params}, or their layers differ. Nothing was changed. Use the model it was made of."
         )
     try:
-        torch_dist.check(directory, arch)
+        return any(key.startswith("optimizer.") for key in torch_dist.check(directory, arch))
     except Refused as error:
         raise CheckpointRefused(f"checkpoint {directory} refused: {error}. Nothing was changed.") from error

@@ -26,8 +26,9 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
-from actors.trainer.megatron_backend.layout import Layout, refusals
+from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
+from actors.trainer.training.routes import mode_of
 
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
@@ -47,22 +48,6 @@ def own(config: BackendConfig) -> MegatronConfig:
 def source_of(config: BackendConfig) -> str:
     """The Hugging Face directory that says what the model is."""
     return config.published_as or config.hf_checkpoint
-
-
-def layout_of(own: MegatronConfig, world: int) -> Layout:
-    """The layout that settings ask for, of `world` ranks."""
-    return Layout(
-        world=world,
-        tp=own.tensor_model_parallel_size,
-        pp=own.pipeline_model_parallel_size,
-        vpp=own.virtual_pipeline_model_parallel_size or 1,
-        cp=own.context_parallel_size,
-        ep=own.expert_model_parallel_size,
-        etp=own.expert_tensor_parallel_size,
-        sequence_parallel=own.sequence_parallel,
-        first=own.num_layers_in_first_pipeline_stage,
-        last=own.num_layers_in_last_pipeline_stage,
-    )
 
 
 def fields_of(kind: type) -> set[str]:
@@ -85,9 +70,16 @@ def given_of(own: MegatronConfig) -> dict[str, Any]:
 
 
 def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
-    """Raises Refused, all reasons in one line, before a process group or a model exists."""
-    said = refusals(layout_of(own, world), directory.read(source_of(config)).shape)
+    """Raises Refused, all reasons in one line, before a process group or a model exists; then for directories, whose headers are
+    read."""
+    arch = directory.read(source_of(config))
+    said = refusals(layout_of(own, world), arch.shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
+    if mode_of(config) and not arch.experts:
+        said.append(f"{source_of(config)} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay")
+    for name, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")) if mode_of(config) else ():
+        if given_of(own).get(name) == value:
+            said.append(f"megatron.{name}={value}: such routers cannot be told what to choose; leave it out, or routing replay")
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
@@ -100,6 +92,15 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
             said.append(f"context_parallel_size={own.context_parallel_size}: {NEEDS_ENGINE}")
     if said:
         raise Refused("; ".join(said))
+    for path in {config.hf_checkpoint, config.ref_load, config.opd_teacher_load} - {""}:
+        if _is_torch_dist(path):
+            torch_dist.check(torch_dist.iteration(path), arch)
+        else:
+            directory.index(path, arch)
+
+
+def _is_torch_dist(path: str) -> bool:
+    return any((Path(path) / name).is_file() for name in (torch_dist.TRACKER, torch_dist.CONTENTS))
 
 
 class Model:
@@ -139,7 +140,7 @@ class Model:
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(
-            hidden=transformer["hidden_size"], layers=shape.layers, ffn=shape.ffn, vocab=arch.vocab, heads=shape.heads,
+            hidden=transformer["hidden_size"], layers=shape.layers, ffn=arch.ffn_of_a_token, vocab=arch.vocab, heads=shape.heads,
             kv_heads=shape.groups, head_dim=transformer["kv_channels"],
         )  # fmt: skip
 
@@ -168,7 +169,7 @@ class Model:
 
     def load(self, path: str) -> None:
         """Weights of this architecture, out of a Hugging Face directory or a torch_dist checkpoint."""
-        if (Path(path) / torch_dist.TRACKER).is_file() or (Path(path) / torch_dist.CONTENTS).is_file():
+        if _is_torch_dist(path):
             checkpoint.load_sharded(self.bare, self.architecture, torch_dist.iteration(path))
         else:
             weights.load_hf(self.bare, self.architecture, path)

@@ -98,6 +98,8 @@ def prepare_batch(
         rewards, values = custom.post_processed_rewards(cfg, samples, rewards, frozenset(baseline.missing))
         missing = [i for i, value in enumerate(values) if value is None]
         baseline = replace(baseline, values=[value or 0.0 for value in values], missing=missing)
+    own = [v if s.processed is None else s.processed for s, v in zip(samples, baseline.values, strict=True)]
+    baseline = replace(baseline, values=own)
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
     index = sample_index(lengths)
     mask = pack_masks(samples, flags)

@@ -49,6 +49,9 @@ class TrainSample:
     """rewards to take the baseline over, this sample's among them, where not all of its group is in the batch; empty: those in
     the batch"""
 
+    processed: float | None = None
+    """what a function of the user's made of its reward, in place of the group's baseline"""
+
     @property
     def trajectory(self) -> Hashable:
         """Key of the trajectory: a `rollout` names it within its group only."""

@@ -21,7 +21,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
-from actors.trainer.torch_backend import attention
+from actors.trainer.torch_backend import attention, experts
 from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
@@ -30,10 +30,12 @@ from actors.trainer.torch_backend.model import Policy, export_files, load_policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
 from actors.trainer.torch_backend.shards import Shards
+from actors.trainer.training.export import unfused
 from actors.trainer.training.files import Identity, hash_tensors, shape_fingerprint
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.routes import mode_of
 from actors.trainer.training.state import Scalars, StateFiles, TrainingState, read_state
 from actors.trainer.training.step import settle_objective
 
@@ -77,6 +79,7 @@ class Core(Passes):
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = cost_of(self.policy.hf.config)
+        self.replay = self._replay()
         self.old_actors = OldActors(on_host=ranks.alone)
         self.critic: CriticTraining | None = None
         if self.objective.estimator.critic:
@@ -86,13 +89,21 @@ class Core(Passes):
         self.offload = Offload(config.offload_train_target, config.offload_dir)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
-        policy = load_policy(
-            path, trainable=trainable, gradient_checkpointing=self.own.gradient_checkpointing and trainable
-        )
+        checkpointing = self.own.gradient_checkpointing and trainable
+        policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
+
+    def _replay(self) -> experts.Replay | None:
+        if not mode_of(self.config):
+            return None
+        if (shape := experts.shape_of(self.policy.hf.config)) is None:
+            raise Refused(
+                f"{self.config.hf_checkpoint} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay."
+            )
+        return experts.Replay(self.policy.blocks, shape, self.device)
 
     def _load_teacher(self) -> Policy | None:
         """The second model of on-policy distillation; None where no objective asks, or where samples bring its log-probs."""
@@ -109,6 +120,9 @@ class Core(Passes):
 
     def _place(self, module: nn.Module) -> None:
         blocks: Any = module.blocks
+        hf: Any
+        for hf in (m for m in module.modules() if hasattr(m, "set_experts_implementation")):
+            hf.set_experts_implementation(experts.implementation(self.device))
         for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:
             block.gradient_checkpointing = False
         if self.compiles:
@@ -150,10 +164,11 @@ class Core(Passes):
         """Weights in the computing type, or FP8 where that is served; nothing on other ranks than 0."""
         for name, p in self.policy.named_weights().items():
             whole = self.shards.whole(p, self.dtype, live=True)
-            if whole is not None and self.fp8 is not None:
-                yield from quantized({name: whole}, self.fp8).items()
-            elif whole is not None:
-                yield name, whole
+            for part, tensor in unfused(name, whole) if whole is not None else ():
+                if self.fp8 is None:
+                    yield part, tensor
+                else:
+                    yield from quantized({part: tensor}, self.fp8).items()
 
     def beside(self) -> dict[str, bytes]:
         return export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)
@@ -168,12 +183,13 @@ class Core(Passes):
     def _copied(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
         weights = self._whole(self.weights.params, torch.float32)
-        optimizer = self._whole(self.optimizer.state(), torch.float32)
+        leave_out = self.config.no_save_optim
+        optimizer = self._whole({} if leave_out else self.optimizer.state(), torch.float32)
         reference = self._whole(self._moving_reference(), torch.float32)
         old_actors = self._whole(self.old_actors.tensors(), torch.float32)
         critic = self.critic
         critic_weights = self._whole(critic.weights.params if critic else {}, torch.float32)
-        critic_optimizer = self._whole(critic.optimizer.state() if critic else {}, torch.float32)
+        critic_optimizer = self._whole(critic.optimizer.state() if critic and not leave_out else {}, torch.float32)
         if self.ranks.rank != 0:
             return None
         export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
@@ -190,8 +206,9 @@ class Core(Passes):
             hf_beside=export(self.dtype),
             scalars=Scalars(
                 optimizer=self.config.optimizer,
-                optimizer_steps=self.optimizer.steps,
-                critic_steps=critic.optimizer.steps if critic else 0,
+                optimizer_steps=0 if leave_out else self.optimizer.steps,
+                critic_steps=critic.optimizer.steps if critic and not leave_out else 0,
+                no_optim=leave_out,
                 old_actors=self.old_actors.steps,
                 rng_cpu=torch.get_rng_state().numpy().tobytes().hex(),
                 rng_cuda=torch.cuda.get_rng_state().numpy().tobytes().hex() if self.device.type == "cuda" else "",
@@ -218,7 +235,7 @@ class Core(Passes):
 
     # -- restore ------------------------------------------------------------------------------------------------
 
-    def read(self, directory: Path) -> TrainingState:
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> TrainingState:
         """A checkpoint of this model and optimizer, verified; rank 0 only. Raises CheckpointRefused."""
         return read_state(
             directory,
@@ -229,15 +246,16 @@ class Core(Passes):
             moving_reference=bool(self._moving_reference()),
             critic_shapes=self.critic.shapes if self.critic else {},
             critic_optimizer_names=self.critic.optimizer.expected(1) if self.critic else frozenset(),
+            needs_optim="optim" not in drops and not self.config.no_save_optim,
         )
 
     @torch.no_grad()
-    def load(self, directory: Path, read: TrainingState | None) -> None:
+    def load(self, directory: Path, read: TrainingState | None, drops: tuple[str, ...] = ()) -> None:
         """Take over rank 0's verified state, which alone has read it; on other ranks `read` is None."""
-        state = read
+        state, fresh = read, "optim" in drops
         scalars = msgspec.json.decode(self.ranks.broadcast(msgspec.json.encode(state.scalars) if state else None), type=Scalars)
         weights, moments = (state.weights, state.optimizer) if state else ({}, {})
-        self._take(self.weights, self.optimizer, scalars.optimizer_steps, weights, moments)
+        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, weights, moments)
         for name, ref in self._moving_reference().items():
             ref.copy_(self.shards.part(state.reference[name] if state else None, ref))
         self.old_actors.clear()
@@ -248,7 +266,9 @@ class Core(Passes):
                 self.old_actors.put(step, {n: self.shards.part(given[n], p) for n, p in own.items()})
         if self.critic is not None:
             weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
-            self._take(self.critic.weights, self.critic.optimizer, scalars.critic_steps, weights, moments)
+            self._take(self.critic.weights, self.critic.optimizer, 0 if fresh else scalars.critic_steps, weights, moments)
+        if "rng" in drops:
+            return
         torch.set_rng_state(_rng(scalars.rng_cpu))
         if scalars.rng_cuda and self.device.type == "cuda":
             torch.cuda.set_rng_state(_rng(scalars.rng_cuda))

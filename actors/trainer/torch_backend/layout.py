@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.backend import BatchSample
+from actors.trainer.training.routes import Routes, Routing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +48,16 @@ class MicroBatch:
     """one value, or float32 [R] when samples differ"""
     response_slots: np.ndarray
     """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
+    routing: Routing | None = None
+    """experts of the T input tokens; None: the model chooses"""
 
 
 class PackedBatch:
-    """All tokens of a rollout batch on the host. Lengths in tokens, positions are those of `samples`."""
+    """All tokens of a rollout batch on the host. Lengths in tokens, positions are those of `samples`. `routes`: their experts,
+    where routers are told."""
 
-    def __init__(self, samples: Sequence[BatchSample]) -> None:
+    def __init__(self, samples: Sequence[BatchSample], routes: Routes | None = None) -> None:
+        self.routes = routes
         self.prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
         self.response = np.array([len(s.response_tokens) for s in samples], dtype=np.int64)
         self.total = self.prompt + self.response
@@ -90,6 +95,7 @@ class PackedBatch:
             targets=_to(self.tokens[first[of_response] + place], device),
             temperature=self._temperature(ids, of_response, device),
             response_slots=self.first_response[ids][of_response] + step,
+            routing=self.routes.micro_batch(ids, inputs) if self.routes else None,
         )
 
     def _temperature(self, ids: np.ndarray, of_response: np.ndarray, device: torch.device) -> float | Tensor:

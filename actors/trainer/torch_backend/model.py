@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from actors.runtime.run import Refused
-from actors.trainer.torch_backend import attention, fp8
+from actors.trainer.torch_backend import attention, experts, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
 
 log = logging.getLogger(__name__)
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
@@ -103,6 +103,7 @@ def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -
     if lost:
         raise Refused(f"{path} lacks {len(lost)} tensors of its model, first {lost[0]}. Give complete safetensors.")
     hf = hf.to(torch.float32)
+    experts.prepare(hf)
     for p in hf.parameters():
         p.requires_grad_(trainable)
     if trainable and gradient_checkpointing:

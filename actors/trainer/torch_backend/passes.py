@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.critic import CriticTraining
+from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.training.base import CoreBase
 from actors.trainer.training.old_actors import OldActors
+from actors.trainer.training.routes import Routes
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
 
 
@@ -31,6 +33,8 @@ class Passes(CoreBase):
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    replay: Replay | None
+    """of the policy's routers, where they are told; None: they choose"""
 
     @property
     def rank(self) -> int:
@@ -45,7 +49,9 @@ class Passes(CoreBase):
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
-        return PackedBatch(samples)
+        if self.replay is None:
+            return PackedBatch(samples)
+        return PackedBatch(samples, Routes(samples, self.replay.shape, records=self.config.use_routing_replay))
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -62,11 +68,22 @@ class Passes(CoreBase):
     def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
         model = self._model(which)
         micros = [micro for mine in work for _, micro in mine]
-        found = [model(micro).float() for micro in micros]  # fetched below: the device gets all its work first
+        found = []
+        for micro in micros:  # fetched below: the device gets all its work first
+            with self._routed(micro, records=True) if which == "old_logp" else nullcontext():
+                found.append(model(micro).float())
         values = torch.zeros(packed.response_tokens)
         for micro, logp in zip(micros, found, strict=True):
             values[torch.from_numpy(micro.response_slots)] = logp.cpu()
         return self.ranks.total(values)
+
+    def _routed(self, micro: MicroBatch, *, records: bool = False) -> AbstractContextManager[None]:
+        """The policy's routers choose what is known of this micro-batch, or what they choose is kept."""
+        if self.replay is None or micro.routing is None:
+            return nullcontext()
+        if micro.routing.table is None and records:
+            return self.replay.recording(micro.routing, micro.input_ids.shape[1])
+        return self.replay.playing(micro.routing)
 
     def _model(self, which: str) -> Callable[[MicroBatch], Tensor]:
         if which == "values":
@@ -94,11 +111,12 @@ class Passes(CoreBase):
             weights.clear()
         for k, (ids, micro) in enumerate(work):
             self._sync_gradients(k == len(work) - 1)
-            with watch.phase("forward"), torch.set_grad_enabled(learns):
-                loss = policy(ids, *self.policy(micro, entropy_gradient))
-            if learns:
-                with watch.phase("backward"):
-                    loss.backward()
+            with self._routed(micro):
+                with watch.phase("forward"), torch.set_grad_enabled(learns):
+                    loss = policy(ids, *self.policy(micro, entropy_gradient))
+                if learns:
+                    with watch.phase("backward"):
+                        loss.backward()
             if self.critic is not None:
                 with watch.phase("critic"):
                     value(ids, self.critic.model(micro)).backward()

@@ -39,6 +39,9 @@ class CoreBase:
     def watch(self) -> Stopwatch:
         return Stopwatch(self.device)
 
+    def first_fault(self, fault: str) -> str:
+        return self.ranks.first_said(fault)
+
     def total(self, x: Tensor) -> Tensor:
         return self.ranks.total(x)
 

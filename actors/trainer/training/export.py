@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 
 import msgspec
 import torch
+from torch import Tensor
 
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Core
@@ -59,3 +60,15 @@ def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[Named
         del body, parts
         yield bucket
         bucket.clear()
+
+
+def unfused(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of ours as Hugging Face directories have it: of experts one matrix each."""
+    if ".mlp.experts." not in name or tensor.ndim != 3:
+        yield name, tensor
+        return
+    at, kind = name.rsplit(".", 1)
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    for e, matrix in enumerate(tensor):
+        for part, piece in zip(names, matrix.chunk(len(names)), strict=True):
+            yield f"{at}.{e}.{part}.weight", piece

@@ -16,15 +16,14 @@ import torch
 from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
-from actors.trainer.batch.packing import BatchingError
-from actors.trainer.hooks import probe
-from actors.trainer.objective import MissingInputError, ObjectiveConfigError
+from actors.trainer.hooks import install, probe
+from actors.trainer.objective import ObjectiveConfigError
 from actors.trainer.objective_hooks import HookError
 from actors.trainer.training.export import gathered
 from actors.trainer.training.offload import NoRoom
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.saving import Checkpoint, write_apart
-from actors.trainer.training.step import examine, settle_objective, train_batch
+from actors.trainer.training.step import CONTENT, REFUSALS, BatchFault, as_line, examine, settle_objective, train_batch
 from actors.trainer.training.verbs import Core, Saving
 from actors.trainer.training.wire import (
     Command,
@@ -49,10 +48,6 @@ LIBRARIES = {
 }
 _SHARD = "shard over more GPUs with --actor-num-gpus-per-node"
 STOP = Do("stop")
-REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
-"""Raised from the batch alone, before anything changed, so on every rank or on none."""
-CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
-"""What numbers that fit nothing raise, wherever they are met. Of several ranks the others would wait: there it ends the process."""
 
 
 def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
@@ -113,19 +108,19 @@ class RankedBackend:
         made = core.updates
         try:
             return _train(core, batch)
-        except REFUSALS as error:
-            raise BatchRefused(_line(error)) from error
+        except (*REFUSALS, BatchFault) as error:
+            raise BatchRefused(as_line(error), half_done=core.updates != made) from error
         except CONTENT as error:
-            if not self._ranks.alone:
+            if not self._ranks.alone:  # met between two meetings of the ranks: the others wait, and only its end tells them
                 raise
-            raise BatchRefused(f"{type(error).__name__}: {_line(error)}", half_done=core.updates != made) from error
+            raise BatchRefused(as_line(error), half_done=core.updates != made) from error
 
     def refuses(self, batch: StepBatch) -> str:
         """Why a batch cannot be trained; of several ranks the first looks alone, and runs no model."""
         try:
             examine(self.core, batch, forward=self._ranks.alone)
         except (*REFUSALS, *CONTENT) as error:
-            return f"{type(error).__name__}: {_line(error)}"
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return ""
 
     def export(self, limit_bytes: int) -> Generator[NamedTensors]:
@@ -144,11 +139,11 @@ class RankedBackend:
         self._tell(Save(str(directory)))
         return Checkpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
         """Restore a checkpoint; CheckpointRefused, before anything changes, when it does not fit or is damaged."""
-        read = self.core.read(directory)
-        self._tell(Load(str(directory)))
-        self.core.load(directory, read)
+        read = self.core.read(directory, drops)
+        self._tell(Load(str(directory), drops))
+        self.core.load(directory, read, drops)
 
     def sleep(self) -> None:
         """Training state of all ranks off their devices."""
@@ -199,13 +194,17 @@ class Follower:
             if isinstance(command, Setup):
                 if self._core is not None:
                     self._core.close()
-                self._core = _load(command.library, command.config, self._ranks)
+                    self._core = None
+                try:
+                    self._core = _load(command.library, command.config, self._ranks)
+                except Refused as error:  # rank 0 says so too, and ends all of us
+                    log.error("rank %d: %s", self._ranks.rank, error)
                 continue
             if self._core is None:
                 raise RuntimeError(f"rank 0 sent {type(command).__name__} before Setup; start all ranks together.")
             try:
                 self._obey(self._core, command)
-            except REFUSALS as error:
+            except (*REFUSALS, BatchFault) as error:
                 log.warning("rank %d: %s", self._ranks.rank, error)
         if self._core is not None:
             self._core.close()
@@ -214,8 +213,8 @@ class Follower:
         match command:
             case Step():
                 _train(core, unpack_step(command))
-            case Load(directory=directory):
-                core.load(Path(directory), None)
+            case Load(directory=directory, drops=drops):
+                core.load(Path(directory), None, drops)
             case Export(limit_bytes=limit_bytes):
                 for _ in gathered(core, self._ranks, limit_bytes):
                     pass
@@ -231,10 +230,29 @@ class Follower:
 
 
 def _load(library: str, config: BackendConfig, ranks: Ranks) -> Core:
+    """What one rank can refuse alone it says before the ranks meet, and all of them refuse it."""
+    fault = ""
     try:
-        return core_of(library)(config, ranks)
+        make = core_of(library)
+        _look(config)
+        if (look := getattr(make, "look", None)) is not None:
+            look(config, ranks)
+    except (Refused, HookError) as error:
+        fault = as_line(error) if isinstance(error, HookError) else str(error)
+    if said := ranks.first_said(fault):
+        raise Refused(said)
+    try:
+        return make(config, ranks)
     except torch.OutOfMemoryError as error:
         raise NoRoom(f"the models and their masters do not fit: {_said(error)} {_either(_SHARD)}") from None
+
+
+def _look(config: BackendConfig) -> None:
+    """Refused, HookError: this host lacks a directory or a function of the user's."""
+    for name in ("hf_checkpoint", "published_as", "ref_load", "critic_load", "opd_teacher_load"):
+        if (path := getattr(config, name)) and not Path(path).is_dir():
+            raise Refused(f"{name}={path}: no such directory on this host. Each host of the trainer needs it at the same place.")
+    install(config.objective)
 
 
 def _train(core: Core, batch: StepBatch) -> StepResult:
@@ -248,10 +266,6 @@ def _train(core: Core, batch: StepBatch) -> StepResult:
             f"step {batch.step + 1} does not fit into {core.device}, where {core.resident_bytes() / 2**30:.1f} GiB are weights and "
             f"optimizer state: {_said(error)} {_either(*core.less_memory, f'lower --{cap}', _SHARD)}"
         ) from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _said(error: torch.OutOfMemoryError) -> str:

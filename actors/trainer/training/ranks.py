@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
@@ -81,17 +82,18 @@ class Ranks:
             self._commands, self._files = None, None
             dist.destroy_process_group()
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank."""
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """One rank's bytes on every rank."""
         if self.alone:
             return data or b""
-        length = torch.tensor([len(data or b"")], dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._commands)
+        mine = data if self.rank == source else None
+        length = torch.tensor([len(mine or b"")], dtype=torch.int64)
+        dist.broadcast(length, source, group=self._commands)
         body = torch.empty(int(length), dtype=torch.uint8)
-        if data:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if mine:
+            body.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         if body.numel():
-            dist.broadcast(body, 0, group=self._commands)
+            dist.broadcast(body, source, group=self._commands)
         return body.numpy().tobytes()
 
     def total(self, x: Tensor) -> Tensor:
@@ -105,6 +107,16 @@ class Ranks:
         if not self.alone and x.numel():
             dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
+
+    def first_said(self, text: str) -> str:
+        """What the first rank that says anything says, on every rank and with its name; empty where none does. All meet here."""
+        if self.alone:
+            return text
+        speaks = self.largest(torch.tensor([self.size - self.rank if text else 0], dtype=torch.int64))
+        first = self.size - int(speaks)
+        if first == self.size:
+            return ""
+        return self.broadcast(f"rank {self.rank} on {gethostname()}: {text}".encode(), source=first).decode()
 
     def gather_written(self, data: bytes) -> list[bytes]:
         """What every rank said, by rank. Of a group of its own: for the threads that write, beside the training."""

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from actors.trainer.training.export import unfused
 from actors.trainer.training.files import (
     FileEntry,
     fsync_dir,
@@ -54,6 +55,8 @@ class Scalars(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     critic_steps: int = 0
     """steps of the critic's optimizer"""
+    no_optim: bool = False
+    """optimizers were left out; their steps are 0 then"""
     old_actors: tuple[int, ...] = ()
     """steps whose weights are kept"""
 
@@ -106,7 +109,8 @@ class TrainingState:
         part.mkdir(parents=True)
         for name, data in self.hf_beside.items():
             write_bytes(part / name, data, durable=True)
-        write_tensors(part / MODEL, {name: t.to(self.dtype) for name, t in self.weights.items()}, durable=True)
+        served = {name: t.to(self.dtype) for fused, whole in self.weights.items() for name, t in unfused(fused, whole)}
+        write_tensors(part / MODEL, served, durable=True)
         write_bytes(part / COMPLETE, b"", durable=True)
         shutil.rmtree(directory, ignore_errors=True)
         os.rename(part, directory)
@@ -143,6 +147,7 @@ def read_state(
     moving_reference: bool,
     critic_shapes: Mapping[str, tuple[int, ...]],
     critic_optimizer_names: Set[str],
+    needs_optim: bool = True,
 ) -> TrainingState:
     """What `TrainingState.write` wrote, every byte checked, for a model (and critic; empty: none) of the given shapes.
 
@@ -171,6 +176,8 @@ def read_state(
             f"checkpoint {directory} refused: its optimizer is {scalars.optimizer}, this run's is {optimizer}. Nothing was "
             f"changed. Set optimizer={scalars.optimizer}."
         )
+    if scalars.no_optim and needs_optim:
+        raise no_optimizer(directory)
     state = TrainingState(
         model_type=index.model_type,
         weights=read_tensors(directory, MODEL),
@@ -202,6 +209,14 @@ def read_state(
                     f"checkpoint {directory} refused: {what} {name} has shape {list(t.shape)}, the model has {list(shape)}."
                 )
     return state
+
+
+def no_optimizer(directory: Path) -> CheckpointRefused:
+    """A checkpoint without optimizer state where one is wanted."""
+    return CheckpointRefused(
+        f"checkpoint {directory} refused: it was written without the optimizer's state (--no-save-optim). Nothing was changed. Add "
+        "--no-load-optim to go on with a new optimizer."
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> int:

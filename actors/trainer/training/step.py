@@ -7,7 +7,7 @@ finite changes no weight, the critic's included, and no sample of it counts as t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,10 +17,13 @@ from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, StepBatch, StepResult
 from actors.trainer.batch.batching import StepPlan
+from actors.trainer.batch.packing import BatchingError
 from actors.trainer.batch.plan import RolloutPlan, plan_steps
 from actors.trainer.objective import (
     LossInputs,
+    MissingInputError,
     ObjectiveConfig,
+    ObjectiveConfigError,
     PreparedBatch,
     TrainSample,
     check,
@@ -34,8 +37,24 @@ from actors.trainer.objective import (
     value_loss,
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
+from actors.trainer.objective_hooks import HookError
 from actors.trainer.selfcheck import measure
 from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
+
+REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
+"""Raised from the batch alone, before anything changed, so on every rank or on none; they say what it is themselves."""
+CONTENT = (ValueError, IndexError, KeyError, TypeError, ArithmeticError)
+"""What numbers that fit nothing raise, wherever they are met, and functions of the user's."""
+
+
+class BatchFault(ValueError):
+    """What the content of a micro-batch raised, on this rank or another: raised on all of them."""
+
+
+def as_line(error: Exception) -> str:
+    """A fault in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (*REFUSALS, BatchFault)) else f"{type(error).__name__}: {text}"
 
 
 @dataclass(slots=True)
@@ -76,6 +95,8 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
         passes, cap = work, core.config.log_probs_max_tokens_per_gpu
         if core.config.use_dynamic_batch_size and cap != core.config.max_tokens_per_gpu:
             _, passes = _planned(core, msgspec.structs.replace(core.config, max_tokens_per_gpu=cap), packed, names)
+        if packed.routes is not None and packed.routes.records:
+            passes = work  # what routers choose there is known by micro-batch
     with watch.phase("logprob_pass"):
         _own_passes(core, cfg, batch, packed, passes)
         lost = _old_actor_passes(core, batch, packed, passes, cfg.max_staleness or 0) if cfg.keep_old_actor else []
@@ -87,6 +108,8 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     tally = _Tally()
     if lost:
         tally.flags["old_actor_gone"] = lost
+    if packed.routes is not None:
+        tally.flags |= packed.routes.flags
     for step, mine in zip(plan.steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if (
@@ -205,9 +228,25 @@ def _one_step(
         merge(totals, sums)
         return loss
 
+    faults: list[Exception] = []
+
+    def held(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A fault of one rank's micro-batch waits until all ranks are through: in between they would wait for it in vain."""
+
+        def call(ids: tuple[int, ...], *given: Tensor) -> Tensor:
+            try:
+                return loss(ids, *given)
+            except CONTENT as error:
+                faults.append(error)
+                return torch.stack([x.sum() for x in given]).sum() * 0
+
+        return call
+
     core.forward_backward(
-        mine, policy, value, learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
+        mine, held(policy), held(value), learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
     )
+    if fault := core.first_fault(as_line(faults[0]) if faults else ""):
+        raise BatchFault(fault) from (faults[0] if faults else None)
     with watch.phase("optimizer"):
         norms, finite = core.apply(rates, update=norm.trained_tokens > 0)
     tally.updates += finite and norm.trained_tokens > 0
@@ -288,6 +327,8 @@ def _result(
         "step_s": seconds,
         **{f"{name}_s": value for name, value in phases.items()},
     }
+    if packed.routes is not None:
+        metrics |= packed.routes.metrics(core.total)
     if core.n_ranks > 1:
         metrics["rank_imbalance"] = plan.imbalance
     packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)

@@ -20,6 +20,7 @@ from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.training.files import FileEntry, Identity
+from actors.trainer.training.routes import Routes
 
 
 class Packed(Protocol):
@@ -31,6 +32,9 @@ class Packed(Protocol):
     """int64 [S]: response tokens of each sample"""
     first_response: np.ndarray
     """int64 [S]: place of each sample's first response token among the batch's"""
+
+    routes: Routes | None
+    """experts of the tokens, where routers are told; None: they are not"""
 
     @property
     def response_tokens(self) -> int: ...
@@ -139,6 +143,10 @@ class Verbs(Protocol):
         with `update` and finite norms."""
         ...
 
+    def first_fault(self, fault: str) -> str:
+        """What the first rank with a fault says of it, the same on every rank; empty where none has one."""
+        ...
+
     def total(self, x: Tensor) -> Tensor:
         """Sum of a CPU tensor over all ranks."""
         ...
@@ -217,12 +225,13 @@ class Core(Verbs, Protocol):
         """Which model a checkpoint holds. Rank 0."""
         ...
 
-    def read(self, directory: Path) -> Any:
+    def read(self, directory: Path, drops: tuple[str, ...] = ()) -> Any:
         """Rank 0 alone, before anything changes: what `load` needs of a checkpoint, found fit. Raises CheckpointRefused."""
         ...
 
-    def load(self, directory: Path, read: Any) -> None:
-        """Take over a checkpoint, whatever number of ranks wrote it. `read`: what rank 0 has read, None on the others."""
+    def load(self, directory: Path, read: Any, drops: tuple[str, ...] = ()) -> None:
+        """Take over a checkpoint, whatever number of ranks wrote it, but for what `drops` names (optim, rng). `read`: what rank 0
+        has read, None on the others."""
         ...
 
     def sleep(self) -> None:

@@ -29,6 +29,8 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
     floats: dict[str, bytes]
     spans: list[tuple[int, int]] | None
     known_rewards: tuple[float, ...] = ()
+    processed: float | None = None
+    experts: tuple[str, int, bytes] | None = None  # type, tokens, and all numbers
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -47,6 +49,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """Take over a checkpoint that rank 0 found fit."""
 
     directory: str
+    drops: tuple[str, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -113,6 +116,8 @@ def _pack(s: BatchSample) -> WireSample:
         floats={name: _bytes(x, np.float32) for name, x in given.items() if x is not None},
         spans=None if t.spans is None else [(int(v), int(n)) for v, n in t.spans],
         known_rewards=tuple(t.known_rewards),
+        processed=t.processed,
+        experts=None if s.experts is None else (s.experts.dtype.str, len(s.experts), s.experts.tobytes()),
     )
 
 
@@ -133,6 +138,12 @@ def _unpack(w: WireSample) -> BatchSample:
             remove=w.remove,
             spans=w.spans,
             known_rewards=w.known_rewards,
+            processed=w.processed,
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
+        experts=_experts(*w.experts) if w.experts else None,
     )
+
+
+def _experts(kind: str, tokens: int, data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=kind).reshape(tokens, -1) if tokens else np.zeros((0, 0), dtype=kind)

@@ -12,6 +12,8 @@ from miles_async.settings.groups.parallel import ParallelSettings
 from miles_async.settings.groups.perf import PerfSettings
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.groups.sglang import SglangSettings
+from miles_async.settings.groups.trackers import TrackersSettings
 
 __all__ = ("ArchitectureSettings", "BusSettings", "CkptSettings", "EvalSettings", "GrpoSettings", "LaunchSettings", "ModelSettings",
-           "OptimizerSettings", "ParallelSettings", "PerfSettings", "RolloutSettings", "SglangSettings")  # fmt: skip
+           "OptimizerSettings", "ParallelSettings", "PerfSettings", "RolloutSettings", "SglangSettings",
+           "TrackersSettings")  # fmt: skip

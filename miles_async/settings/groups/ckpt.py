@@ -12,10 +12,28 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str,
         doc(
             "Parent directory of the checkpoint to resume from; latest_checkpointed_iteration.txt in it selects the "
-            "step. Empty or missing directory: start from ref_load. Equal to save, so the same command resumes.",
+            "step. Empty or missing directory: start from ref_load. Equal to save, so the same command resumes; another one "
+            "only as long as save holds none.",
             derived="save",
         ),
     ]
+    ckpt_step: Annotated[
+        PositiveInt | None,
+        doc(
+            "Which checkpoint in load to resume from. Unset: the one that the tracker names. Where load is save the run goes back "
+            "to it, at each start of this command.",
+            unit="rollouts",
+        ),
+    ] = None
+    finetune: Annotated[
+        bool,
+        doc(
+            "Of the checkpoint in load (a run's, Megatron's, or a model directory) take the weights alone: step 0, a new "
+            "optimizer, the data from their beginning. The reference stays ref_load."
+        ),
+    ] = False
+    no_load_optim: Annotated[bool, doc("Resume with a new optimizer.")] = False
+    no_load_rng: Annotated[bool, doc("Resume with the random state of a new trainer.")] = False
     save: Annotated[
         str,
         doc("Parent directory of the checkpoints that this run writes.", derived="<runs_dir>/<name>/checkpoints"),
@@ -33,15 +51,30 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         ),
     ] = 10
     keep_last: Annotated[int, doc("Newest checkpoints kept on disk; older ones are removed.", unit="count", ge=1)] = 3
+    save_retain_interval: Annotated[
+        PositiveInt | None,
+        doc("Checkpoints of steps that are multiples of it stay, beside the keep_last newest.", unit="rollouts"),
+    ] = None
+    no_save_optim: Annotated[
+        bool,
+        doc(
+            "Checkpoints without the optimizer's state: a fraction of the size. A run that resumes from one, after a crash too, "
+            "goes on with a new optimizer."
+        ),
+    ] = False
     async_save: Annotated[bool, doc("Write checkpoints beside training instead of between two steps.")] = True
     ref_load: Annotated[
         str,
         doc(
             "Checkpoint of the frozen reference policy, a directory or builtin name; read only when a KL term is on, "
-            "and the starting point when load holds nothing. For the Megatron backend torch_dist as well.",
+            "and the starting point when load holds nothing; of a parent directory of checkpoints the newest. For the Megatron "
+            "backend torch_dist as well.",
             derived="hf_checkpoint",
         ),
     ]
+    ref_ckpt_step: Annotated[
+        PositiveInt | None, doc("Which checkpoint in ref_load. Unset: the one that its tracker names.", unit="rollouts")
+    ] = None
     critic_load: Annotated[
         str | None,
         doc(
@@ -71,10 +104,14 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             "type that it computes in, with tokenizer and chat template."
         ),
     ] = None
+    dump_details: Annotated[str | None, doc("Directory for everything that can be looked into later: the batches.")] = None
     save_debug_rollout_data: Annotated[
         str | None,
-        doc("Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay."),
-    ] = None
+        doc(
+            "Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay.",
+            derived="<dump_details>/rollout_data/{rollout_id}.msgpack, unset without it",
+        ),
+    ]
     load_debug_rollout_data: Annotated[
         str | None,
         doc("Path pattern with {rollout_id}: the trainer takes recorded batches from there instead of rollouts."),

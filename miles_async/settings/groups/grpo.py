@@ -154,6 +154,20 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_rollout_logprobs: Annotated[
         bool, doc("Take the engine's log-probs as the old policy in the PPO ratio and skip recomputing them.")
     ] = False
+    use_rollout_routing_replay: Annotated[
+        bool,
+        doc(
+            "Mixture of experts (R3): for each token the trainer takes the experts that the engine chose, in log-prob passes and "
+            "in training. Engines answer with them: layers x top-k bytes a token."
+        ),
+    ] = False
+    use_routing_replay: Annotated[
+        bool,
+        doc(
+            "Mixture of experts: the steps of a rollout take the experts that the trainer's own log-prob pass chose. Without that "
+            "pass (one step per rollout) nothing is fixed."
+        ),
+    ] = False
     use_opsm: Annotated[
         bool, doc("Off-policy sequence mask: leave out negative-advantage sequences the policy has moved away from.")
     ] = False

@@ -19,9 +19,15 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     runs_dir: Annotated[str, doc("Folder that holds one folder per run.")] = "runs"
     seed: Annotated[int, doc("Seed of everything random that has no seed of its own.", ge=0)] = 1234
     console: Annotated[
-        Literal["live", "plain", "none"],
-        doc("live: one view that updates in place; plain: a line per step; none: only errors."),
+        Literal["live", "plain", "none", "web"],
+        doc(
+            "live: one view that updates in place; plain: a line per step; none: only errors; web: a line per step, and a page on "
+            "loopback whose address is printed (also beside a run, at any time: miles-async console)."
+        ),
     ] = "live"
+    console_port: Annotated[
+        int, doc("Port of that page on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535)
+    ] = 0
     drain_timeout_s: Annotated[
         float, doc("Time for an actor to finish or park what it holds when it is asked to stop.", unit="seconds", gt=0)
     ] = 30.0

@@ -27,7 +27,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     data_source_path: Annotated[
-        str | None, doc("Dotted path of a function(path) that gives the rows in place of reading prompt_data.")
+        str | None, doc("Dotted path of a function(path) that gives the rows in place of prompt_data, or of Miles' class with get_samples.")
     ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
@@ -196,6 +196,22 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
             derived="check_reward_nonzero_std; none when n_samples_per_prompt is 1 or a teacher is distilled",
         ),
     ]
+    rollout_sample_filter_path: Annotated[
+        str | None, doc("Dotted path of Miles' filter(args, groups): samples whose remove_sample it sets are not trained.")
+    ] = None
+    custom_convert_samples_to_train_data_path: Annotated[
+        str | None, doc("Dotted path of Miles' convert(args, samples): gives rewards in place of the group's baseline, loss_masks.")
+    ] = None
+    rollout_data_postprocess_path: Annotated[
+        str | None, doc("Dotted path of Miles' postprocess(args[, data]): changes the loss_masks of the batch's dict of lists.")
+    ] = None
+    rollout_all_samples_process_path: Annotated[
+        str | None, doc("Dotted path of Miles' process(args, groups, data_source): looks at a step's groups, dropped ones too.")
+    ] = None
+    batch_hook_timeout_s: Annotated[
+        float, doc("Longest run of a function that sees a whole batch; then the run ends.", unit="seconds", gt=0)
+    ] = 300.0
+
     max_waves: Annotated[
         int,
         doc(

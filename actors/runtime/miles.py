@@ -1,0 +1,83 @@
+"""A sample in Miles' words: what functions written for it read and fill.
+
+Always true: its tokens, log-probs and versions are copies, so that whatever such a function does, what the model made stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from bus.messages.base import unpack_floats, unpack_ints
+from bus.messages.samples import SampleTask, Scored
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Status(Enum):
+    """How a sample ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class MilesSample(SimpleNamespace):
+    """Fields by Miles' names. `response`, the text, is made when it is first asked for."""
+
+    Status = Status
+
+    @staticmethod
+    def of(task: Any, prompt: Sequence[int], **fields: Any) -> MilesSample:
+        """A sample before it is generated, of a task of either kind (a message's, a program's)."""
+        begun: dict[str, Any] = {
+            "index": task.index,
+            "group_index": task.group_id,
+            "prompt": task.prompt_text,
+            "tokens": list(prompt),
+            "prompt_tokens": tuple(prompt),
+            "response": "",
+            "response_length": 0,
+            "label": task.label,
+            "metadata": dict(task.metadata),
+            "loss_mask": None,
+            "rollout_log_probs": None,
+            "weight_versions": [],
+            "reward": None,
+            "status": Status.PENDING,
+            "remove_sample": False,
+        }
+        return MilesSample(**(begun | fields))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "response" or "decode" not in self.__dict__:
+            raise AttributeError(f"a sample has no {name!r} here")
+        self.response = self.decode(self.tokens[len(self.tokens) - self.response_length :])
+        return self.response
+
+
+def judged(scored: Scored, decode: Decode) -> list[MilesSample]:
+    """A scored rollout: one sample for each of its trajectories, which share the reward."""
+    task: SampleTask = scored.rollout.task
+    found = []
+    for strand in scored.rollout.strands:
+        prompt, response = unpack_ints(strand.prompt_tokens), strand.response
+        sample = MilesSample.of(
+            task,
+            prompt,
+            tokens=prompt + unpack_ints(response.tokens),
+            response_length=response.n_tokens,
+            loss_mask=list(bytes(response.loss_mask)),
+            rollout_log_probs=unpack_floats(response.logprobs),
+            weight_versions=[str(span.version) for span in response.made],
+            reward=scored.rewards or scored.reward,
+            status=Status.COMPLETED if scored.rollout.finish == "stop" else Status.TRUNCATED,
+            decode=decode,
+        )
+        del sample.response
+        found.append(sample)
+    return found

@@ -1,0 +1,100 @@
+"""Calls of a user's function that sees many samples at once: in a thread, in its time, its failures with file and line."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sysconfig
+import threading
+import traceback
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from actors.runtime.context import Context
+from actors.runtime.hooks import load_hook
+from actors.runtime.refusals import Row, RunEnds
+
+MOST_FAILED = 3  # in a row
+NOT_THEIRS = (*(str(Path(__file__).parents[2] / name) for name in ("actors", "bus")), sysconfig.get_path("stdlib"))
+
+
+class WholeFailed(Exception):
+    """The function raised; the text says what and where. Called again it may work."""
+
+
+class Whole:
+    """The function at `path`, named by `setting`. No thread can be ended: when one is late, the run ends."""
+
+    def __init__(self, context: Context, setting: str, path: str, deadline_s: float) -> None:
+        self.setting = setting
+        self._hook, self._deadline_s = load_hook(path), deadline_s
+        self._name = f"--{setting.replace('_', '-')} {path}"
+        self._row = Row(context.clock.monotonic, self._name, "Mend it, or leave it out.", most=MOST_FAILED)
+
+    async def __call__(self, *args: Any) -> Any:
+        """What it returned. Raises WholeFailed, and RunEnds after several in a row, or when it is late."""
+        done: Future[Any] = Future()
+        threading.Thread(target=_run, args=(self._hook, fitting(self._hook, args), done), daemon=True).start()
+        try:
+            found = await asyncio.wait_for(asyncio.wrap_future(done), self._deadline_s)
+        except TimeoutError:
+            if not done.done() or done.cancelled():
+                late = f"{self._name} did not end within {self._deadline_s:g} s (--batch-hook-timeout-s)"
+                raise RunEnds(f"{late}. What is not done stays pending; the same command resumes.") from None
+            self._failed(done.exception())
+        except Exception as error:  # noqa: BLE001 - whatever a function of the user's raises
+            self._failed(error)
+        return found
+
+    def _failed(self, error: BaseException | None) -> None:
+        self.refused(said(error) if error is not None else "was late")
+
+    def refused(self, why: str) -> None:
+        """It raised, or what it returned cannot be used. Raises WholeFailed, or RunEnds."""
+        self._row.failed("", why)
+        raise WholeFailed(f"{self._name} {why}")
+
+    def worked(self) -> None:
+        """What it returned is of use."""
+        self._row.worked()
+
+
+def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As many of the arguments, from the first, as a function takes."""
+    try:
+        given = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):
+        return args
+    if any(p.kind is p.VAR_POSITIONAL for p in given):
+        return args
+    return args[: sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)]
+
+
+def _run(hook: Any, args: tuple[Any, ...], done: Future[Any]) -> None:
+    try:
+        found = hook(*args)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+    except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
+        if not done.cancelled():
+            done.set_exception(error)
+        return
+    if not done.cancelled():
+        done.set_result(found)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def said(error: BaseException, deadline_s: Any = None) -> str:
+    """An exception in one line, with the place in the user's own code."""
+    inner = error.__cause__ if isinstance(error, TimeoutError) and error.__cause__ is not None else error
+    frames = traceback.extract_tb(inner.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
+    where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"did not end within its deadline ({deadline_s} s){where}"
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"

@@ -1,0 +1,61 @@
+"""Show a run in the browser: the flow, curves, engines, samples, knobs, dead letters, events. Of an ended run, what it left.
+
+The page is served on loopback, to whoever opens the address that is printed. From another machine: ssh -L 8420:127.0.0.1:8420 HOST.
+Ctrl-C ends the console, not the run.
+"""
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+
+from miles_async.cli.options import add_run_options, chosen_run
+from miles_async.settings.runs import RunRef
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, --port, --read-only and the shared options."""
+    parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: 8420, or any where that is taken)")
+    parser.add_argument("--read-only", action="store_true", help="nothing can be changed from the page")
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the operator left."""
+    args.run = args.run or args.name
+    asyncio.run(_console(chosen_run(args), args.port, args.read_only))
+    return 0
+
+
+async def _console(ref: RunRef, port: int, read_only: bool) -> None:
+    from actors.recorder.feed import Feed
+    from actors.recorder.file import read_records
+    from bus.identity import read_identity
+    from miles_async.cli.attach import total_steps
+    from miles_async.console.attach import attached
+    from miles_async.console.live import run_console
+    from miles_async.console.web.app import serve
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with attached(ref, look=True) as bus:
+        known = await read_identity(bus)
+        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
+        why = "this run has ended" if bus.config.url != ref.bus_url else "this console is read-only" if read_only else ""
+        feed = Feed(bus, await asyncio.to_thread(read_records, folder))
+        total = total_steps(folder)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
+                here = folder if folder.is_dir() else None
+                await serve(bus, feed, here, total_steps=total, port=port, read_only=why, stop=stop, say=_say)
+        finally:
+            stop.set()
+            await feed.close()
+    print("left the console" + ("" if why.endswith("ended") else "; the run goes on"))
+
+
+def _say(line: str) -> None:
+    print(f"{line}\nCtrl-C ends it", flush=True)

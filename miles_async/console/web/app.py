@@ -1,0 +1,115 @@
+"""The server of the web console: one page, its files, a stream of its state, and the commands behind it. On loopback only.
+
+Always true: a page that reads slowly delays nobody else; it gets the newest state when it is ready for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from actors.recorder.feed import Feed
+from bus import Bus
+from miles_async.console.web.guard import Guard, add_headers, refusal, token_of
+from miles_async.console.web.hub import Hub
+from miles_async.console.web.verbs import Verbs
+from miles_async.settings.errors import SettingsError
+
+HOST, PORT = "127.0.0.1", 8420
+MOST_PAGES = 64
+STATIC = Path(__file__).parent / "static"
+ALIVE_S = 15.0  # between two words on a stream on which nothing changes
+MOST_BODY_BYTES = 1 << 20
+
+
+class Pages:
+    """Handlers of the page and its stream."""
+
+    def __init__(self, hub: Hub, read_only: str) -> None:
+        self._hub, self._read_only, self._open = hub, read_only, 0
+
+    def routes(self) -> list[web.RouteDef | web.StaticDef]:
+        return [web.get("/", self._page), web.get("/events", self._events), web.static("/static", STATIC)]
+
+    async def _page(self, _request: web.Request) -> web.FileResponse:
+        return web.FileResponse(STATIC / "index.html")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: `state`, an object of the sections that changed; `curves`, points from an index on."""
+        if self._open >= MOST_PAGES:
+            return refusal(503, f"{MOST_PAGES} pages are open already: close one")
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await answer.prepare(request)
+        self._open += 1
+        self._hub.enter()
+        try:
+            await answer.write(_event("hello", msgspec.json.encode({"read_only": self._read_only})))
+            seen, edition, at = 0, -1, 0
+            while True:
+                seen, news = await self._hub.news(seen, ALIVE_S)
+                body = b"".join(b',"%s":%s' % (name.encode(), value) for name, value in news.items())
+                await answer.write(_event("state", b'{"wall":%.3f%s}' % (self._hub.wall, body)))
+                curves = self._hub.curves
+                if edition != curves.edition:
+                    edition, at = curves.edition, 0
+                if curves.length > at or "run" in news:
+                    at = max(0, at - 1)  # the last point may have taken in more steps
+                    await answer.write(_event("curves", msgspec.json.encode(curves.since(at))))
+                    at = curves.length
+        except ConnectionError:
+            pass  # the page was closed
+        finally:
+            self._open -= 1
+            self._hub.leave()
+        return answer
+
+
+def _event(name: str, body: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), body)
+
+
+async def serve(
+    bus: Bus,
+    feed: Feed,
+    run_dir: Path | None,
+    *,
+    total_steps: int,
+    port: int,
+    read_only: str,
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+) -> None:
+    """Until `stop`. `feed` is read by somebody else. `port` 0: PORT, or any where that is taken. `read_only`: why nothing may be
+    changed, empty = it may. SettingsError when the port is taken."""
+    token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps)
+    guard = Guard(token, read_only)
+    app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
+    app.on_response_prepare.append(add_headers)
+    app.add_routes([*Pages(hub, read_only).routes(), *Verbs(bus, run_dir).routes()])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        here = await _listen(runner, port)
+        say(f"console of run {bus.config.run}: http://{HOST}:{here}/?token={token}")
+        await hub.run(stop)
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, port: int) -> int:
+    for wanted in [port] if port else [PORT, 0]:
+        try:
+            site = web.TCPSite(runner, HOST, wanted)
+            await site.start()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE and not wanted:
+                raise
+            continue
+        return int(runner.addresses[0][1])
+    why = f"cannot listen on {HOST}:{port}: it is taken, or not yours"
+    raise SettingsError(why, field="--port", value=port, remedy="Choose another.")

@@ -1,0 +1,141 @@
+"""Looks at a run for all open pages: a state every REFRESH_S while somebody watches, the doctor's word more seldom.
+
+Reads  snapshots, the history that somebody else's feed keeps, the doctor's scene    Writes  nothing    Owns  the pages' state
+While nobody watches it does nothing. Where a look is slow, looks are rarer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from actors.recorder.feed import Feed
+from actors.runtime.snapshot import read_snapshot
+from bus import Bus
+from bus.errors import BusUnreachable
+from bus.ledger import LedgerCheck, check
+from miles_async.console.doctor import diagnose
+from miles_async.console.explain import explain
+from miles_async.console.report import read_settings
+from miles_async.console.scene import read_scene
+from miles_async.console.watchdog import Audits
+from miles_async.console.web.curves import Curves
+from miles_async.console.web.looks import Looks
+from miles_async.console.web.state import State, Word, state_of, waiting
+
+REFRESH_S, DOCTOR_S = 0.5, 2.0
+LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.02  # of the time that they may take
+SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
+
+
+class Hub:
+    """`run` in a task; pages call `watch` and then `news`. `total_steps` 0 = unknown."""
+
+    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int) -> None:
+        self._bus, self._feed, self._run_dir, self._total = bus, feed, run_dir, total_steps
+        self._settings = read_settings(run_dir) if run_dir is not None else {}
+        self._looks, self.curves, self._word = Looks(), Curves(), Word()
+        self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
+        self._look, self.wall = 0, 0.0  # of the newest look, seconds
+        self._changed = asyncio.Condition()
+        self._watched = asyncio.Event()
+        self._watchers = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`; woken by the first watcher, then by time."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow(stop))
+            tasks.create_task(self._consult(stop))
+
+    def enter(self) -> None:
+        """One more page watches."""
+        self._watchers += 1
+        self._watched.set()
+
+    def leave(self) -> None:
+        """One page fewer."""
+        self._watchers -= 1
+        if not self._watchers:
+            self._watched.clear()
+
+    async def news(self, since: int, wait_s: float) -> tuple[int, dict[str, bytes]]:
+        """Number of the newest look, and the sections that changed after look `since`; waits for them, at most `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: self._look > since)
+        except TimeoutError:
+            pass
+        return self._look, {name: body for name, (at, body) in self._sections.items() if at > since}
+
+    async def _follow(self, stop: asyncio.Event) -> None:
+        clock = self._bus.clock
+        seen = clock.monotonic()
+        while await self._somebody(stop):
+            began = clock.monotonic()
+            try:
+                state = await self._seen()
+                seen = clock.monotonic()
+            except BusUnreachable:
+                state = {}
+            silent_s = clock.monotonic() - seen
+            await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
+            spent = clock.monotonic() - began
+            await _until(stop, max(REFRESH_S - spent, spent / LOOK_SHARE - spent))
+
+    async def _seen(self) -> State:
+        snapshot, history = await read_snapshot(self._bus), self._feed.history
+        self._looks.see(snapshot)
+        self.curves.follow(history.steps)
+        return state_of(snapshot, history, self._looks, self._word, total_steps=self._total, settings=self._settings)
+
+    async def _tell(self, state: State) -> None:
+        """Number the sections that are not as before, and wake who waits for news."""
+        self._look += 1
+        self.wall = self._bus.clock.wall()
+        for name, value in state.items():
+            body = msgspec.json.encode(value)
+            if name not in self._sections or self._sections[name][1] != body:
+                self._sections[name] = (self._look, body)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _consult(self, stop: asyncio.Event) -> None:
+        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time; audits of the ledger as the watchdog's."""
+        clock, audits = self._bus.clock, Audits()
+        ledger: LedgerCheck | None = None
+        while await self._somebody(stop):
+            began = clock.monotonic()
+            try:
+                if audits.due(began):
+                    ledger = await check(self._bus)
+                    audits.done(began, clock.monotonic())
+                first = next((s.metrics for s in self._feed.history.steps[:1] if s.step == 1), {})
+                scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first)
+                said = dict(explain(scene))
+                of_trainer = said.get("trainer", "")
+                waited = of_trainer if waiting(of_trainer) else self._word.waited
+                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited)
+            except BusUnreachable:
+                pass  # `silent` says so
+            spent = clock.monotonic() - began
+            await _until(stop, max(DOCTOR_S, spent / DOCTOR_SHARE))
+
+    async def _somebody(self, stop: asyncio.Event) -> bool:
+        """Wait until somebody watches; False when it is over."""
+        while not stop.is_set() and not self._watched.is_set():
+            waits = [asyncio.create_task(self._watched.wait()), asyncio.create_task(stop.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return not stop.is_set()
+
+
+async def _until(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        pass

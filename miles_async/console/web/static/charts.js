@@ -1,0 +1,247 @@
+// Curves over training steps: one small chart each, one cursor over all. Colours repeat what the words above each chart say.
+
+import { el, say } from "./dom.js";
+import { count, duration, percent, short } from "./format.js";
+
+const line = (key, label, colour = "blue") => ({ key, label, colour });
+const CHARTS = [
+  { title: "Reward and evaluations", series: [line("rollout/raw_reward", "training")], evals: true },
+  { title: "Loss", series: [line("train/loss", "loss")] },
+  { title: "Gradient norm", series: [line("train/grad_norm", "norm"), line("train/critic_grad_norm", "critic", "orange")] },
+  { title: "Entropy, nats", series: [line("train/entropy_loss", "entropy")] },
+  { title: "KL, nats", series: [line("train/ppo_kl", "update"), line("train/kl_loss", "reference", "purple"), line("train/train_rollout_kl", "engine", "orange")] },
+  { title: "Clipped tokens", unit: percent, series: [line("train/pg_clipfrac", "loss"), line("train/tis_clipfrac", "weights", "orange")] },
+  { title: "Effective samples", unit: percent, series: [line("train/ess_ratio", "of all")] },
+  { title: "Log-prob difference, nats", series: [line("train/train_rollout_logprob_abs_diff", "to engine"), line("train/forward_logp_abs_diff", "own pass", "orange")] },
+  { title: "Learning rate", series: [line("train/lr", "rate")] },
+  { title: "Staleness, steps", bound: true, series: [line("rollout/fully_async/avg_staleness", "mean"), line("rollout/fully_async/max_staleness", "most", "orange")] },
+  { title: "Age at the first token", ages: true },
+  { title: "Time of a step, s", stacked: true, cut: true, unit: duration, series: [line("train_s", "training", "green"), line("wait_s", "waiting", "orange"), line("publish_s", "publishing", "purple")] },
+  { title: "Trained tokens a second", unit: count, series: [line("tokens_per_s", "tokens/s")] },
+  { title: "Response length, tokens", unit: count, series: [line("rollout/response_len/mean", "mean"), line("rollout/response_len/max", "most", "orange")] },
+  { title: "Dropped groups a step", stacked: true, dropped: true, series: [] },
+];
+const HUES = ["orange", "purple", "red", "blue", "green", "grey"];
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+export class Charts {
+  constructor(place, tune) {
+    this.data = { edition: -1, step: [], columns: {} };
+    this.other = null;
+    this.evals = [];
+    this.marks = { knobs: [], restarts: [], bounds: [] };
+    this.visible = true;
+    this.cards = CHARTS.map((spec) => (spec.ages ? new Ages(place, spec) : new Chart(place, spec, this, tune)));
+  }
+
+  /** Points from an index on; what lies behind it is replaced. */
+  take(news) {
+    const { step, columns } = this.data;
+    step.length = Math.min(step.length, news.at);
+    for (const name of new Set([...Object.keys(columns), ...Object.keys(news.columns)])) {
+      const column = (columns[name] ??= Array(news.at).fill(null));
+      column.length = news.at;
+      column.push(...(news.columns[name] ?? Array(news.step.length).fill(null)));
+    }
+    step.push(...news.step);
+    this.draw();
+  }
+
+  told(state) {
+    this.evals = state.evals ?? [];
+    this.marks = state.marks ?? this.marks;
+    this.cards.find((card) => card instanceof Ages).show(state.ages ?? {});
+    this.draw();
+  }
+
+  compare(name, curves) {
+    this.other = curves && { name, ...curves };
+    this.draw();
+  }
+
+  show(visible) {
+    this.visible = visible;
+    this.draw();
+  }
+
+  repaint() {
+    for (const card of this.cards) card.forget?.();
+    this.draw();
+  }
+
+  draw() {
+    if (this.pending || !this.visible) return;
+    this.pending = true;
+    requestAnimationFrame(() => {
+      this.pending = false;
+      if (window.uPlot) for (const card of this.cards) card.draw?.();
+    });
+  }
+}
+
+class Chart {
+  constructor(place, spec, all, tune) {
+    this.spec = spec;
+    this.all = all;
+    this.said = el("p", { class: "values" });
+    this.frame = el("div", { class: "plot", role: "img", "aria-label": `${spec.title}: nothing yet` });
+    const more = spec.bound ? el("button", { type: "button", class: "inline", text: "change", "aria-label": "Change the staleness bound", onclick: tune }) : null;
+    place.append(el("section", { class: "chart" }, el("h3", {}, el("span", { text: spec.title }), more), this.said, this.frame));
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.frame);
+  }
+
+  size() {
+    return { width: Math.max(120, this.frame.clientWidth), height: Math.max(70, this.frame.clientHeight) };
+  }
+
+  series() {
+    const found = this.spec.dropped
+      ? Object.keys(this.all.data.columns).filter((name) => name.startsWith("dropped/")).sort().map((key, i) => line(key, key.slice(8), HUES[i % HUES.length]))
+      : this.spec.series;
+    return found.filter((s) => this.all.data.columns[s.key]?.some((v) => v !== null));
+  }
+
+  /** Tables of one x column each, to be joined, and what to draw of them. Stacked series are sums, the highest first. */
+  content() {
+    const { data, other, evals, marks } = this.all;
+    const found = this.series();
+    const tables = [[data.step, ...found.map((s) => data.columns[s.key])]];
+    const lines = found.map((s) => ({ ...s }));
+    if (this.spec.stacked) {
+      const sums = data.step.map(() => 0);
+      const stack = found.map((s) => data.columns[s.key].map((v, i) => (sums[i] += v ?? 0)));
+      tables[0] = [data.step, ...stack.reverse()];
+      lines.reverse();
+    }
+    if (this.spec.evals) evals.forEach((set, i) => {
+      tables.push([set.points.map((p) => p[0]), set.points.map((p) => p[1])]);
+      lines.push({ label: set.name, colour: HUES[(i + 4) % HUES.length], points: true });
+    });
+    if (this.spec.bound && marks.bounds.length && data.step.length) {
+      tables.push([data.step, data.step.map((step) => marks.bounds.filter(([from]) => from <= step).at(-1)?.[1] ?? null)]);
+      lines.push({ label: "bound", colour: "red", dash: [4, 3] });
+    }
+    if (other && !this.spec.stacked) for (const s of found.slice(0, 1)) if (other.columns[s.key]) {
+      tables.push([other.step, other.columns[s.key]]);
+      lines.push({ label: other.name, colour: "grey", dash: [2, 2] });
+    }
+    if (other && this.spec.evals) for (const set of other.evals) {
+      tables.push([set.points.map((p) => p[0]), set.points.map((p) => p[1])]);
+      lines.push({ label: `${set.name}, ${other.name}`, colour: "grey", points: true, dash: [2, 2] });
+    }
+    return [lines, tables.length > 1 ? uPlot.join(tables) : tables[0]];
+  }
+
+  draw() {
+    const [lines, data] = this.content();
+    this.lines = lines;
+    const key = lines.map((l) => l.label).join();
+    if (this.plot && key !== this.key) this.forget();
+    if (!lines.length) return say(this.said, "nothing yet");
+    if (!this.plot) {
+      this.key = key;
+      this.plot = new uPlot(this.options(lines), data, this.frame);
+    } else this.plot.setData(data);
+    this.legend(null);
+  }
+
+  forget() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  options(lines) {
+    const ink = colour("soft");
+    const grid = { stroke: colour("line"), width: 1 };
+    const font = "10px system-ui, sans-serif";
+    const unit = this.spec.unit ?? short;
+    const axis = { stroke: ink, font, grid, ticks: { show: false } };
+    return {
+      ...this.size(),
+      padding: [8, 6, 0, 0],
+      legend: { show: false },
+      cursor: { sync: { key: "steps" }, y: false, points: { size: 5 }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: this.scale() },
+      axes: [{ ...axis, size: 18, gap: 2, space: 40 }, { ...axis, size: 46, gap: 3, space: 24, values: (_, ticks) => ticks.map((v) => (this.spec.unit === duration ? short(v) : unit(v))) }],
+      series: [{}, ...lines.map((l) => ({
+        label: l.label, stroke: colour(l.colour), width: 1.5, dash: l.dash, spanGaps: true,
+        fill: this.spec.stacked ? colour(l.colour) : undefined,
+        points: { show: Boolean(l.points), size: 5, fill: colour(l.colour) },
+      }))],
+      hooks: {
+        draw: [(plot) => this.mark(plot)],
+        setCursor: [(plot) => this.legend(plot.cursor.idx)],
+      },
+    };
+  }
+
+  scale() {
+    if (this.spec.unit === percent) return { range: (_, low, high) => [0, Math.min(1, Math.max(1e-3, 1.1 * high))] };
+    if (!this.spec.cut) return {};
+    return { range: (plot, low, high) => { // a boot or a long pause is cut, so that the other steps can be seen
+      const sorted = (plot.data[1] ?? []).filter((v) => v !== null).sort((a, b) => a - b);
+      return [0, Math.min(high, 1.6 * (sorted[Math.floor(0.95 * sorted.length)] ?? high)) || 1];
+    } };
+  }
+
+  /** Dotted lines where knobs were turned, dashed red ones where the trainer was restored. */
+  mark(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    for (const [list, hue, dash] of [[this.all.marks.knobs, "grey", [2, 3]], [this.all.marks.restarts, "red", [5, 4]]]) {
+      ctx.strokeStyle = colour(hue);
+      ctx.setLineDash(dash);
+      for (const [step] of list) {
+        const x = Math.round(plot.valToPos(step, "x", true));
+        if (x < bbox.left || x > bbox.left + bbox.width) continue;
+        ctx.beginPath();
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+        ctx.stroke();
+      }
+    }
+    ctx.restore();
+  }
+
+  /** The values at a point, or the last ones. */
+  legend(at) {
+    const unit = this.spec.unit ?? short;
+    const data = this.plot.data;
+    const value = (i) => {
+      const column = data[i + 1];
+      if (at !== null && at !== undefined && column[at] !== null && column[at] !== undefined) return column[at];
+      return column.findLast((v) => v !== null && v !== undefined);
+    };
+    const texts = this.lines.map((l, i) => {
+      const below = this.spec.stacked && i + 1 < this.lines.length ? value(i + 1) : 0; // stacked columns are sums
+      return `${l.label} ${unit(value(i) - below)}`;
+    });
+    const where = at === null || at === undefined ? "" : `step ${data[0][at]}: `;
+    const key = where + texts.join();
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    this.said.replaceChildren(where, ...texts.flatMap((text, i) => [el("span", { class: `dot fill-${this.lines[i].colour}` }), `${text} `]));
+    if (!where) this.frame.setAttribute("aria-label", `${this.spec.title} over ${data[0].length} points up to step ${data[0].at(-1)}: ${texts.join(", ")}`);
+  }
+}
+
+/** How old samples were when they were trained: bars. */
+class Ages {
+  constructor(place, spec) {
+    this.said = el("p", { class: "values", text: "nothing yet" });
+    this.bars = el("ol", { class: "bars plot", "aria-label": "Share of the samples by age in steps" });
+    place.append(el("section", { class: "chart" }, el("h3", { text: spec.title }), this.said, this.bars));
+  }
+
+  show(ages) {
+    const found = Object.entries(ages).sort(([a], [b]) => parseInt(a) - parseInt(b));
+    if (!found.length) return;
+    say(this.said, "share of the last steps' samples, by age in steps");
+    const most = Math.max(...found.map(([, share]) => share));
+    this.bars.replaceChildren(...found.map(([age, share]) => {
+      const bar = el("i", { class: "fill-blue" });
+      bar.style.height = `${(100 * share) / most}%`;
+      return el("li", {}, el("b", { text: percent(share) }), el("span", { class: "column" }, bar), el("span", { text: age.replace("_up", "+") }));
+    }));
+  }
+}

@@ -1,0 +1,291 @@
+"""Whether models fit the GPUs: the trainer alone, or trainer and engines in turns (--colocate).
+
+`check_memory` reads the sizes in the model directory and asks nvidia-smi; where either is silent nothing is checked here, and
+torch and SGLang have the only word. The rest is pure. GPUs of other hosts (--train-master) are taken to be like this one's.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.families import describe
+from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
+from miles_async.launcher.plan import told
+from miles_async.settings.colocate import memory_fraction
+from miles_async.settings.errors import SettingsError, refusal, show
+from miles_async.settings.run import RunSettings
+
+GIB = 1 << 30
+HEADER_BYTES = 100 << 20  # the format's own limit
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+SURE = 0.85  # of an estimate of activations: what it exceeds by more than the rest cannot fit
+GRAIN = 256  # tokens, that a cap is told in
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a model: of its layers without experts, of its experts, of embedding and head together and of the larger one."""
+
+    layers: int
+    experts: int = 0
+    ends: int = 0
+    end: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.experts + self.ends
+
+
+def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse, before anything starts, what cannot fit; notes of what may not. config: the model's config.json."""
+    if s.model.builtin_name is not None or s.launch.debug_rollout_only:
+        return ()
+    total, sizes = gpu_bytes(), parameters(Path(s.model.hf_checkpoint))
+    if total is None or not sizes.total:
+        return ()
+    trainer = Trainer(s, sizes, config)
+    if s.sglang.colocate and s.sglang.engine == "sglang":
+        fits(s, total, trainer)
+    trainer.check(total)
+    return tuple(trainer.notes(total))
+
+
+def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
+    """(pure) SettingsError when a turn needs more than `total` bytes of one GPU."""
+    g, ranks, params = s.sglang, s.flat.train_ranks, trainer.sizes.total
+    fraction = memory_fraction(s.flat)
+    engine = int(fraction * total)
+    awake = trainer.bytes()
+    copy = 2 * params if g.update_weight_transport == "ipc" else 0
+    aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
+    asleep = 0 if g.offload_train else awake
+    margin = g.train_memory_margin_bytes
+    for turn, need, parts in (
+        ("engine", engine + asleep + copy + margin, f"engine {_gib(engine)}, trainer {_gib(asleep)}"),
+        ("trainer", aside + awake + copy + margin, f"engine {_gib(aside)}, trainer {_gib(awake)}"),
+    ):
+        if need > total:
+            most = (total - asleep - copy - margin) / total
+            less = turn == "engine" and most > 0.05
+            lower = f"Lower --sglang-mem-fraction-static to {most:.2f}" if less else "Train on more GPUs"
+            raise refusal(
+                "sglang_mem_fraction_static",
+                fraction,
+                f"the {turn}'s turn on a shared GPU needs {_gib(need)} of {_gib(total)} ({parts}, weights on their way "
+                f"{_gib(copy)}, train_memory_margin_bytes {_gib(margin)}; offload_train = {show(g.offload_train)}, "
+                f"offload_rollout = {show(g.offload_rollout)})",
+                f"{lower}, or use GPUs apart (leave out --colocate).",
+            )
+
+
+class Trainer:
+    """(pure) What the fullest rank of the trainer holds."""
+
+    def __init__(self, s: RunSettings, sizes: Sizes, config: Mapping[str, Any]) -> None:
+        self.s, self.sizes, self.config = s, sizes, config
+        self.narrow = s.model.model_dtype != "float32"
+        self.layout = Layout(world=s.flat.train_ranks)
+        self.shape: Shape | None = None
+        self.megatron: dict[str, Any] = {}
+        if s.flat.train_backend == "megatron":
+            own = told(MegatronConfig, s.flat)
+            self.layout = layout_of(own, s.flat.train_ranks)
+            self.megatron = {name.replace("-", "_"): value for name, value in own.megatron.items()}
+            with suppress(Refused):  # told elsewhere
+                self.shape = describe(config).shape
+
+    # -- weights, gradients, optimizer ------------------------------------------------------------------------------
+
+    def bytes(self, layout: Layout | None = None) -> int:
+        """Of one GPU in a training step without activations."""
+        return self._sharded() if self.s.flat.train_backend != "megatron" else self._cut(layout or self.layout)
+
+    def _sharded(self) -> int:
+        """Weights, float32 masters, gradients, two moments; with several ranks float32 shards; a second model for each of
+        reference, critic and teacher."""
+        s, ranks = self.s, self.layout.world
+        trained = 16 if ranks > 1 or not self.narrow else 18
+        frozen = 2 if self.narrow and ranks == 1 else 4
+        each = trained * (2 if s.grpo.advantage_estimator == "ppo" else 1)
+        each += frozen * (int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
+        return each * self.sizes.total // ranks
+
+    def _cut(self, layout: Layout) -> int:
+        """Of Megatron: whole weights and gradients of a rank's part; masters and moments too, or cut over its copies (distributed
+        optimizer), or on the host. Other models lie on the host."""
+        given, own = self.megatron, 2 if self.narrow else 4
+        gradient = 4 if given.get("grad_reduce_in_fp32", True) else own
+        moments = [WIDTH[given.get(name, "fp32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+        state: float = sum(moments) + (WIDTH[given.get("main_params_dtype", "fp32")] if self.narrow else 0)
+        if given.get("optimizer_cpu_offload"):
+            state *= 1 - float(given.get("optimizer_offload_fraction", 1.0))
+        cut = given.get("use_distributed_optimizer", self.narrow)
+        stage = self._stage_share(layout)
+        ends = self.sizes.ends if layout.pp == 1 else self.sizes.end
+        dense = (self.sizes.layers * stage + ends) / layout.tp
+        experts = self.sizes.experts * stage / (layout.ep * layout.expert_tp)
+        copies = (layout.world // (layout.tp * layout.pp), layout.world // (layout.pp * layout.ep * layout.expert_tp))
+        each = [own + gradient + state / (max(1, n) if cut else 1) for n in copies]
+        return int(dense * each[0] + experts * each[1])
+
+    def _stage_share(self, layout: Layout) -> float:
+        """The part of the layers that the fullest stage has."""
+        layers = self.shape.layers if self.shape else layout.pp
+        own = [n for n in (layout.first, layout.last) if n]
+        middle = layout.pp - len(own)
+        return max([*own, (layers - sum(own)) / middle if middle else 0]) / layers
+
+    def check(self, total: int) -> None:
+        """SettingsError when weights and optimizer state, or a full micro-batch beside them, need more than `total` bytes a GPU."""
+        s, need = self.s, self.bytes()
+        what = f"weights, gradients and optimizer state need {_gib(need)} of {_gib(total)} on each of the trainer's GPUs"
+        if need > total and s.flat.train_backend != "megatron":
+            more = -(-need * self.layout.world // total)
+            raise refusal("actor_num_gpus_per_node", s.perf.actor_num_gpus_per_node, what, f"Set it to at least {more}.")
+        if need > total:
+            size = s.parallel.tensor_model_parallel_size
+            raise refusal("tensor_model_parallel_size", size, what, self._nearest(total))
+        tokens = self._tokens()
+        dense = not (self.config.get("num_experts") or self.config.get("n_routed_experts"))
+        if tokens and dense and need + SURE * (full := self.activations(tokens)) > total:
+            raise self._too_long(total, need, full)
+
+    def _nearest(self, total: int) -> str:
+        """The smallest layout that has room, on these GPUs or on as few more as it takes."""
+        if self.shape is None:
+            return "Train on more GPUs."
+        sizes = (1, 2, 4, 8, 16, 32)
+        for world in (self.layout.world * k for k in (1, 2, 4, 8, 16, 32)):
+            every = (
+                replace(self.layout, world=world, tp=tp, pp=pp, ep=ep, vpp=1, first=None, last=None, sequence_parallel=tp > 1)
+                for tp in sizes for pp in sizes for ep in (sizes if self.shape.experts else (1,))
+            )  # fmt: skip
+            good = [one for one in every if not refusals(one, self.shape) and self.bytes(one) <= total]
+            if good:
+                best = min(good, key=lambda one: (one.tp * one.pp * one.ep, one.tp * one.pp, one.pp))
+                names = {"tensor": best.tp, "pipeline": best.pp, "expert": best.ep}
+                flags = [f"--{name}-model-parallel-size {n}" for name, n in names.items() if n > 1]
+                flags += ["--sequence-parallel"] if best.tp > 1 else []
+                return f"Nearest: {' '.join(flags) or 'no model parallelism'} on {world} GPUs."
+        return "No layout of up to 32 times the GPUs has room."
+
+    # -- activations --------------------------------------------------------------------------------------------------
+
+    def _tokens(self) -> int:
+        """Of a full micro-batch on one rank; 0 where that is not known."""
+        p, r = self.s.perf, self.s.rollout
+        if not p.use_dynamic_batch_size or not all(isinstance(self.config.get(n), int) for n in SIZES):
+            return 0
+        longest = r.rollout_max_context_len or r.rollout_max_response_len + (r.rollout_max_prompt_len or r.rollout_max_response_len)
+        return int(min(p.max_tokens_per_gpu, longest * -(-self.s.flat.global_batch_size // self.s.flat.data_ranks)))
+
+    def activations(self, tokens: int, recomputed: float | None = None) -> int:
+        """Bytes that the layers keep of `tokens` tokens of a rank for the backward pass. `recomputed`: layers of which only the
+        input is kept; None: as the settings say."""
+        layers = int(self.config["num_hidden_layers"])
+        again = self._recomputed(layers) if recomputed is None else recomputed
+        whole, inputs = self._layer_bytes()
+        flight = 1 + (self.layout.pp - 1) / (self.layout.pp * self.layout.vpp) if self.layout.vpp > 1 else 1.0
+        # A pipeline's first stage holds as many micro-batches as there are stages, of its part of the layers each.
+        kept = flight * ((layers - again) * whole + again * inputs)
+        return int(tokens * (kept + (whole if again == layers else 0)))
+
+    def _layer_bytes(self) -> tuple[float, float]:
+        """Of one token in one layer: all that is kept, and the input alone. The factors give the peaks that were measured on H200s,
+        within 4 %: uncompiled torch, torch's compiled layers and Transformer Engine's (docs/results.md)."""
+        hidden, inner, _, heads = (int(self.config[name]) for name in SIZES)
+        width = int(self.config.get("head_dim") or hidden // heads)
+        attention = width * (heads + 2 * int(self.config.get("num_key_value_heads") or heads))
+        if of := int(self.config.get("num_experts_per_tok") or 0):  # not measured: told in notes only
+            inner, hidden = of * int(self.config.get("moe_intermediate_size") or inner), hidden * (1 + of // 2)
+        p = self.s.perf
+        fused = p.compile == "on" or (p.compile == "auto" and p.attn_implementation != "sdpa" and self.narrow)
+        if self.s.flat.train_backend != "megatron" and (not fused or self.s.model.true_on_policy_mode):
+            return 16 * hidden + 8 * inner + 10 * attention, 2 * hidden
+        along = self.layout.tp if self.layout.sequence_parallel else 1
+        return 8 * hidden / along + (6 * inner + 7 * attention) / self.layout.tp, 2 * hidden / along
+
+    def _recomputed(self, layers: int) -> float:
+        p, given = self.s.perf, self.megatron
+        if self.s.flat.train_backend != "megatron":
+            some = p.gradient_checkpointing_layers or layers
+            return min(some, layers) if p.gradient_checkpointing else 0
+        if given.get("recompute_granularity", "full" if p.gradient_checkpointing else None) != "full":
+            return 0
+        some = int(given.get("recompute_num_layers") or 1) * self.layout.pp * self.layout.vpp
+        return min(some, layers) if given.get("recompute_method") == "block" else layers
+
+    def notes(self, total: int) -> Iterator[str]:
+        """Whether a full micro-batch may not fit beside the trainer. An estimate, since kernels differ."""
+        if not (tokens := self._tokens()):
+            return
+        beside, need = self.bytes(), self.activations(tokens)
+        if beside + need > total:
+            yield (
+                f"max_tokens_per_gpu = {self.s.perf.max_tokens_per_gpu} may take {_gib(need)} of activations beside {_gib(beside)} "
+                f"of weights and optimizer state, of {_gib(total)}: {self._less(total - beside, tokens)}"
+            )
+
+    def _too_long(self, total: int, beside: int, full: int) -> SettingsError:
+        text = f"its activations need about {_gib(full)} beside {_gib(beside)} of weights and optimizer state, of {_gib(total)}"
+        way = self._less(total - beside, self._tokens())
+        return refusal("max_tokens_per_gpu", self.s.perf.max_tokens_per_gpu, text, f"{way[0].upper()}{way[1:]}.")
+
+    def _less(self, room: int, tokens: int) -> str:
+        """What makes a full micro-batch fit into `room` bytes."""
+        layers = int(self.config["num_hidden_layers"])
+        ways = []
+        if (most := int(room / self.activations(1000) * 1000) // GRAIN * GRAIN) >= GRAIN:
+            ways.append(f"lower --max-tokens-per-gpu to {most}")
+        if self.activations(tokens, layers) < min(room, self.activations(tokens)):
+            if self.s.flat.train_backend == "megatron":
+                ways.append(f"set {FULL}")
+            else:
+                some = next(n for n in range(layers + 1) if self.activations(tokens, n) <= room)
+                ways.append(f"set --gradient-checkpointing{f' --gradient-checkpointing-layers {some}' if some < layers else ''}")
+        return ", or ".join(ways) or "train on more GPUs"
+
+
+def parameters(directory: Path) -> Sizes:
+    """Elements of all tensors in a directory's safetensors, from their headers; none where they cannot be read."""
+    layers, experts, ends = 0, 0, []
+    try:
+        for file in directory.glob("*.safetensors"):
+            with file.open("rb") as data:
+                length = int.from_bytes(data.read(8), "little")
+                header = json.loads(data.read(min(length, HEADER_BYTES)))
+            for name, facts in header.items():
+                n = 1
+                for size in facts["shape"] if name != "__metadata__" else (0,):
+                    n *= size
+                if "embed_tokens" in name or name.startswith("lm_head"):
+                    ends.append(n)
+                elif ".experts." in name:
+                    experts += n
+                else:
+                    layers += n
+    except (OSError, ValueError, KeyError, TypeError):
+        return Sizes(0)
+    return Sizes(layers, experts, sum(ends), max(ends, default=0))
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this host; None without nvidia-smi."""
+    ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(int(line) << 20 for line in said.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _gib(n: int) -> str:
+    return f"{n / GIB:.1f} GiB"

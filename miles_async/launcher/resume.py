@@ -1,0 +1,69 @@
+"""Where a run goes on from, as its flags say: the same answer for the launcher, which restores the bus, and for the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.trainer.checkpoint import TRACKER, bus_state_file, iter_dir, latest, others, resume_point, write_durably
+from bus.errors import CheckpointRefused
+from miles_async.settings.checkpoints import RELEASE, there_are
+from miles_async.settings.errors import SettingsError, refusal
+from miles_async.settings.run import RunSettings
+
+
+def load_dir(settings: RunSettings) -> str:
+    """Parent directory of the checkpoints to resume from, empty for none: with --finetune only the run's own."""
+    c = settings.ckpt
+    if c.no_save or settings.launch.debug_rollout_only:
+        return ""
+    return str(c.save if c.finetune else c.load)
+
+
+def resumes_from(settings: RunSettings) -> tuple[Path, int] | None:
+    """(parent directory, step) of the checkpoint that a start takes up. CheckpointRefused for a tracker that says neither."""
+    load = load_dir(settings)
+    step = None if settings.ckpt.finetune else settings.ckpt.ckpt_step
+    return resume_point(load, str(settings.ckpt.save), step) if load else None
+
+
+def check_resume(settings: RunSettings) -> None:
+    """Refuse a checkpoint to resume from that is not there. A probe of the preflight."""
+    c, load = settings.ckpt, load_dir(settings)
+    if not load:
+        return
+    tracker = Path(load) / TRACKER
+    if tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE:
+        raise refusal("load", load, "it holds converted weights, and no run to resume", "Give it as --ref-load, or add --finetune.")
+    try:
+        found = resumes_from(settings)
+    except CheckpointRefused as error:
+        raise SettingsError(str(error), field="load", value=load) from None
+    if found is None:
+        return
+    parent, step = found
+    asked = step == c.ckpt_step and not c.finetune
+    if not iter_dir(parent, step).is_dir():
+        field, value = ("ckpt_step", step) if asked else ("load", load)
+        says = "" if asked else f"{parent / TRACKER} says {step}, and "
+        raise refusal(field, value, f"{says}{parent} has no checkpoint of that step", there_are(parent, step if asked else None))
+    if not bus_state_file(parent, step).is_file():
+        text = f"checkpoint {step} has no state of a run beside it, so it cannot be resumed"
+        raise refusal("load", load, text, f"Add --finetune to start from its weights. {others(parent, step)}")
+
+
+def move_tracker(settings: RunSettings) -> list[str]:
+    """--ckpt-step in the run's own directory: the tracker goes back to it. Returns notes for the operator."""
+    found = resumes_from(settings)
+    if found is None:
+        return []
+    parent, step = found
+    newest = latest(parent)
+    if newest == step or not same(parent, settings.ckpt.save):
+        return []
+    write_durably(parent / TRACKER, f"{step}\n".encode())
+    return [f"goes on from checkpoint {step} instead of {newest} (--ckpt-step); leave it out to go on from the newest again"]
+
+
+def same(a: Path | str, b: Path | str) -> bool:
+    """Whether two names mean one directory."""
+    return Path(a).absolute() == Path(b).absolute()

@@ -1,0 +1,282 @@
+"""Trackers get every point, also after a failure and a crash; Prometheus sees the run."""
+
+import asyncio
+import json
+import re
+import socket
+import sqlite3
+import threading
+import time
+
+import aiohttp
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.recorder import trackers
+from actors.recorder.exporter import Exporter, ExporterSpec, families, plain
+from actors.recorder.feed import Feed
+from actors.recorder.file import FILE
+from actors.recorder.history import History, history_of
+from actors.recorder.points import Points
+from actors.recorder.tracker_kinds import TrackerSpec, opens
+from actors.recorder.trackers import PLACES, follow_all
+from actors.runtime.snapshot import read_snapshot
+from bus import Bus
+from miles_async.launcher.plan import Place, recorder_spec
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from tests.crash.house import REPO
+from tests.miles_async.console_data import Story, config
+from tests.system.test_metrics_page import section
+
+METRICS = REPO / "docs" / "metrics.md"
+NOTHING = {f.name: None for f in msgspec.structs.fields(TrackerSpec)}
+
+
+def step(number, loss, wall=None):
+    return {"kind": "step", "wall": wall or 1000.0 + number, "step": number, "dropped": [], "metrics": {"train/loss": loss}}
+
+
+def drop(reason):
+    return {"kind": "drop", "wall": 1.0, "reason": reason}
+
+
+def write(run_dir, *records, cut=b""):
+    with (run_dir / FILE).open("ab") as file:
+        file.write(b"".join(json.dumps(r).encode() + b"\n" for r in records) + cut)
+
+
+class Kept:
+    """A tracker that fails when it is told to."""
+
+    def __init__(self):
+        self.points, self.closed, self.opened, self.fail = [], None, 0, False
+
+    def __call__(self):
+        self.opened += 1
+        return self
+
+    def take(self, points):
+        if self.fail:
+            raise ConnectionError("no route\nsecond line")
+        self.points += points
+
+    def close(self, finished):
+        self.closed = finished
+
+
+def end(followers, finished=True):
+    for follower in followers:
+        follower.end(finished)
+    assert all(follower.join(20) for follower in followers)
+
+
+def test_points_say_what_was_dropped_since_the_step_before():
+    points = Points()
+    made = [points.of(r) for r in (drop("stale"), drop("zero_std"), drop("stale"), step(1, 0.5), step(2, 0.25))]
+    assert made[:3] == [None, None, None]
+    assert made[3].values == {
+        "train/loss": 0.5,
+        "rollout/dropped/stale": 2.0,
+        "rollout/dropped/zero_std": 1.0,
+        "rollout/fully_async/stale_groups_filtered": 2.0,
+    }
+    assert made[4].values == {"train/loss": 0.25, "rollout/fully_async/stale_groups_filtered": 0.0}
+    lost = points.of({"kind": "restored", "wall": 3.0, "step": 1, "lost": [2]})
+    assert (lost.step, lost.lost) == (1, True)
+
+
+def test_a_tracker_that_was_away_gets_what_it_missed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "LOOK_S", 0.01)
+    monkeypatch.setattr(trackers, "AGAIN_S", 0.01)
+    said, kept, broken = [], Kept(), Kept()
+    broken.fail = True
+    say = lambda text, *, well=False: said.append((text, well))  # noqa: E731
+    write(tmp_path, step(1, 0.5), drop("stale"), cut=b'{"kind": "st')
+    followers = follow_all({"kept": kept, "broken": broken}, tmp_path, say)
+    deadline = time.monotonic() + 20
+    while not kept.points or not said or broken.opened < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [p.step for p in kept.points] == [1] and broken.points == []
+    assert said == [("broken fails: ConnectionError: no route. The run goes on; it gets what it missed when it works again", False)]
+    broken.fail = False
+    while len(said) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert said[1] == ("broken takes metrics again", True)
+    end(followers, finished=False)  # as in a crash of the recorder: the line that was cut short is written again
+    assert kept.closed is False
+
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[: whole.rfind(b"\n") + 1])
+    write(tmp_path, {"kind": "changed by hand"}, step(2, 0.25))
+    end(follow_all({"kept": kept, "broken": broken}, tmp_path, say))
+    for tracker in (kept, broken):
+        assert [p.step for p in tracker.points] == [1, 2] and tracker.closed is True
+        assert tracker.points[1].values["rollout/dropped/stale"] == 1.0
+    assert (tmp_path / PLACES).stat().st_mode & 0o077 == 0
+
+
+def test_a_tracker_that_hangs_holds_up_nobody(tmp_path):
+    let_go, kept = threading.Event(), Kept()
+    hangs = Kept()
+    hangs.take = lambda points: let_go.wait(60)
+    write(tmp_path, step(1, 0.5))
+    followers = follow_all({"hangs": hangs, "kept": kept}, tmp_path, lambda text, *, well=False: None)
+    for follower in followers:
+        follower.end(True)
+    assert followers[1].join(20) and [p.step for p in kept.points] == [1]
+    assert not followers[0].join(0.05)
+    let_go.set()
+    assert followers[0].join(20)
+
+
+def spec_of(tmp_path, **on):
+    flags = {name: False for name in NOTHING if name.startswith("use_")}
+    return TrackerSpec(**NOTHING | flags | {"run": "r", "run_dir": str(tmp_path), "config": {"lr": 0.1, "eval": [1]}} | on)
+
+
+def sent(tmp_path, spec, *records):
+    """Write lines, and let the tracker of `spec` take them, as one start of a run does."""
+    write(tmp_path, *records)
+    said = []
+    end(follow_all(opens(spec), tmp_path, lambda text, *, well=False: said.append(text)))
+    assert said == []
+
+
+def test_tensorboard_forgets_steps_that_are_trained_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = spec_of(tmp_path, use_tensorboard=True)
+    restored = {"kind": "restored", "wall": 1003.5, "step": 1, "lost": [2, 3]}
+    sent(tmp_path, spec, step(1, 0.5), step(2, 0.4), step(3, 0.3))
+    sent(tmp_path, spec, restored, step(2, 0.2, wall=1004.0))
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert [(e.step, round(e.value, 6)) for e in curves.Scalars("train/loss")] == [(1, 0.5), (2, 0.2)]
+
+
+def test_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "ml").as_uri()
+    spec = spec_of(tmp_path, use_mlflow=True, mlflow_tracking_uri=uri)
+    sent(tmp_path, spec, step(1, 0.5))
+    sent(tmp_path, spec, step(2, 0.25))
+    client = mlflow.tracking.MlflowClient(uri)
+    number = client.get_experiment_by_name("miles_async").experiment_id
+    [one] = client.search_runs([number])
+    assert [(m.step, m.value) for m in client.get_metric_history(one.info.run_id, "train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert one.data.params["lr"] == "0.1" and one.info.status == "FINISHED"
+
+
+def test_wandb_offline_keeps_one_id_for_all_starts(tmp_path):
+    pytest.importorskip("wandb")
+    spec = spec_of(tmp_path, use_wandb=True, wandb_mode="offline")
+    sent(tmp_path, spec, step(1, 0.5))
+    sent(tmp_path, spec, step(2, 0.25))
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({f.name for f in files}) == 1
+    deadline = time.monotonic() + 20  # its own process writes on after finish() has returned
+    while not all(b"train/loss" in f.read_bytes() for f in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_trackio_has_both_starts(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "t", raising=False)
+    monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", tmp_path / "t", raising=False)
+    spec = spec_of(tmp_path, use_trackio=True, trackio_project="p")
+    sent(tmp_path, spec, step(1, 0.5))
+    [file] = (tmp_path / "t").glob("p*.db")
+    assert sqlite3.connect(file).execute("select step, run_name from metrics").fetchall() == [(1, "r")]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(
+        run_dir=str(tmp_path), model_dir="", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=1, fingerprint=""
+    )
+
+
+def test_the_settings_name_trackers_and_keep_the_key_to_the_recorder(place):
+    flags = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x", "num_rollout": 1, "rm_type": "math"}
+    none = recorder_spec(settings_from(**flags, use_tensorboard=False), place)
+    assert (none.trackers, none.exporter) == (None, None)
+    s = settings_from(**flags, use_wandb=True, wandb_key="hidden", use_prometheus=True, name="mine", use_tensorboard=False)
+    spec = recorder_spec(s, place)
+    assert spec.trackers.wandb_key == "hidden" and "hidden" not in str(spec.trackers.config)
+    assert list(opens(spec.trackers)) == ["wandb"]
+    assert spec.exporter == ExporterSpec(host="127.0.0.1", port=9090, run="mine")
+    with pytest.raises(SettingsError, match="wandb_mode"):
+        settings_from(**flags, wandb_mode="nowhere")
+
+
+async def records(bus):
+    feed = Feed(bus)
+    found, more = await feed.read(0.0)
+    while more:
+        fresh, more = await feed.read(0.0)
+        found += fresh
+    await feed.close()
+    return found
+
+
+async def scraped(exporter):
+    deadline = time.monotonic() + 20
+    while not exporter.port:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
+            return answer.status, await answer.text()
+
+
+async def test_prometheus_sees_actors_streams_and_the_newest_step(redis_url, run_name, tmp_path):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).whole()
+        history = history_of(await records(bus))
+        exporter = Exporter(bus, ExporterSpec(host="127.0.0.1", port=0, run="mine"), lambda: history, print)
+        serving = asyncio.create_task(exporter.serve())
+        status, text = await scraped(exporter)
+        assert status == 200
+        told = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+        assert {sample.labels["run"] for sample in told.values()} == {"mine"}
+        last = history.steps[-1]
+        assert told["miles_async_step"].value == last.step
+        assert told["miles_async_rollout_raw_reward"].value == last.metrics["rollout/raw_reward"]
+        assert told["miles_async_faults_total"].value == len(history.faults) > 0
+
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        shown = {*told} | {f"miles_async_{plain(name)}" for name in section(METRICS.read_text(), "In every step")}
+        board = json.loads((REPO / "configs" / "grafana" / "miles_async.json").read_text())
+        asked = {n for p in board["panels"] for t in p["targets"] for n in re.findall(r"miles_async_\w+", t["expr"])}
+        assert asked and asked <= shown
+        page = {f"miles_async_{n.partition('{')[0]}" for n in section(METRICS.read_text(), "For Prometheus")}
+        made = families(await read_snapshot(bus), History())
+        own = {f"miles_async_{name}{'_total' if kind == 'counter' else ''}" for name, kind, _, _ in made}
+        assert own == page
+
+
+async def test_a_port_that_is_taken_is_named_and_the_run_goes_on(redis_url, run_name, monkeypatch):
+    monkeypatch.setattr("actors.recorder.exporter.AGAIN_S", 0.05)
+    said = []
+    async with Bus(config(redis_url, run_name)) as bus:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            exporter = Exporter(bus, ExporterSpec(host="127.0.0.1", port=port, run="r"), History, said.append)
+            exporter.port = 0
+            serving = asyncio.create_task(exporter.serve())
+            deadline = time.monotonic() + 20
+            while not said:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert str(port) in said[0] and "--prometheus-port" in said[0]
+        assert (await scraped(exporter))[0] == 200
+        assert len(said) == 1
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Which checkpoint a start takes up: flags of Miles and Megatron against what lies in the directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.trainer.checkpoint import TRACKER, latest
+from actors.trainer.spec import TrainerSpec
+from miles_async.launcher.plan import backend_config, told
+from miles_async.launcher.prepare import place_of
+from miles_async.launcher.resume import check_resume, load_dir, move_tracker, resumes_from
+from miles_async.settings.checks import check_model
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
+from miles_async.settings.second_models import reference_dir, start_dir
+from tests.actors.test_checkpoint import save
+from tests.declared import backend_of
+
+
+def make(folder: Path, **fields: Any) -> RunSettings:
+    base: dict[str, Any] = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 30, "rm_type": "math"}
+    return settings_from(**base | {"save": str(folder)} | fields)
+
+
+def refused(settings: RunSettings) -> str:
+    with pytest.raises(SettingsError) as caught:
+        check_resume(settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_tracker_or_ckpt_step_says_which(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    settings = make(own)
+    assert resumes_from(settings) is None and check_resume(settings) is None and move_tracker(settings) == []
+    save(own, 10, 20, 30)
+    assert resumes_from(settings) == (own, 30)
+
+    back = make(own, ckpt_step=20)
+    check_resume(back)
+    [note] = move_tracker(back)
+    assert "checkpoint 20 instead of 30 (--ckpt-step)" in note and latest(own) == 20
+    assert resumes_from(make(own)) == (own, 20)  # whoever starts again, the trainer among them
+    assert "ckpt_step = 14: " in (said := refused(make(own, ckpt_step=14))) and "Nearest: 10 or 20." in said
+
+    branch = make(other, load=str(own), ckpt_step=10)
+    assert resumes_from(branch) == (own, 10) and move_tracker(branch) == [] and latest(own) == 20
+    save(other, 15)
+    assert resumes_from(branch) == (other, 15), "what the run itself has saved since is lost at a restart"
+
+
+def test_what_cannot_be_resumed_is_told_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    save(folder, 10, 20)
+    (folder / "rollout" / "bus_state_0000020.msgpack").unlink()
+    said = refused(make(folder))
+    assert "checkpoint 20 has no state of a run beside it" in said and "--finetune" in said and "Intact: 10" in said
+    (folder / TRACKER).write_text("70\n")
+    assert f"{folder / TRACKER} says 70, and" in (said := refused(make(folder))) and "Newest: 10 or 20." in said
+    (folder / TRACKER).write_text("newest\n")
+    assert "holds 'newest', not a step number" in refused(make(folder))
+    (folder / TRACKER).write_text("release\n")
+    assert "Give it as --ref-load, or add --finetune" in refused(make(folder))
+
+
+def model_at(directory: Path) -> str:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 20, "max_position_embeddings": 4096}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (directory / name).write_bytes(b"")
+    return str(directory)
+
+
+def test_finetune_and_references_take_weights_alone(tmp_path: Path) -> None:
+    model, former, new = model_at(tmp_path / "model"), tmp_path / "former", str(tmp_path / "new")
+    for step in (4, 8):
+        model_at(former / f"iter_{step:07d}")
+    (former / TRACKER).write_text("8\n")
+    settings = make(Path(new), load=str(former), finetune=True, hf_checkpoint=model, runs_dir=str(tmp_path / "runs"))
+    check_model(settings)
+    assert load_dir(settings) == new and resumes_from(settings) is None  # the data and step from their beginning
+    assert start_dir(settings) == str(former / "iter_0000008")
+    config = backend_config(settings, place_of(settings))
+    assert config.hf_checkpoint == str(former / "iter_0000008") and config.ref_load == config.published_as == model
+
+    older = make(Path(new), ref_load=str(former), ref_ckpt_step=4, hf_checkpoint=model, runs_dir=str(tmp_path / "runs"))
+    check_model(older)
+    config = backend_config(older, place_of(older))
+    assert config.hf_checkpoint == config.ref_load == reference_dir(older) == str(former / "iter_0000004")
+    with pytest.raises(SettingsError, match=r"ref_ckpt_step = 5: .* has no checkpoint of that step. Nearest: 4 or 8\."):
+        check_model(make(Path(new), ref_load=str(former), ref_ckpt_step=5, hf_checkpoint=model))
+    (former / TRACKER).write_text("12\n")
+    with pytest.raises(SettingsError, match=r"says 12, and there is no iter_0000012\. Newest: 4 or 8\."):
+        check_model(make(Path(new), ref_load=str(former), hf_checkpoint=model))
+
+
+@pytest.mark.parametrize("name", ["finetune", "no_load_optim", "no_load_rng"])
+def test_a_new_beginning_that_each_restart_would_repeat_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"{name} = true: load and save are one directory .* each restart would do it again"):
+        make(tmp_path, load=f"{tmp_path}/", **{name: True})
+    apart = make(tmp_path, load=str(tmp_path / "old"), **{name: True})
+    spec = told(TrainerSpec, apart.flat, backend=backend_of(hf_checkpoint="m"), weights_dir="", num_rollout=3)
+    assert name == "finetune" or getattr(spec, name)
+
+
+def test_kept_checkpoints_fall_on_saved_ones(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"save_retain_interval = 25: no multiple of save_interval = 10\. Nearest: 20 or 30\."):
+        make(tmp_path, save_retain_interval=25)
+    folder = tmp_path / "c"
+    save(folder, 10, 20, 30, 40, 50, keep_last=2, retain=20)
+    assert sorted(int(p.name[5:]) for p in folder.glob("iter_*")) == [20, 40, 50]
