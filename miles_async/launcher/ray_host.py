@@ -35,12 +35,12 @@ class Host:
         self._children: dict[str, tuple[Child, str]] = {}  # with the mark of what it was started for
         self._logs: dict[str, Path] = {}
         self._busy_at = time.monotonic()
-        self._looking = False
+        self._group: Any = None  # where this is
 
     async def hello(self, run_dir: str, proof: str) -> dict[str, Any]:
         """Where this is. `proof`: what file `engine.token` in the run's folder holds, for `shared`: this node sees that folder."""
-        if not self._looking:
-            self._looking = True
+        if self._group is None:
+            self._group = ray.util.get_current_placement_group()
             self._look()
         context = ray.get_runtime_context()
         try:
@@ -117,6 +117,6 @@ class Host:
         """At times: is it still wanted?"""
         if self.names():
             self._busy_at = time.monotonic()
-        if time.monotonic() - self._busy_at > IDLE_S and (group := ray.util.get_current_placement_group()) is not None:
-            ray.util.remove_placement_group(group)  # which ends this process too
+        if time.monotonic() - self._busy_at > IDLE_S:
+            ray.util.remove_placement_group(self._group)  # which ends this process too
         asyncio.get_running_loop().call_later(LOOK_S, self._look)

@@ -23,16 +23,18 @@ from miles_async.launcher.supervisor import AGAIN_S, End, Process, environment_o
 from miles_async.settings.run import RunSettings
 
 PART_NOTICE_S = 5.0  # from the end of one part of an actor to its own
+LOST = "Ray ended what kept it on its node (its memory monitor does so; ray list actors --detail says why)"
 LEFT_ALONE_S = 5.0  # a worker that somebody asked to end: its node may be about to go
 PASSED = ("MILES_ASYNC_", "PYTHONPATH", "WANDB_", "MLFLOW_")  # variables of the launcher that actors need
 
 
 class RayProcess:
-    """Parts of one actor at their seats; the first is the actor itself. See supervisor.Process."""
+    """Parts of one actor at their seats; the first is the actor itself. `failed`: the seat at which it could not start. See
+    supervisor.Process."""
 
-    def __init__(self, group: Group, parts: list[tuple[Seat, str]]) -> None:
-        self.group, self.parts = group, parts
-        self.alive = True
+    def __init__(self, group: Group, parts: list[tuple[Seat, str]], failed: Seat | None = None) -> None:
+        self.group, self.parts, self.failed = group, parts, failed
+        self.alive = bool(parts)
 
     def ask_to_end(self) -> None:
         for seat, name in self.parts[:1]:
@@ -84,10 +86,11 @@ class RayPlacer:
         words: tuple[str, ...] = (f"actors.{spec.role}", file)
         parts = [(at, spec.name, words, environment)]
         seats: list[tuple[Seat, str]] = []
+        seat: Seat | None = None
         try:
+            seat = group.seats[at]
             if group.unit.whole:
-                first = group.seats[at]
-                meeting = f"{first.facts['address']}:{await first.handle.port.remote()}"
+                meeting = f"{seat.facts['address']}:{await seat.handle.port.remote()}"
                 told, others = parts_of(self._settings, spec.name, spec.role, meeting)
                 spec = msgspec.structs.replace(spec, room=spec.room | told)
                 parts += [(p.bundle, p.name, (p.module, file, *p.words), environment | p.variables) for p in others]
@@ -102,15 +105,14 @@ class RayPlacer:
                     self.notes.append((how, f"{name} (pid {pid} on {seat.facts['address']}) {why}"))
         except (RayActorError, KeyError):  # a seat is lost: the end of this process, which is near, says so
             await RayProcess(group, seats).stop(0.0)
-            return RayProcess(group, [])
+            return RayProcess(group, [], failed=seat)
         return RayProcess(group, seats)
 
     async def end_of(self, spec: ActorSpec, process: Process) -> End:
         assert isinstance(process, RayProcess)
         group, log = process.group, str(self._run_dir / "logs" / f"{spec.name}.log")
         if not process.parts:
-            process.alive = False
-            return End(None, [], log, await self._seats.lost(group, None))
+            return End(None, [LOST], log, await self._seats.lost(group, process.failed))
         waits = [asyncio.ensure_future(_wait(seat, name)) for seat, name in process.parts]
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if waits[0] not in done:  # one of the others: the actor itself hears of it by a connection
@@ -124,7 +126,7 @@ class RayPlacer:
         seat, name = process.parts[first]
         found = waits[first].result()
         if found is None:
-            return End(None, ["Ray ended what kept it on its node"], log, await self._seats.lost(group, seat))
+            return End(None, [LOST], log, await self._seats.lost(group, seat))
         code, lines = found
         if group.leaving:
             return End(code, lines, log, group.leaving)

@@ -41,12 +41,13 @@ class Seat:
 
 @dataclass(slots=True)
 class Group:
-    """A unit and what is seated of it. `waits_since`: without a place, on the loop's clock. `leaving`: why its actors are moved."""
+    """A unit and what is seated of it. `waits`: bundle without a place -> since when on the loop's clock. `leaving`: why its actors
+    are moved, else empty."""
 
     unit: Unit
     seats: dict[int, Seat] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waits_since: float | None = None
+    waits: dict[int, float] = field(default_factory=dict)
     leaving: str = ""
 
 
@@ -77,9 +78,9 @@ class Seats:
         seats = {asyncio.ensure_future(self._seat(g, at)): g for g in needed for at in range(len(g.unit.bundles))}
         wait_s = self._settings.launch.ray_wait_s
         try:
-            _, late = await asyncio.wait(seats, timeout=wait_s)
+            done, late = await asyncio.wait(seats, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.gather(*done)
             if not late:
-                await asyncio.gather(*seats)
                 return
             without = {seats[one].unit.name: seats[one].unit for one in late}
             what = no_room(list(without.values()), await nodes_of(), await free_resources())
@@ -104,7 +105,7 @@ class Seats:
             bundles = [dict(one) for _, one in sorted(found["bundles"].items())]
             if unit not in self._groups or bundles != [one.resources for one in self._groups[unit].unit.bundles]:
                 self._notes.append(("retired", f"{unit} is not in the settings any more"))
-                ray.util.remove_placement_group(ray.util.get_placement_group(name))
+                _free(name, unit, len(bundles))
 
     async def take(self, actor: str) -> None:
         """Until there is a place for it, and for all parts of it; may be cancelled. RunFailed when there never will be."""
@@ -132,7 +133,7 @@ class Seats:
         while at not in group.seats:
             async with group.lock:  # who leaves is not to be seated at the same place
                 handle = await asyncio.to_thread(self._made, group.unit, at)
-            group.waits_since = group.waits_since or asyncio.get_running_loop().time()
+            group.waits.setdefault(at, asyncio.get_running_loop().time())
             try:
                 facts = await handle.hello.remote(self._place.run_dir, self._place.engine_token)
             except RayActorError as error:
@@ -140,9 +141,11 @@ class Seats:
                     raise RunFailed(f"{group.unit.name} cannot be placed: {_line(error)}", status=2) from None
                 await asyncio.sleep(AGAIN_S)
                 continue
+            if at in group.seats:  # somebody else of this bundle was first
+                break
             self._check(group.unit, facts)
-            group.waits_since = None
-            group.seats.setdefault(at, Seat(handle, facts))
+            group.waits.pop(at, None)
+            group.seats[at] = Seat(handle, facts)
             gpus = f", GPUs {','.join(facts['gpus'])}" if facts["gpus"] else ""
             who = ", ".join(group.unit.bundles[at].actors) or f"part {at} of {group.unit.name}"
             self._notes.append(("placed", f"{who} on {facts['address']} (node {facts['node'][:8]}{gpus})"))
@@ -183,11 +186,8 @@ class Seats:
     def _remove(self, group: Group) -> None:
         """Give the unit's place back; what runs there ends."""
         group.seats.clear()
-        group.waits_since = None
-        try:
-            ray.util.remove_placement_group(ray.util.get_placement_group(self._prefix + group.unit.name))
-        except ValueError:
-            return
+        group.waits.clear()
+        _free(self._prefix + group.unit.name, group.unit.name, len(group.unit.bundles))
 
     async def lost(self, group: Group, seat: Seat | None) -> str:
         """Forget the seats that are gone, and `seat`, of which Ray said so. Why, where its node or we ended it, else empty."""
@@ -221,7 +221,7 @@ class Seats:
         wants = [
             g.unit.name
             for g in self._groups.values()
-            if g.unit.needed and g.waits_since is not None and now - g.waits_since > ROOM_AFTER_S
+            if g.unit.needed and g.waits and now - min(g.waits.values()) > ROOM_AFTER_S
         ]
         if wants:  # or what they wait for is only a process of Ray's that starts
             table = await asyncio.to_thread(ray.util.placement_group_table)
@@ -264,6 +264,19 @@ class Seats:
                 except (RayActorError, TimeoutError):
                     continue
             await asyncio.to_thread(self._remove, group)
+
+
+def _free(name: str, unit: str, bundles: int) -> None:
+    """Remove a placement group and the actors in it: one that still waits for its place would wait for ever."""
+    for at in range(bundles):
+        try:
+            ray.kill(ray.get_actor(f"{unit}.{at}"))
+        except ValueError:
+            continue
+    try:
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    except ValueError:
+        return
 
 
 def _line(error: BaseException) -> str:
