@@ -79,6 +79,23 @@ async def nodes_of() -> list[dict[str, Any]]:
     return list(await asyncio.to_thread(ray.nodes))
 
 
+async def living_nodes() -> set[str]:
+    """Ids of those that answer: Ray itself finds out late that a node is gone, later than that of the actors on it."""
+    nodes = [node for node in await nodes_of() if node["Alive"]]
+    answers = await asyncio.gather(*map(_answers, nodes))
+    return {str(node["NodeID"]) for node, answer in zip(nodes, answers, strict=True) if answer}
+
+
+async def _answers(node: dict[str, Any]) -> bool:
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
 async def has_gpus() -> bool:
     return bool((await asyncio.to_thread(ray.cluster_resources)).get("GPU"))
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bus.errors import printable
 from miles_async import __version__
 from miles_async.launcher.plan import Place
-from miles_async.launcher.ray_cluster import draining_nodes, free_resources, nodes_of
+from miles_async.launcher.ray_cluster import draining_nodes, free_resources, living_nodes, nodes_of
 from miles_async.launcher.ray_host import Host
 from miles_async.launcher.ray_units import Unit, no_room
 from miles_async.launcher.supervisor import AGAIN_S, RunFailed
@@ -126,6 +126,7 @@ class Seats:
             finally:
                 seating.cancel()
                 yielding.cancel()
+                await asyncio.gather(seating, yielding, return_exceptions=True)
             await asyncio.to_thread(self._remove, group)
 
     async def _seat(self, group: Group, at: int) -> Seat:
@@ -191,8 +192,7 @@ class Seats:
 
     async def lost(self, group: Group, seat: Seat | None) -> str:
         """Forget the seats that are gone, and `seat`, of which Ray said so. Why, where its node or we ended it, else empty."""
-        alive = {str(node["NodeID"]) for node in await nodes_of() if node["Alive"]}
-        why = group.leaving
+        alive, why = await living_nodes(), group.leaving
         for at, one in list(group.seats.items()):
             gone = one.facts["node"] not in alive
             if gone and (seat is None or one is seat):
