@@ -75,6 +75,8 @@ class Seats:
                 self._of |= dict.fromkeys(bundle.actors, (group, at))
         await asyncio.to_thread(self._retire)
         needed = [group for group in self._groups.values() if group.unit.needed]
+        for group in needed:  # in this order: the largest has the choice
+            await asyncio.to_thread(self._made, group.unit, 0)
         seats = {asyncio.ensure_future(self._seat(g, at)): g for g in needed for at in range(len(g.unit.bundles))}
         wait_s = self._settings.launch.ray_wait_s
         try:

@@ -14,7 +14,7 @@ from tests.crash.house import REPO, Tables, merged, until
 from tests.crash.judge import judge
 
 Make = Callable[..., RayRun]
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
 
 SMALL: Tables = {"rollout": {"num_reward_workers": 1}, "launch": {"ray_wait_s": 60.0}}
 LONG = merged(SMALL, {"rollout": {"num_rollout": 100_000}})
@@ -104,15 +104,18 @@ def test_a_node_that_ray_drains_is_left_before_it_is_gone(ray_run: Make) -> None
 
 @pytest.mark.slow
 def test_a_trainer_over_two_nodes_outlives_one_of_its_ranks(ray_run: Make) -> None:
-    run = ray_run(merged(LONG, {"perf": {"actor_num_nodes": 2}, "sglang": {"num_generation_workers": 1}}))
-    nodes = [run.add(cpus=2), run.add(cpus=2)]
+    run = ray_run(merged(LONG, {"perf": {"actor_num_nodes": 2, "trainer_threads": 4}}))
+    for _ in range(2):
+        run.add(cpus=6)
     run.start()
     run.until_step(2)
     [rank] = [p for p in run.processes() if "actors.trainer.follower" in p.cmdline()]
     rank.kill()
     step = run.step()
     until("training to go on with new ranks", lambda: run.step() >= step + 2)
-    assert nodes and "trainer" in run.events("restart")[0].text
+    first, other = ([e for e in run.events("placed") if who in e.text][0] for who in ("trainer, publisher", "part 1 of trainer"))
+    assert first.text[-9:-1] != other.text[-9:-1], "both on one node"
+    assert "trainer was killed by signal 9" in run.events("restart")[0].text
     run.drain()
     judge(run, steps=run.step())
 
