@@ -113,7 +113,8 @@ def test_a_trainer_over_two_nodes_outlives_one_of_its_ranks(ray_run: Make) -> No
     rank.kill()
     step = run.step()
     until("training to go on with new ranks", lambda: run.step() >= step + 2)
-    first, other = ([e for e in run.events("placed") if who in e.text][0] for who in ("trainer, publisher", "part 1 of trainer"))
+    placed, parts = run.events("placed"), ("trainer, publisher", "part 1 of trainer")
+    first, other = (next(event for event in placed if part in event.text) for part in parts)
     assert first.text[-9:-1] != other.text[-9:-1], "both on one node"
     assert "trainer was killed by signal 9" in run.events("restart")[0].text
     run.drain()
