@@ -84,8 +84,9 @@ class Seats:
             await asyncio.gather(*done)
             if not late:
                 return
-            without = {seats[one].unit.name: seats[one].unit for one in late}
-            what = no_room(list(without.values()), await nodes_of(), await free_resources())
+            without = {seats[one].unit.name for one in late}
+            units = [group.unit for group in needed if group.unit.name in without]
+            what = no_room(units, await nodes_of(), await free_resources())
         except RunFailed as error:
             await self.close()
             raise SettingsError(str(error), field="launcher", value="ray") from None

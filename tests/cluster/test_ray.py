@@ -127,7 +127,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
     run.start()
     assert run.join(seconds=120) == 2
     said = run.output().splitlines()[-1]
-    assert "no room for" in said and "trainer (8 CPU)" in said and "1 nodes" in said and "--ray-wait-s" in said, said
+    assert "ray_wait_s = 5.0: no room for trainer (8 CPU); rooms (1 CPU, 1 CPU)" in said and "1 node(s)" in said, said
     assert not run.processes()
 
 
