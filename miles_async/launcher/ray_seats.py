@@ -195,14 +195,14 @@ class Seats:
 
     async def lost(self, group: Group, seat: Seat | None) -> str:
         """Forget the seats that are gone, and `seat`, of which Ray said so. Why, where its node or we ended it, else empty."""
-        alive, why = await living_nodes(), group.leaving
+        alive = await living_nodes()
         for at, one in list(group.seats.items()):
-            gone = one.facts["node"] not in alive
-            if gone and (seat is None or one is seat):
-                why = why or f"node {one.facts['address']} ({one.facts['node'][:8]}) is gone"
-            if gone or one is seat:
+            if one is seat or one.facts["node"] not in alive:
                 del group.seats[at]
-        return why or ("" if seat is not None else "its place was lost before it began")
+        if group.leaving or seat is None:
+            return group.leaving or "its place was lost before it began"
+        gone = seat.facts["node"] not in alive  # also where another actor of the seat was told before
+        return f"node {seat.facts['address']} ({seat.facts['node'][:8]}) is gone" if gone else ""
 
     async def follow(self, stop: asyncio.Event) -> None:
         """Waits for nodes that leave and for needed units without a place; looks every LOOK_S, which Ray answers from memory."""

@@ -37,6 +37,7 @@ def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> No
     until("its actors to be placed anew", lambda: len(run.events("placed")) >= 4 + len(there))
     step = run.step()
     until("training to go on", lambda: run.step() >= step + 2)
+    assert not run.events("restart"), "a lost node counted as a crash"
     assert {e.text.partition(": ")[2] for e in run.events("moved")} == {
         f"node {node.node_ip_address} ({node.node_id[:8]}) is gone; it is placed anew"
     }
