@@ -68,6 +68,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""
     tp_size: int = 1
+    nodes: int = 1
+    """Hosts of the SGLang server. We start the first part of it, the launcher the others (node.py)."""
+    meeting: str = ""
+    """HOST:PORT where the parts meet, on the first one's host."""
     server_command: tuple[str, ...] = ()
     """Program and first words of an SGLang server; empty = this Python's."""
     server_args: dict[str, ArgValue] = {}
@@ -149,6 +153,22 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
     async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
         await context.event(kind, text, level=level)
 
+    return SGLangServer(
+        model_path=spec.model_path,
+        folder=folder,
+        launch=Launch(sglang_flags(spec), {}),
+        given=frozenset(map(flag_name, spec.server_args)),
+        command=spec.server_command or default_command(),
+        gpus=spec.gpus,
+        boot_deadline_s=spec.boot_deadline_s,
+        report=report,
+        token=spec.token,
+        alone=spec.nodes == 1,
+    )
+
+
+def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
+    """Flags of an SGLang server, or of one part of it where it is spread over hosts (pure)."""
     args = server_args(
         tp_size=spec.tp_size,
         max_running=spec.max_running,
@@ -158,14 +178,6 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         routed=spec.routed,
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
-    return SGLangServer(
-        model_path=spec.model_path,
-        folder=folder,
-        launch=Launch(args, {}),
-        given=frozenset(map(flag_name, spec.server_args)),
-        command=spec.server_command or default_command(),
-        gpus=spec.gpus,
-        boot_deadline_s=spec.boot_deadline_s,
-        report=report,
-        token=spec.token,
-    )
+    if spec.nodes > 1:
+        args |= {"nnodes": spec.nodes, "node-rank": part, "dist-init-addr": spec.meeting}
+    return args
