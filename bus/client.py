@@ -18,9 +18,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from bus.errors import BusRefused
+from bus.streams import sentinel
 
-SCHEMES = ("redis", "rediss", "unix")
+SCHEMES = ("redis", "rediss", "unix", f"redis{sentinel.SUFFIX}", f"rediss{sentinel.SUFFIX}")
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"  # variables of the environment
+SENTINEL_PASSWORD = "MILES_ASYNC_SENTINEL_PASSWORD"  # the same of the sentinels, and with _FILE
 CONNECT_DEADLINE_S = 5.0
 SILENT_S = 6  # of a peer's kernel: a paused server's answers all the same
 
@@ -38,7 +40,7 @@ def without_secrets(url: str) -> str:
 
 
 def connect(url: str) -> Redis:
-    """A client for unix://, redis:// or rediss://, with nothing dialled yet.
+    """A client for an address of one of SCHEMES, with nothing dialled yet.
 
     A URL without a password gets the one of the environment; a unix socket only where the URL names a user, because the server of
     a run on its own socket has none. No socket timeout and no silent retry: a repeated command whose outcome is unknown would
@@ -46,7 +48,7 @@ def connect(url: str) -> Redis:
     """
     options = _options(url)
     if not options.get("password") and (options.get("username") or not url.startswith("unix:")):
-        options["password"] = _password() or None
+        options["password"] = _password(PASSWORD) or None
     # Ours last: an option in the URL's query must not undo what delivery relies on.
     options.update(
         protocol=2,
@@ -74,15 +76,26 @@ def _soon_dead() -> dict[int, int]:
 
 
 def _options(url: str) -> dict[str, Any]:
-    scheme = url.partition("://")[0]
+    scheme, given = url.partition("://")[0], url
     if scheme not in SCHEMES or "://" not in url:
         raise BusRefused(
-            f"bus URL {without_secrets(url)!r} refused: its scheme must be one of redis, rediss, unix. "
+            f"bus URL {without_secrets(url)!r} refused: its scheme must be one of {', '.join(SCHEMES)}. "
             "Write e.g. redis://host:6379/0 or unix:///path/redis.sock, or leave --bus-url out to run an embedded one."
         )
     try:
-        options: dict[str, Any] = dict(parse_url(url))
+        named: dict[str, Any] = {}
+        if scheme.endswith(sentinel.SUFFIX):
+            given, named = sentinel.divided(url)
+            named["sentinel_login"] = {"password": _password(SENTINEL_PASSWORD) or None}
+        options: dict[str, Any] = {**parse_url(given), **named}
+        if named:
+            options.pop("host", None)
     except (ValueError, TypeError) as error:
+        if scheme.endswith(sentinel.SUFFIX):
+            raise BusRefused(
+                f"bus URL {without_secrets(url)!r} refused: it names no primary or no sentinel. Write "
+                f"{scheme}://HOST:PORT,HOST:PORT,HOST:PORT/NAME/0."
+            ) from error
         raise BusRefused(
             f"bus URL {without_secrets(url)!r} refused: it is no address of a Redis. Correct --bus-url; what stands in its "
             f"login is percent-encoded, or the password is given in {PASSWORD}."
@@ -94,16 +107,17 @@ def _options(url: str) -> dict[str, Any]:
     return options
 
 
-def _password() -> str:
-    if os.environ.get(PASSWORD):
-        return os.environ[PASSWORD]
-    name = os.environ.get(PASSWORD_FILE, "")
+def _password(variable: str) -> str:
+    if os.environ.get(variable):
+        return os.environ[variable]
+    variable = f"{variable}_FILE"
+    name = os.environ.get(variable, "")
     if not name:
         return ""
     try:
         with Path(name).open() as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                raise BusRefused(f"{PASSWORD_FILE}={name} refused: other users can read that file. chmod 600 it.")
+                raise BusRefused(f"{variable}={name} refused: other users can read that file. chmod 600 it.")
             return file.readline().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise BusRefused(f"{PASSWORD_FILE}={name} cannot be read: {error}. Correct the path.") from error
+        raise BusRefused(f"{variable}={name} cannot be read: {error}. Correct the path.") from error

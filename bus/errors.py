@@ -7,6 +7,7 @@ MilesAsyncError
 │   └── BadMessage       bytes on the bus that are not a message of ours
 ├── InvariantBroken      stop: going on would corrupt the run
 ├── BusRefused           the server is there but not fit (version, eviction policy, role)
+├── BusWentBack          the server came back without this run, or as it was long ago
 ├── BusFull              the server refuses writes: out of memory, read-only, disk full
 ├── KnobRejected         a live patch that fails its check; nothing changed
 ├── CheckpointRefused    a checkpoint that is damaged or belongs to another run or model
@@ -46,6 +47,10 @@ class BusUnreachable(Transient):
 
 class BusRefused(MilesAsyncError):
     """The server answers but must not be used."""
+
+
+class BusWentBack(MilesAsyncError):
+    """What the server holds is not what this run goes on from: it must be given the checkpoint's state first."""
 
 
 class BusFull(Transient):

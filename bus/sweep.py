@@ -22,7 +22,7 @@ async def sweep_orphans(bus: Bus, *, older_s: float | None = None) -> int:
     # Letters twice: an entry may become one, and one an entry again, while the streams are read.
     named = {item.blob for item in await read_letters(bus)}
     for stream in STREAMS:
-        named |= {head.fields.get("blob", "") for head in await all_heads(bus, stream)}
+        named |= {head.fields.get(name, "") for head in await all_heads(bus, stream) for name in ("blob", "plan")}
     named |= {item.blob for item in await read_letters(bus)}
     orphans = [old[blob] for blob in old.keys() - {_id(ref) for ref in named if ref}]
     await bus.blobs.delete(orphans)

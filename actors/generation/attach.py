@@ -76,6 +76,15 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
     return replace(found, note=note)
 
 
+def check_routed(url: str, info: Mapping[str, Any], *, wanted: bool) -> None:
+    """BootRefused where samples shall bring experts (`wanted`) and the server at `url` will not tell them."""
+    if wanted and not info.get("enable_return_routed_experts"):
+        raise BootRefused(
+            f"the engine at {url} does not tell which experts it chose, which use_rollout_routing_replay needs. Start it with "
+            "--enable-return-routed-experts (SGLang 0.5.12), or leave the setting out."
+        )
+
+
 def _quantization(config: Mapping[str, Any]) -> str:
     """In words: plain, FP8 in blocks, or what the directory itself says."""
     try:

@@ -10,7 +10,9 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from actors.runtime.prompts import RoutedShape
 from bus.errors import Poison, Transient
+from bus.messages.samples import Routed
 from bus.messages.weights import Bucket, TensorMeta
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -68,6 +70,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """A router keeps requests of one key on one engine."""
     vocabulary: int = 0
     """Token ids of the answer are below it; 0 = not known."""
+    routed: RoutedShape | None = None
+    """Form of the experts to answer with; None = none."""
+    routed_from: int = 0
+    """First input token whose experts are wanted."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -80,6 +86,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """The version that made these tokens; of an empty chunk, the version served now."""
     finish: Finish | None = None
     """Set on the last chunk only."""
+    experts: Routed | None = None
+    """Of the last `n` tokens that the engine read (all but the newest); on the last chunk only."""
 
 
 @dataclass(frozen=True, slots=True)

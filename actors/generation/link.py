@@ -29,7 +29,7 @@ from actors.generation.activation import (
     WeightsUnusable,
     check_manifest,
 )
-from actors.generation.attach import Attached, check_served, describe
+from actors.generation.attach import Attached, check_routed, check_served, describe
 from actors.generation.engine import BootRefused, Engine, EngineUnavailable, RequestRefused
 from actors.generation.pausing import pause, pause_to_count
 from actors.generation.process import EngineServer
@@ -83,9 +83,10 @@ class EngineLink:
         check_equal: bool = False,
         inside: Path | None = None,
         supply: Supply | None = None,
+        tells_experts: bool = False,
     ) -> None:
         self._context = context
-        self._supply = supply
+        self._supply, self._tells_experts = supply, tells_experts
         self._connect = connect
         self.process = process
         self._url = url
@@ -160,6 +161,7 @@ class EngineLink:
                     info = await self.engine.info()
                 own = self.process is not None
                 self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
+                check_routed(url, info, wanted=self._tells_experts)
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
+from actors.generation.routing import Rows
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
 from bus.ledger import spans_after
@@ -62,6 +63,7 @@ class Turn:
         self.spans: tuple[VersionSpan, ...] = ()
         self.resumed_mask = b""  # of tokens that were here at the start; later ones have 1
         self.counted = 0  # tokens that the ledger already knows
+        self.experts = Rows()  # of `asked` and tokens
         self.floor = NO_TOKENS  # no older version may make any of it
         self._digest = digest
         self._saved = 0
@@ -192,6 +194,8 @@ class Running:
             turn.spans = extend_spans(turn.spans, version, len(chunk.token_ids))
             self.n_tokens += len(chunk.token_ids)
             self.made_here += len(chunk.token_ids)
+        if chunk.experts is not None and turn.asked is not None:
+            turn.experts.add(chunk.experts, len(turn.asked) + len(turn.tokens) - 1 - chunk.experts.n)
         return chunk.finish
 
     def unsaved(self) -> int:
@@ -231,8 +235,10 @@ class Running:
         return first.asked is None or first.asked == self.prompt
 
     def response(self) -> Response:
-        """All tokens so far, turn after turn."""
-        return _joined(self.turns[no].part() for no in sorted(self.turns))
+        """All tokens so far, turn after turn. With experts where there is one turn: those of several are chosen again."""
+        whole = _joined(self.turns[no].part() for no in sorted(self.turns))
+        first = self.turns.get(0) if self._plain() else None
+        return whole if first is None else msgspec.structs.replace(whole, experts=first.experts.routed())
 
     def journal(self) -> tuple[Call, ...] | msgspec.UnsetType:
         """The calls that go with `response`."""
@@ -264,6 +270,8 @@ class Running:
             turn = self.turns.setdefault(call.no, Turn(call.no, digest=call.digest))
             turn.take_up(call, _slice(response, at, at + call.n), counted=counted, mask=mask)
             at += call.n
+        if not calls and response.experts is not msgspec.UNSET:
+            self.turns[0].experts.add(response.experts, 0)
         self.n_tokens = self._saved = sum(len(turn.tokens) for turn in self.turns.values())
 
 

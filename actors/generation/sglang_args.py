@@ -41,10 +41,12 @@ def server_args(
     given: Mapping[str, ArgValue],
     context_length: int = 0,
     ours_inside: bool = True,
+    routed: bool = False,
 ) -> dict[str, ArgValue]:
     """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
 
-    max_running: samples at once. ours_inside: the server's Python has this package, whose functions it can import.
+    max_running: samples at once. routed: it tells which experts it chose. ours_inside: the server's Python has this package, whose
+    functions it can import.
     """
     args: dict[str, ArgValue] = {
         "grammar-backend": "none",
@@ -59,6 +61,8 @@ def server_args(
     if tp_size == 1 and theirs.keys().isdisjoint({*GATHER, "disable-overlap-schedule", "max-running-requests"}):
         args |= GATHER | {"max-running-requests": max_running + PREFILL_BATCH}
     args |= theirs
+    if routed:
+        args["enable-return-routed-experts"] = True
     if ours_inside:
         loaders = args.get("custom-weight-loader") or ()
         args["custom-weight-loader"] = (

@@ -29,6 +29,7 @@ from actors.generation.engine import (
 )
 from actors.generation.http_stream import Line, Lines, StreamBroken, StreamLate
 from actors.generation.inside_client import Inside
+from actors.generation.routing import read_routed
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
@@ -187,9 +188,10 @@ class SGLangClient:
                 raise AnswerBroken(
                     f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}."
                 )
+        experts = read_routed(meta.routed_experts, request.routed) if request.routed and meta.routed_experts else None
         fresh = made - seen
         if fresh <= 0:
-            return Chunk([], [], version, finish)
+            return Chunk([], [], version, finish, experts)
         pairs = meta.output_token_logprobs
         if len(pairs) != fresh:
             pairs = pairs[-fresh:]
@@ -204,7 +206,7 @@ class SGLangClient:
         logprobs, token_ids, _ = map(list, zip(*pairs, strict=True))
         if fault := tokens_fault(token_ids, request.vocabulary) or logprobs_fault(logprobs):
             raise AnswerRefused(f"{self.base_url} gave request {rid} what is no answer: {fault}")
-        return Chunk(token_ids, logprobs, version, finish)
+        return Chunk(token_ids, logprobs, version, finish, experts)
 
     def flying(self, rid: str) -> tuple[str, ...]:
         """Names under which requests of this id are on engines now."""

@@ -19,6 +19,7 @@ class Meta(msgspec.Struct):
     weight_version: str | None = None
     finish_reason: Reason | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    routed_experts: msgspec.Raw = msgspec.Raw()
 
 
 class Error(msgspec.Struct):
@@ -67,6 +68,8 @@ def body_of(request: GenerateRequest, name: str) -> bytes:
     }
     if request.extra_key is not None:
         body["extra_key"] = request.extra_key
+    if request.routed is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
     return msgspec.json.encode(body)
 
 
@@ -85,7 +88,7 @@ def split(chunk: Chunk, seen: int, marks: Sequence[tuple[int, str]]) -> list[Chu
     if chunk.finish is None:
         return parts
     last = parts.pop() if parts else Chunk([], [], chunk.weight_version)
-    return [*parts, Chunk(last.token_ids, last.logprobs, last.weight_version, chunk.finish)]
+    return [*parts, Chunk(last.token_ids, last.logprobs, last.weight_version, chunk.finish, chunk.experts)]
 
 
 def load_of(text: str) -> EngineLoad:

@@ -24,6 +24,7 @@ from actors.generation.pace import Pace
 from actors.generation.sample import Running, Turn, limit_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.prompts import RoutedShape
 from actors.runtime.refusals import Row
 from actors.runtime.seeds import seed_for
 from bus import Entry
@@ -40,16 +41,23 @@ Leaves = ParkReason | Literal["lease", "diverged"]
 
 
 class Turns:
-    """One worker's. `changed`: to be called when the engine was found dead."""
+    """One worker's. `changed`: to be called when the engine was found dead. `routed`: form of the experts that are asked for."""
 
     def __init__(
-        self, context: Context, link: EngineLink, pace: Pace, vocabulary: int, changed: Callable[[], None]
+        self,
+        context: Context,
+        link: EngineLink,
+        pace: Pace,
+        vocabulary: int,
+        changed: Callable[[], None],
+        routed: RoutedShape | None = None,
     ) -> None:
         self._context = context
         self.worker = context.name
         self._link = link
         self._pace = pace
         self._vocabulary = vocabulary
+        self._routed = routed
         self._changed = changed
         remedy = "The engine serves another model than this worker was told of, or is broken."
         self._answers = Row(
@@ -122,6 +130,8 @@ class Turns:
             extra_key=link.salt or None,
             routing_key=task.group_id,
             vocabulary=self._vocabulary,
+            routed=None if task.eval_name else self._routed,
+            routed_from=turn.experts.n,
         )
         save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
         finish = None

@@ -9,7 +9,6 @@ line of its own that names the lost steps; lines already written stay.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,9 +23,9 @@ from actors.recorder.history import History
 from actors.recorder.records import Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
-from actors.runtime.child import is_alive
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
+from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
 from bus import Bus, Out
@@ -177,7 +176,7 @@ def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) 
 
 async def _living(context: Context) -> bool:
     """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
-    here, silences = socket.gethostname(), await context.bus.silences()
+    silences = await context.bus.silences()
     for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
         try:
             other = msgspec.msgpack.decode(raw, type=Vitals)
@@ -185,6 +184,7 @@ async def _living(context: Context) -> bool:
             continue
         if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
             continue
-        if is_alive(other.pid) if other.host == here else silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s:
+        seen = lives(other)
+        if silences.get(other.actor, 0.0) < 5 * context.spec.heartbeat_s if seen is None else seen:
             return True
     return False

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.runtime.host import shared_memory_name
+from actors.runtime.host import processes_name, shared_memory_name
 from actors.runtime.refusals import Refusals
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
@@ -114,6 +114,7 @@ class Context:
             memory=shared_memory_name(),
             depot=self.depot,
             received=self.received,
+            processes=processes_name(),
         )
 
     async def event(

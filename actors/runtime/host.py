@@ -8,6 +8,9 @@ import socket
 from functools import cache
 from pathlib import Path
 
+from actors.runtime.child import is_alive
+from bus.messages.control import Vitals
+
 SHARED = Path("/dev/shm")
 
 
@@ -20,6 +23,21 @@ def shared_memory_name() -> str:
         return f"{boot}-{os.stat(SHARED).st_dev:x}"
     except OSError:
         return socket.gethostname()
+
+
+@cache
+def processes_name() -> str:
+    """Equal for processes that see each other by their ids, and for no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:
+        return socket.gethostname()
+
+
+def lives(vitals: Vitals) -> bool | None:
+    """Whether the process that said this lives; None where it cannot be seen from here."""
+    return is_alive(vitals.pid) if vitals.processes == processes_name() else None
 
 
 def place(given: str, own: str) -> tuple[str, str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.runtime.chat import Chat
-from actors.runtime.hooks import load_hook
 from actors.runtime.rows import BadData, read, sources_of, value_at
 from actors.runtime.run import Refused
+from actors.runtime.sources import rows_function
 from actors.runtime.tools import SHIPPED
 
 
@@ -31,7 +31,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     apply_chat_template_kwargs: str  # JSON
     chat_template_path: str
     tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
-    data_source_path: str  # function(path) -> rows, in place of reading the path
+    data_source_path: str  # function(path) -> rows, or a class of Miles' with get_samples, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
     supervised: bool = False  # the data holds responses too, which are trained
     sft_loss_roles: tuple[str, ...]
@@ -102,6 +102,10 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if not chat:
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
+        for message in prompt:
+            parts = message.get("content") if isinstance(message.get("content"), list) else ()
+            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None):
+                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound")
         if prompt[-1]["role"] == "assistant" and not supervised:
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
@@ -210,6 +214,27 @@ def context_of(model_dir: str) -> int:
     return _configured(model_dir, "max_position_embeddings")
 
 
+class RoutedShape(msgspec.Struct, frozen=True):
+    """Of the experts that a model chooses for a token. `width`: numbers, layers x top-k; layers without experts count. `wide`:
+    numbers take two bytes."""
+
+    width: int
+    wide: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.width * (2 if self.wide else 1)
+
+
+def routed_shape(model_dir: str) -> RoutedShape | None:
+    """By its config.json; None: the model has no experts, or does not say."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = max(_configured(model_dir, name) for name in names)
+    width = _configured(model_dir, "num_hidden_layers") * _configured(model_dir, "num_experts_per_tok")
+    return RoutedShape(width, experts > 255) if experts and width else None
+
+
 def _configured(model_dir: str, name: str) -> int:
     try:
         config = json.loads((Path(model_dir) / "config.json").read_bytes())
@@ -219,11 +244,14 @@ def _configured(model_dir: str, name: str) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def load_prompts(spec: DataSpec) -> Prompts:
-    """All usable prompts. Refused names the first row that is not what it must be."""
+def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Prompts:
+    """All usable prompts. `values`: settings by name, for a data source of the user's. Refused names the first row that is not what
+    it must be."""
     tokenizer = Tokenizer.of(spec)
-    function = load_hook(spec.data_source_path) if spec.data_source_path else None
+    function = None
     keys = {name: getattr(spec, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+    if spec.data_source_path:
+        function, keys = rows_function(spec.data_source_path, keys, values or {})
     prompts: list[Prompt] = []
     too_long, index = 0, -1
     parts: list[tuple[int, float]] = []

@@ -4,7 +4,8 @@ Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
 Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
-restarted) · 70 crashed · 75 the bus went away (restart).
+restarted) · 70 crashed · 75 the bus went away (restart) · 76 the bus came back without this run (the launcher gives it the
+checkpoint's state and starts all of them again).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import RunEnds
 from bus import Bus
-from bus.errors import BusRefused, BusUnreachable, MilesAsyncError, printable
+from bus.errors import BusRefused, BusUnreachable, BusWentBack, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
-EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS, EXIT_CRASHED, EXIT_BUS_GONE = 0, 2, 65, 70, 75
+EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS, EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 0, 2, 65, 70, 75, 76
 
 
 class Refused(MilesAsyncError):
@@ -88,6 +89,8 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
             return EXIT_REFUSED
         if isinstance(error, RunEnds):
             return EXIT_RUN_ENDS
+        if isinstance(error, BusWentBack):
+            return EXIT_BUS_BACK
         return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import msgspec
 
-from actors.runtime.child import is_alive
+from actors.runtime.host import lives
 from bus import Bus
 from bus.errors import BadMessage
 from bus.identity import Identity, read_identity
@@ -127,15 +126,13 @@ async def readable(bus: Bus, entry: Any) -> Any:
 
 
 def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) -> tuple[ActorFacts, ...]:
-    here = socket.gethostname()
     found: list[ActorFacts] = []
     for body in raw.values():
         try:
             vitals = msgspec.msgpack.decode(body, type=Vitals)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of a release that speaks otherwise; it shows on the events stream as well
-        process = is_alive(vitals.pid) if vitals.host == here else None
-        found.append(ActorFacts(vitals, silences.get(vitals.actor, 0.0), process, late_s))
+        found.append(ActorFacts(vitals, silences.get(vitals.actor, 0.0), lives(vitals), late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 

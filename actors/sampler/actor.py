@@ -67,7 +67,7 @@ class Sampler:
     def __init__(self, context: Context, spec: SamplerSpec) -> None:
         self._context = context
         self._spec = spec
-        self._prompts, self._too_long, parts = load_prompts(spec.data)
+        self._prompts, self._too_long, parts = load_prompts(spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
         self._order = Order(parts=parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
         self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 

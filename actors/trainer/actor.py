@@ -8,6 +8,8 @@ trains it again exactly if its gradient was lost. Version ids are never reused; 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ from actors.trainer.checkpoint import (
     BusState,
     booked_as_trained,
     consumed_before,
+    is_older,
     iter_dir,
     newest_written,
     others,
@@ -44,7 +47,7 @@ from actors.trainer.spec import TrainerSpec
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
-from bus.errors import CheckpointRefused, InvariantBroken
+from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import POLICY
@@ -61,7 +64,7 @@ class Trainer:
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
-        self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._intake = Intake(context, vocabulary_of(spec.backend.published_as or spec.backend.hf_checkpoint))
         self._hooks = BatchHooks(
             context,
             {name: getattr(spec, name) for name in SETTINGS},
@@ -106,6 +109,7 @@ class Trainer:
     async def run(self) -> None:
         """Shutdown: 1 the step under way ends · 2 last checkpoint · 3 `finished` when all steps are done · 4 other ranks ·
         5 threads. After a failure the other ranks are killed, since they may wait for a step that never comes."""
+        os.environ.update(json.loads(self._spec.train_env_vars or "{}"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()
@@ -146,9 +150,11 @@ class Trainer:
                 "--name."
             )
         if state is not None:
+            if await is_older(bus, parent, state):
+                raise BusWentBack(f"the bus came back older than the checkpoints before {step}. It is made anew from that.")
             while await self._intake.fetch(256, 0.0, step=step):
                 continue
-            self._intake.adopt((*consumed_before(parent, step), *state.consumed), state.step)
+            self._intake.adopt(consumed_before(parent, state)[0], state.step)
             inside = await self._intake.inside_but_open()
             await self._intake.acknowledge(state.step, None)
             self._saver.saved_step = step

@@ -86,6 +86,8 @@ class BusState(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: dict[str, bytes]
     consumed: tuple[Consumed, ...]
     metrics: dict[str, float] = {}
+    after: int = 0
+    """Step of the checkpoint that was acknowledged before: `consumed` is of the steps since."""
 
 
 def iter_dir(save: Path, step: int) -> Path:
@@ -171,18 +173,17 @@ def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusS
     return state
 
 
-def consumed_before(save: Path, step: int) -> tuple[Consumed, ...]:
-    """Groups inside the kept checkpoints older than `step`: a server that lost its last second may have lost what several
-    quick checkpoints acknowledged. A file that cannot be read is passed over; the one to load was read before."""
-    found: list[Consumed] = []
-    for file in sorted((save / "rollout").glob("bus_state_*.msgpack")):
-        if not file.stem[10:].isdigit() or int(file.stem[10:]) >= step:
-            continue
+def consumed_before(save: Path, state: BusState) -> tuple[tuple[Consumed, ...], int]:
+    """Groups inside the kept checkpoints up to this one, without a gap, and the step from which on that is all of them: a server
+    that lost its last moments may have lost what several quick checkpoints acknowledged."""
+    consumed, since = state.consumed, state.after
+    while since > 0:
         try:
-            found += msgspec.msgpack.decode(file.read_bytes(), type=BusState).consumed
+            before = msgspec.msgpack.decode(bus_state_file(save, since).read_bytes(), type=BusState)
         except (OSError, msgspec.MsgspecError):
-            continue
-    return tuple(found)
+            break
+        consumed, since = before.consumed + consumed, min(before.after, since - 1)
+    return consumed, since
 
 
 def others(save: Path, damaged: int | None) -> str:
@@ -205,20 +206,30 @@ def _looks_intact(save: Path, step: int) -> bool:
         return False
 
 
+async def is_older(bus: Bus, save: Path, state: BusState) -> bool:
+    """Whether this bus, restarted from old files, goes back further than the kept checkpoints tell what they contain: it would
+    give out again what they have trained."""
+    return int(await bus.state("saved") or 0) < consumed_before(save, state)[1]
+
+
 async def holds_nothing(bus: Bus) -> bool:
     """Whether this bus never saw the run: nobody issued a sample, no trainer spoke."""
     return not (await bus.state("sampler") or await bus.state("trainer"))
 
 
-async def go_back(bus: Bus, step: int) -> bool:
-    """Make the bus hold nothing when it has acknowledged more than the checkpoint of `step` contains: its streams no longer
-    have what must be trained again. Version ids stay used. False when there was no need."""
-    if int(await bus.state("saved") or 0) <= step:
-        return False
+async def go_back(bus: Bus, save: Path, state: BusState) -> str:
+    """Make the bus hold nothing when it has acknowledged more than the checkpoint contains, since its streams no longer have
+    what must be trained again, or when it is older. Version ids stay used. Returns why, empty when there was no need."""
+    if int(await bus.state("saved") or 0) > state.step:
+        why = f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it"
+    elif not await holds_nothing(bus) and await is_older(bus, save, state):
+        why = f"the bus came back older than the checkpoints before {state.step}: it is made anew from that"
+    else:
+        return ""
     version = await bus.state("version")
     await bus.forget_run()
     await bus.commit(Commit(state={"version": version}))
-    return True
+    return why
 
 
 async def restore_bus(bus: Bus, state: BusState) -> None:

@@ -11,7 +11,7 @@ from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.spread import spread_metrics
 from bus.messages.groups import GroupKept
-from bus.messages.samples import Response, Scored, Strand
+from bus.messages.samples import Response, Routed, Scored, Strand
 from bus.messages.versions import staleness
 
 
@@ -44,7 +44,16 @@ def _of_strand(scored: Scored, at: int, strand: Strand, known: tuple[float, ...]
             spans=_steps(response),
             known_rewards=known,
         ),
+        experts=None if response.experts is msgspec.UNSET else _experts(response.experts),
     )
+
+
+def _experts(routed: Routed) -> np.ndarray:
+    """Integers [n, layers * top_k]; of no whole number of rows [1, bytes], which fits no model."""
+    size = routed.n * (2 if routed.wide else 1)
+    if routed.n <= 0 or len(routed.data) % size:
+        return np.frombuffer(routed.data, dtype=np.uint8)[None]
+    return np.frombuffer(routed.data, dtype=np.int16 if routed.wide else np.uint8).reshape(routed.n, -1)
 
 
 def _steps(response: Response) -> list[tuple[int, int]]:

@@ -221,10 +221,11 @@ class Intake:
             await self._context.bus.append([Out(POLICY, checkpoint)])
 
     def _settle(self, consumed: Iterable[Consumed]) -> None:
-        for item in consumed:
+        items = list(consumed)
+        for item in items:
             before = self._settled.get(item.group_id)
             self._settled[item.group_id] = item if before is None else before.with_more(item)
-        for key in list(self._settled)[:-SETTLED_KEPT]:
+        for key in list(self._settled)[: -max(SETTLED_KEPT, len(items))]:
             del self._settled[key]
 
     async def inside_but_open(self) -> tuple[str, ...]:

@@ -103,6 +103,7 @@ class Saver:
             open_groups=self._intake.still_open(seen.open_groups),
             consumed=tuple(t.consumed for t in trained),
             metrics=metrics,
+            after=max(0, self.saved_step),
         )
 
     async def _write(self, copied: Checkpoint, target: Path, state: BusState, began: float) -> None:

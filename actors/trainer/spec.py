@@ -53,6 +53,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     backend_name: str = "torch"
     async_save: bool
     ranks: int = 1  # processes over which the policy is sharded
+    train_env_vars: str  # JSON object: added to this process's environment, and its children's; empty = none
     train_master: str  # HOST:PORT where they meet, started by others; empty = this process starts them, on its host
     ci_test: bool  # end the run when its first step fails its self-check
     record: str = ""  # path with {rollout_id}: write every trained batch there

@@ -25,6 +25,7 @@ class Header(msgspec.Struct, frozen=True):
     tokens: int = -1
     knob: int = -1
     note: str = ""
+    plan: str = ""  # a blob that the body names, which is kept as long as the entry
 
     def fields(self) -> list[str | int]:
         """Flat field list [name, value, ...]."""
@@ -41,6 +42,8 @@ class Header(msgspec.Struct, frozen=True):
             flat += ["knob", self.knob]
         if self.note:
             flat += ["note", self.note]
+        if self.plan:
+            flat += ["plan", self.plan]
         return flat
 
 

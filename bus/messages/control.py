@@ -48,7 +48,7 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     actor: str
     role: str
     pid: int
-    host: str
+    host: str  # its name, for people: two hosts may have one name
     state: ActorState
     wall: float
     version: int = -1
@@ -61,6 +61,7 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     memory: str = ""  # of one name: they see the same files in shared memory
     depot: str = ""  # where a worker serves versions to other hosts
     received: int = 0  # bytes of versions that came from other hosts
+    processes: str = ""  # of one name: they see each other's process ids
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)

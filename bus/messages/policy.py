@@ -43,7 +43,8 @@ class WeightsReady(Message, frozen=True, kw_only=True, tag="policy.on_disk"):
     attempt: int = 0
 
     def header(self) -> Header:
-        return Header(id=f"v{self.version.id}", version=self.version.id, note=self.manifest.transport)
+        number = self.version.id
+        return Header(id=f"v{number}", version=number, note=self.manifest.transport, plan=self.manifest.plan)
 
 
 class SendFailed(Message, frozen=True, kw_only=True, tag="policy.send_failed"):
@@ -212,7 +213,8 @@ class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
     sources: tuple[str, ...] = ()
 
     def header(self) -> Header:
-        return Header(id=f"activate{self.version.id}", version=self.version.id, note=self.mode)
+        number = self.version.id
+        return Header(id=f"activate{number}", version=number, note=self.mode, plan=self.manifest.plan)
 
 
 class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):

@@ -55,6 +55,15 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
         return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
 
 
+class Routed(msgspec.Struct, frozen=True):
+    """Experts that the engine chose for the first `n` tokens of prompt and response. `data`: uint8 (int16 if `wide`)
+    [n, layers, top_k], layers without experts included."""
+
+    data: Packed
+    n: int
+    wide: bool = False
+
+
 class Response(msgspec.Struct, frozen=True):
     """What follows a prompt: generated tokens, and between them those of an environment, which have a span of their own, mask
     0 and log-prob 0. Invariant: spans cover [0, n_tokens) in order; all arrays have n_tokens entries."""
@@ -63,6 +72,7 @@ class Response(msgspec.Struct, frozen=True):
     logprobs: Packed = EMPTY  # float32 [n_tokens], under the temperature, each from its own version
     loss_mask: Packed = EMPTY  # uint8 [n_tokens]; 1 = may be trained
     spans: tuple[VersionSpan, ...] = ()
+    experts: Routed | msgspec.UnsetType = msgspec.UNSET  # UNSET = not asked for, or not known
 
     @property
     def n_tokens(self) -> int:

@@ -29,13 +29,15 @@ from redis.exceptions import (
 
 from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
 from bus.clock import Clock
-from bus.errors import BusFull, BusRefused, BusUnreachable, InvariantBroken
+from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, InvariantBroken
 from bus.streams.wire import Command, Wire
 
 log = logging.getLogger("bus")
 T = TypeVar("T")
 Waiting = asyncio.Future[Any]
-_REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED")  # the last: a blocking read whose server became a replica
+# UNBLOCKED: a blocking read whose server became a replica. NOREPLICAS: a primary that min-replicas-to-write holds.
+_REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOWN")
+_ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 BATCH = 128  # commands in one pipelined write
 LOGIN = f"Put the user into --bus-url and the password into {PASSWORD} or a file named by {PASSWORD_FILE}."
 JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
@@ -80,6 +82,11 @@ def translate(error: RedisError, shown: str) -> Exception:
         return BusFull(
             f"Redis at {shown} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
         )
+    if text.startswith("NOREPLICAS"):
+        return BusFull(
+            f"Redis at {shown} has fewer replicas than its min-replicas-to-write asks for and takes no writes. Start its "
+            "replicas or lower that; nothing acknowledged is lost."
+        )
     if refuses_writes(error):
         return BusFull(
             f"Redis at {shown} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
@@ -97,10 +104,12 @@ class Link:
         self.shown = without_secrets(url)
         self.clock = clock
         self.deadline_s = deadline_s
-        self.server_restarts = 0
+        self.server_restarts = 0  # also successors: replicas that were promoted
+        self.life = ("", "", "")  # key, field, and what must stand there; see BusConfig
         self.local_address, self.peer_address = "", ""  # see Wire; of the last time that we had to dial
         self._scripts = {script.sha: script for script in scripts}
-        self._run_id = ""
+        self._server = ("", "")
+        self._doubted = False  # a connection was lost: which server answers the next one is not known yet
         self._wire = Wire(url)
         self._bulk, self._bulk_turn = Wire(url), asyncio.Lock()
         self._calls = 0
@@ -207,6 +216,9 @@ class Link:
             if self.clock.monotonic() >= until:
                 break
             pause_s = await self._wait_for_writes(replies[refused[0]], pause_s)
+            if str(replies[refused[0]]).startswith(_ELSEWHERE):
+                await wire.close()
+                await self._note_restart()
             for n, reply in zip(refused, await wire.exchange([commands[n] for n in refused]), strict=True):
                 replies[n] = reply
         return replies
@@ -246,17 +258,16 @@ class Link:
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
         until = self.clock.monotonic() + allowed_s
         pause_s, refused_s = 0.02, 0.0
-        lost = False
         while True:
             try:
                 async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
-                    if lost:
+                    if self._doubted:
                         await self._note_restart()
                     return await attempt()
             except AuthenticationError as error:
                 raise translate(error, self.shown) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
-                lost = True
+                self._doubted = True
                 if self.clock.monotonic() >= until:
                     raise BusUnreachable(
                         f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
@@ -267,33 +278,45 @@ class Link:
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:
                     raise translate(error, self.shown) from error
+                self._doubted = self._doubted or str(error).startswith(_ELSEWHERE)
                 refused_s = await self._wait_for_writes(error, refused_s)
 
     async def _note_restart(self) -> None:
-        """Count a server that came back as another process: what it lost with its last second must be rebuilt."""
-        info = await self._aside("INFO", "server")
-        run_id = next((line[7:] for line in info.decode().splitlines() if line.startswith("run_id:")), "")
-        if self._run_id and run_id != self._run_id:
+        """Count a server that is another process or history than before: what it lost must be rebuilt. BusWentBack when it does
+        not hold this run, or another life of it."""
+        key, field, life = self.life
+        facts = [("INFO", "server"), ("INFO", "replication"), ("HGET", key, field)]
+        replies = await self._aside(facts if life else facts[:2])
+        if life and replies[2] != life.encode():
+            raise BusWentBack(
+                f"Redis at {self.shown} came back {'as it was before' if replies[2] else 'without'} this run, which is to be "
+                "restored from its last checkpoint."
+            )
+        named = dict(line.split(":", 1) for part in replies[:2] for line in part.decode().splitlines() if ":" in line)
+        server = named.get("run_id", ""), named.get("master_replid", "")
+        if self._server != ("", "") and server != self._server:
             self.server_restarts += 1
-        self._run_id = run_id
+        self._server, self._doubted = server, False
 
-    async def _aside(self, *command: Any) -> Any:
-        """One command on a connection of its own: the others may be waiting for a server that takes no writes."""
+    async def _aside(self, commands: Sequence[Command]) -> list[Any]:
+        """On a connection of their own: the others may be waiting for a server that takes no writes. Raises a refusal."""
         wire = Wire(self._url)
         try:
-            answer = await wire.call(*command)
+            replies = await wire.exchange(commands)
             self.local_address, self.peer_address = wire.local_address, wire.peer_address
-            return answer
         finally:
             await wire.close()
+        for reply in replies:
+            if isinstance(reply, RedisError):
+                raise reply
+        return replies
 
     async def open(self) -> None:
         """Connect, remember which server this is, load the scripts."""
 
         async def first() -> None:
             await self._note_restart()
-            for script in self._scripts.values():
-                await self._aside("SCRIPT", "LOAD", script.source)
+            await self._aside([("SCRIPT", "LOAD", script.source) for script in self._scripts.values()])
 
         await self.retry(first)
 

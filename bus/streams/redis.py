@@ -31,6 +31,7 @@ from bus.topology import STREAMS, Stream
 
 COMMIT, PREFIX = Script("commit.lua"), Script("prefix.lua")
 SNAPSHOT, BEAT = Script("snapshot.lua"), Script("beat.lua")
+LIFE = "life"  # state field; given anew whenever the bus held nothing of the run
 _BARE = Commit(bounded=True)  # an append without condition
 
 
@@ -47,6 +48,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_max_bytes: int = 2 << 30  # bound of unacknowledged bytes per data stream; 0 = none
     deadline_s: float = 60.0  # how long to wait for a server that does not answer
     room_deadline_s: float = 3600.0  # how long to wait for room on a full stream
+    life: str = ""  # state field "life" of the run; a server with another one, or none, is not gone on with. Empty = not looked at
 
 
 class Bus:
@@ -57,6 +59,7 @@ class Bus:
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
         self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
+        self.expect(config.life)
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
         )
@@ -67,6 +70,11 @@ class Bus:
         self._fixed_keys.append(self.keys.marks(self._sender))
         self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
         self.waiting_for_room: str = ""
+
+    def expect(self, life: str) -> None:
+        """From now on: see BusConfig.life."""
+        self.config = msgspec.structs.replace(self.config, life=life)
+        self.link.life = (self.keys.state, LIFE, life)
 
     async def __aenter__(self) -> Self:
         await self.link.open()

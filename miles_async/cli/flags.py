@@ -15,7 +15,7 @@ from miles_async.settings.catalog import FieldSpec, catalog, groups, names, pass
 from miles_async.settings.dump import toml_value
 from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import table, why_not
+from miles_async.settings.miles import NEEDLESS, NOT_HERE, fate, table, why_not
 
 WIDTH, INDENT = 110, 42
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
@@ -28,6 +28,8 @@ class Parsed:
     positional: tuple[str, ...]
     values: tuple[FlagValue, ...]
     switches: frozenset[str]
+    notes: tuple[str, ...] = ()
+    """What was taken and has no effect."""
 
 
 @cache
@@ -49,11 +51,14 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
     positional: list[str] = []
     values: list[FlagValue] = []
     given: set[str] = set()
+    notes: list[str] = []
     refused = Refusals() if found is None else found
     rest = _Words(words)
     for word in rest:
         if word in switches:
             given.add(word)
+        elif word in NEEDLESS:
+            notes.append(f"{word} has no effect here: {NEEDLESS[word]}")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1:
                 raise SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes.")
@@ -66,7 +71,7 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
                 list(_all_words(rest))  # its values
     if found is None:
         refused.raise_all()
-    return Parsed(tuple(positional), tuple(values), frozenset(given))
+    return Parsed(tuple(positional), tuple(values), frozenset(given), tuple(notes))
 
 
 class _Words(Iterator[str]):
@@ -130,6 +135,9 @@ def flags_help(topic: str) -> str:
         return _group_help(topic, groups()[topic])
     word = topic.removeprefix("--").replace("-", "_").lower()
     found = [spec for spec in catalog().values() if word in spec.name or topic.lower() in spec.text.lower()]
+    flag = "--" + word.replace("_", "-")
+    if not found and (said := fate(flag)) != f"refused: {NOT_HERE}":
+        return f"{flag}: {said}"
     if not found:
         close = nearest(word, (*groups(), *names()))
         raise SettingsError(f"nothing is called {topic!r}", remedy=close or f"Groups: {', '.join(groups())}.")

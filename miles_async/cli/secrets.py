@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from miles_async.settings.secrets import take_password
 
-_WORD = re.compile(r"(--[\w-]+=)?((?:rediss?|unix)://.*)", re.DOTALL)
+_WORD = re.compile(r"(--[\w-]+=)?((?:rediss?(?:\+sentinel)?|unix)://.*)", re.DOTALL)
 
 
 def take_passwords(words: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Train a policy as a settings file says: settings from file and flags, then the launcher."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
@@ -41,6 +42,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         dry_run=DRY_RUN in parsed.switches,
         config=Path(parsed.positional[0]) if parsed.positional else None,
         values=parsed.values,
+        notes=parsed.notes,
         refused=refused,
     )
 
@@ -61,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
         found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=args.dry_run)
         refused.raise_all()
-        print(dry_run_text(loaded, found.notes if found else ()), end="")
+        print(dry_run_text(loaded, (*args.notes, *(found.notes if found else ()))), end="")
         return 0
+    for note in args.notes:
+        print(f"note: {note}", file=sys.stderr)
     from miles_async.launcher.run import train
 
     return train(loaded.settings)

@@ -55,18 +55,19 @@ def run(args: argparse.Namespace) -> int:
     import gc
 
     from actors.runtime.loop import run_loop
-    from actors.runtime.run import EXIT_BUS_GONE
+    from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE
     from bus.errors import BusUnreachable
+    from miles_async.settings.errors import SettingsError
 
     gc.disable()  # until all is loaded
     code = run_loop(_join(args))
     lost_at = time.monotonic()
-    while code == EXIT_BUS_GONE and time.monotonic() - lost_at < REJOIN_S:
+    while code in (EXIT_BUS_GONE, EXIT_BUS_BACK) and time.monotonic() - lost_at < REJOIN_S:
         print(f"the bus is away; this worker tries for {REJOIN_S:g} s to join again, Ctrl-C ends it", file=sys.stderr)
         time.sleep(1.0)
         try:
             code = run_loop(_join(args))
-        except BusUnreachable:
+        except (BusUnreachable, SettingsError):  # it is away, or came back empty and is not restored yet
             continue
         lost_at = time.monotonic()
     return code
@@ -90,9 +91,11 @@ async def _join(args: argparse.Namespace) -> int:
 
 async def _spec(args: argparse.Namespace) -> "ActorSpec":
     """What the run tells its workers, changed by the flags."""
+    from msgspec import structs
+
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
-    from bus.errors import BusRefused
+    from bus.errors import BusRefused, BusUnreachable
     from bus.identity import read_identity
     from bus.private import is_private
     from bus.topology import ROLES
@@ -103,7 +106,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known = await read_identity(bus)
     if known is None:
-        raise BusRefused(
+        raise BusUnreachable(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
         )
     if known.release and known.release.split(".")[:2] != __version__.split(".")[:2]:
@@ -139,7 +142,8 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     return ActorSpec(
         name=name,
         role="generation",
-        bus=known.bus_at(ref.bus_url),
+        # Nobody starts it again at once, and a boot takes long: it waits for the bus with its engine.
+        bus=structs.replace(known.bus_at(ref.bus_url), deadline_s=max(REJOIN_S, float(known.bus.get("deadline_s", 0)))),
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.runtime.run import EXIT_CRASHED, EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_CRASHED, EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS
 
 QUICK_S = 60.0  # failures closer together than this count as one crash loop
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0  # after a crash loop of an actor that the run can miss for a while
@@ -50,6 +50,8 @@ def judge_exit(
         return Verdict("give_up", reason=f"{name} refused to start")
     if ending.code == EXIT_RUN_ENDS:
         return Verdict("give_up", reason=f"{name} cannot go on")
+    if ending.code == EXIT_BUS_BACK:
+        return Verdict("give_up", reason="the bus was lost")
     last_pause_s = former[-1].pause_s if former else 0.0
     if spared and last_pause_s and ending.at - former[-1].at - last_pause_s < QUICK_S:
         return Verdict("pause", min(LONGEST_PAUSE_S, 2 * last_pause_s), f"{name} failed again")
@@ -66,5 +68,5 @@ def judge_exit(
 def describe_exit(code: int | None) -> str:
     """Exit status in words."""
     if code is None:
-        return "ended (status unknown: started by an earlier launcher)"
+        return "ended with a status that nobody could tell"
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"

@@ -10,12 +10,13 @@ summary.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +25,13 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import read_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
+from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
-from actors.runtime.run import EXIT_REFUSED
+from actors.runtime.prompts import routed_shape
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
-from bus.errors import BusFull, BusUnreachable
+from bus.errors import BusFull, BusUnreachable, BusWentBack
 from bus.messages.control import ActorState, Event, Vitals
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
@@ -36,16 +39,20 @@ from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
-from miles_async.launcher.local import RunFailed, Supervisor
+from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
+from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
 from miles_async.settings.dump import dump_toml
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
 
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
+RESTORES = 5  # of a run whose bus came back without it, by one launcher
 RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
@@ -64,7 +71,7 @@ def fork_servers() -> dict[str, ForkServer]:
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
     check_host(settings)
-    servers = fork_servers()
+    servers = fork_servers() if settings.launch.launcher == "local" else {}
     try:
         return _checked(settings, servers)
     finally:
@@ -90,8 +97,25 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     counter = token_counter(settings, Path(place.model_dir))
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name):
+        placers = placers_of(settings, place, servers)
         (run_dir / "settings.toml").write_text(dump_toml(settings))
-        return run_loop(_train(settings, place, run_dir, servers))
+        return run_loop(_train(settings, place, run_dir, placers, servers))
+
+
+def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[], Placer]:
+    """Makes what says where this run's actors are to be. SettingsError when there is no such place."""
+    threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
+    if settings.launch.launcher == "local":
+        return partial(LocalPlacer, Path(place.run_dir), threads=threads, servers=servers)
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
+        )
+    from miles_async.launcher.ray_cluster import connect
+    from miles_async.launcher.ray_placer import RayPlacer
+
+    connect(settings)
+    return partial(RayPlacer, settings, place, threads)
 
 
 async def _finished(bus: Bus) -> bool:
@@ -101,7 +125,9 @@ async def _finished(bus: Bus) -> bool:
     return next((kind for kind in kinds if kind in ends), "") == "policy.finished"
 
 
-async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Mapping[str, ForkServer]) -> int:
+async def _train(
+    settings: RunSettings, place: Place, run_dir: Path, placers: Callable[[], Placer], servers: Mapping[str, ForkServer]
+) -> int:
     embedded: EmbeddedRedis | None = None
     ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
     url = settings.bus.bus_url
@@ -116,15 +142,22 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in facts.warnings:
+        routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
+        need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
+        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
-        async with Bus(bus_config(settings, url, place)) as bus:
-            for note in await prepare_bus(bus, settings, place):
-                print(f"note: {note}", file=sys.stderr)
-            await bus.commit(Commit(state={STOP_WISH: ""}))
-            ours = True
-            status, finished = await Launcher(settings, place, bus, embedded, servers).run()
+        left = RESTORES
+        while True:
+            async with Bus(bus_config(settings, url, place)) as bus:
+                for note in await prepare_bus(bus, settings, place):
+                    print(f"note: {note}", file=sys.stderr)
+                await bus.commit(Commit(state={STOP_WISH: ""}))
+                ours = True
+                status, finished = await Launcher(settings, place, bus, embedded, placers(), restores=left).run()
+            left -= 1
+            if status != EXIT_BUS_BACK:
+                break
     finally:
         for server in set(servers.values()):
             await server.close()
@@ -151,37 +184,35 @@ class Launcher:
         place: Place,
         bus: Bus,
         embedded: EmbeddedRedis | None,
-        servers: Mapping[str, ForkServer],
+        placer: Placer,
+        *,
+        restores: int = 0,
     ) -> None:
-        self._servers = servers
+        self._placer, self._restores = placer, restores
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
-        self._lost: RunFailed | None = None  # the bus, for longer than its deadline
+        self._wished = False  # and it was the operator
+        self._lost: RunFailed | None = None  # the bus, for longer than its deadline, or what it held
         self._stop = asyncio.Event()
         self._hung_up = False
         self._view_over = asyncio.Event()
 
     async def run(self) -> tuple[int, bool]:
-        """Exit status, and whether the last step is done."""
+        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
+        once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
-        supervisor = Supervisor(
-            self._run_dir,
-            SystemClock(),
-            budget=settings.launch.restart_budget,
-            threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
-            furthest=lambda: feed.history.furthest,
-            servers=self._servers,
-        )
+        placer, budget = self._placer, settings.launch.restart_budget
+        supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: feed.history.furthest)
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
-        await supervisor.retire_others()
+        await placer.open()
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._asked.set)
+            loop.add_signal_handler(number, self._end_by_wish)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         failure: RunFailed | None = None
         async with asyncio.TaskGroup() as tasks:
@@ -189,6 +220,7 @@ class Launcher:
             if settings.launch.console == "web":
                 tasks.create_task(_aside("web console", self._serve(feed), supervisor))
             tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
+            tasks.create_task(_aside("placer", placer.follow(self._stop), supervisor))
             tasks.create_task(self._tell(supervisor))
             if self._embedded is not None:
                 tasks.create_task(_keep_redis(self._embedded, self._stop))
@@ -200,10 +232,19 @@ class Launcher:
                 await asyncio.gather(*watches.values(), return_exceptions=True)
                 self._stop.set()
                 self._view_over.set()
+        await placer.close()
         await feed.close()
         for name in late:
             print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
         name = settings.launch.name
+        if failure and failure.status == EXIT_BUS_BACK:
+            if settings.ckpt.no_save and feed.history.furthest:
+                failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=EXIT_REFUSED)
+            elif self._restores and not self._wished:
+                print(f"note: {failure} That is done now.", file=sys.stderr, flush=True)
+                return failure.status, False
+            else:
+                failure = RunFailed(str(failure), status=1)
         if failure:
             again = "" if failure.status == EXIT_REFUSED and failure is not self._lost else f" {RESUME}"
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
@@ -212,6 +253,10 @@ class Launcher:
         if not finished:
             print(f"run {name} stopped; the same command goes on from its last checkpoint")
         return 0, finished
+
+    def _end_by_wish(self) -> None:
+        self._wished = True
+        self._asked.set()
 
     def _hang_up(self) -> None:
         """Nobody looks any more: go on without the terminal."""
@@ -239,7 +284,7 @@ class Launcher:
 
         port, total = self._settings.launch.console_port, self._place.num_rollout
         say, folder = partial(print, flush=True), self._run_dir
-        await serve(self._bus, feed, folder, total_steps=total, port=port, read_only="", stop=self._stop, say=say)
+        await serve(self._bus, feed, folder, total_steps=total, port=port, stop=self._stop, say=say)
 
     async def _tell(self, supervisor: Supervisor) -> None:
         """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a
@@ -257,10 +302,13 @@ class Launcher:
                     await bus.set_vitals("launcher", self._vitals("stopped" if over else "running"))
                     next_beat_s = bus.clock.monotonic() + self._settings.launch.heartbeat_s
                     if await bus.state(STOP_WISH):
-                        self._asked.set()
+                        self._end_by_wish()
             except (BusUnreachable, BusFull) as error:
                 status = EXIT_REFUSED if isinstance(error, BusUnreachable) else 1
                 self._lost = self._lost or RunFailed(str(error), status=status)
+                self._asked.set()
+            except BusWentBack as error:
+                self._lost = self._lost or RunFailed(str(error), status=EXIT_BUS_BACK)
                 self._asked.set()
             if over:
                 return
@@ -271,7 +319,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        return Vitals(actor="launcher", role="launcher", pid=os.getpid(), host=host, state=state, wall=wall)
+        pid, processes = os.getpid(), processes_name()
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:
@@ -304,7 +353,7 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
                 if task.done():
                     error = task.exception()
                     if isinstance(error, RunFailed):
-                        if not _peers(name, watches):
+                        if error.status == EXIT_BUS_BACK or not _peers(name, watches):
                             return error
                         print(f"note: {error}; the other engines go on", file=sys.stderr)
                         error = None

@@ -107,7 +107,7 @@ def _gpu_ids(v: Values) -> tuple[int, ...]:
 
 
 def _router(v: Values) -> bool:
-    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1
+    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1 and v["launcher"] == "local"  # engines of one host
     # Paused in place, engines need to be without one, and workers share the load anyway.
     wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
     wanted = wanted and v["tail_slots"] is None  # which are of one worker
@@ -138,6 +138,10 @@ def _tolerance(v: Values) -> float:
     return 1e-4 if v["engine"] == "embedded" and v["model_dtype"] == "float32" else 0.03
 
 
+def _under(folder: str | None, rest: str) -> str | None:
+    return None if folder is None else f"{folder.rstrip('/')}/{rest}"
+
+
 def _filter(v: Values) -> str:
     """Groups of equal rewards teach nothing, unless there is but one sample or a teacher speaks of every token."""
     single = v["n_samples_per_prompt"] == 1
@@ -156,6 +160,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("save", lambda v: f"{v['runs_dir'].rstrip('/')}/{v['name']}/checkpoints"),
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
+    ("save_debug_rollout_data", lambda v: _under(v["dump_details"], "rollout_data/{rollout_id}.msgpack")),
     ("dynamic_sampling_filter_path", _filter),
     ("staleness_policy", _staleness_policy),
     ("staleness_lookahead", _lookahead),

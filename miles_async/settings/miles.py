@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from miles_async.settings.catalog import PREFIXES, catalog, names
+from miles_async.settings.catalog import PREFIXES, catalog, names, passed_on
 
 OTHERWISE: dict[str, str] = {
-    "actor_num_nodes": "more than 1 with train_master",
+    "actor_num_nodes": "more than 1 with launcher ray or train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
     "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
@@ -18,7 +18,8 @@ OTHERWISE: dict[str, str] = {
     "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
-    "data_source_path": "a function(path) that gives rows; the sampler keeps the place in them",
+    "dump_details": "the batches alone",
+    "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
@@ -44,10 +45,21 @@ OF_OURS = (
     *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
     *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
+    *("environment_path", "environment_slots", "environment_timeout_s", "environment_idle_s", "environment_sandbox"),
     *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
+    *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
 )
 """Fields that Miles has no flag for."""
+NOT_COMPARED = ("model_name", "megatron_to_hf_mode", "spec", "custom_model_provider_path", "no_rope_fusion",
+                "make_vocab_size_divisible_by")  # fmt: skip
+"""Fields of the group architecture that config.json says nothing of."""
+NEEDLESS: dict[str, str] = {
+    "--use-fault-tolerance": "every actor is restarted and every entry delivered again without being asked",
+    "--fully-async": "all runs are; --max-weight-staleness bounds it",
+    "--use-miles-dashboard": "the live view, report.html and the trackers show a run (docs/metrics.md)",
+}
+"""Bare flags of Miles that are taken, and have nothing left to do -> why."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
@@ -60,22 +72,36 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ),
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
     ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
-    ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--fully-async --async-*"),
-    ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus, on this host.", "--num-gpus-per-node"),
+    ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--async-*"),
+    ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus.", "--num-gpus-per-node"),
+    ("It is of a recipe that starts train.py, not of train.py: paths are written whole, the environment is this command's, and "
+     "evaluation is on where --eval-interval says.",
+     "--output-dir --model-dir --data-dir --local-dir --cuda-visible-devices --enable-eval"),
     ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
     (
         "There is no batch that one function could make: samples begin and end each for itself. Give "
         "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
-        "--rollout-function-path --rollout-stop",
+        "--rollout-function-path",
     ),
     (
-        "Tools are --tools; there are no pictures.",
-        "--generate-* --multimodal-keys --session-* "
-        "--use-session-server --tito-model --rollout-task-type --log-multi-turn "
-        "--rollout-buffer-url --fetch-trajectory-*",
+        "Tools that ship are --tools; one of yours is asked by a rollout program (session.tell) or belongs to an agent "
+        "(--custom-agent-function-path).",
+        "--generate-tool-specs-path --generate-execute-tool-function-path --generate-multi-* --generate-max-turns",
     ),
+    ("Prompts are text: no picture, sound or film reaches an engine.", "--multimodal-*"),
+    (
+        "Each worker serves its sessions itself (docs/agents.md): a history that goes on is appended to, any other opens a "
+        "trajectory, and all of them are trained.",
+        "--session-* --use-session-server --tito-*",
+    ),
+    (
+        "Episodes are programs on the bus, so no service collects them.",
+        "--rollout-buffer-url --fetch-trajectory-* --rollout-task-type --log-multi-turn --generate-*",
+    ),
+    ("A stop is a token id, --rollout-stop-token-ids; a text ends a turn where an agent's own call says `stop`.", "--rollout-stop"),
+    ("A held-out set is generated by the run's program and scored by its rules; --eval-config says how.", "--eval-function-path"),
     ("Metrics are named as docs/metrics.md says, and every start of a run goes on in the same tracker run.",
      "--wandb-always-use-train-step --disable-wandb-* --tb-* --log-reward-category "
      "--custom-rollout-log-* --custom-eval-rollout-log-*"),
@@ -85,9 +111,9 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples"),
     ("Samples are scheduled one by one.", "--rollout-submission-granularity"),
     ("The bus is the buffer; --buffer-filter-path orders what was interrupted.", "--custom-async-data-buffer-path"),
-    ("miles-async trace, doctor and replay look into a run instead.", "--dump-* --dumper-* --debug-* --memory-* --env-report "
+    ("miles-async trace, doctor and replay look into a run instead.", "--dumper-* --debug-* --memory-* --env-report "
      "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
-    ("Every actor is restarted and every entry delivered again without being asked.", "--use-fault-tolerance --ft-* --mini-ft-* "
+    ("Every actor is restarted and every entry delivered again without being asked.", "--ft-* --mini-ft-* "
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
@@ -106,6 +132,20 @@ def why_not(flag: str) -> str:
     return next((why for why, flags in WHY_NOT if any(fnmatchcase(flag, one) for one in flags.split())), "")
 
 
+def fate(flag: str) -> str:
+    """What becomes of a flag that a launch script of Miles gives, in a few words."""
+    spec = names().get(flag.removeprefix("--").replace("-", "_"))
+    if flag in NEEDLESS:
+        return f"taken, without effect: {NEEDLESS[flag]}"
+    if spec is None or spec.kind == "table":
+        kinds = {"megatron": "a field of megatron-core", "server_args": "passed on to SGLang", "router_args": "and to the router"}
+        return kinds.get((passed_on(flag) or ("",))[0]) or f"refused: {why_not(flag) or NOT_HERE}"
+    if spec.group == "architecture" and spec.name not in NOT_COMPARED:
+        return "compared with `config.json`, which decides; may be left out"
+    same = flag == spec.flag
+    return OTHERWISE.get(spec.name, "the same") if same else f"another name of `{spec.flag}`"
+
+
 def table() -> Iterator[tuple[str, str]]:
     """(flag of Miles, ours or why not) of all, in the order of our settings."""
     ours = {spec.name: spec for spec in catalog().values() if spec.name not in OF_OURS and spec.kind != "table"}
@@ -117,6 +157,8 @@ def table() -> Iterator[tuple[str, str]]:
     for prefixes in PREFIXES.values():
         for prefix in prefixes:
             yield f"{prefix}NAME", f"passed on to the program: {prefixes[0]}NAME"
+    for flag, why in NEEDLESS.items():
+        yield flag, f"taken, without effect: {why}"
     for why, flags in WHY_NOT:
         for flag in flags.split():
             yield flag, f"not here. {why}"

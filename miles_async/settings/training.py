@@ -1,5 +1,6 @@
 """(pure) Rules of the trainer: hooks that do something, one way to reduce the loss, and work for every rank."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -79,12 +80,13 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1 and s.train_master is None:
+    if s.actor_num_nodes != 1 and s.train_master is None and s.launcher == "local":
         raise refusal(
             "actor_num_nodes",
             s.actor_num_nodes,
             "this launcher starts the trainer on its own host",
-            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --train-master HOST:PORT and start the others.",
+            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --launcher ray, or --train-master HOST:PORT "
+            "and start the others.",
         )
     if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
         raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")
@@ -172,7 +174,20 @@ def routing_has_one_source(s: Flat) -> None:
         raise refusal("use_rollout_routing_replay", True, "no engine makes the responses of supervised training", "Leave it out.")
 
 
+def variables_are_text(s: Flat) -> None:
+    if s.train_env_vars is None:
+        return
+    try:
+        found = json.loads(s.train_env_vars)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        remedy = """Write '{"NCCL_DEBUG": "WARN"}'."""
+        raise refusal("train_env_vars", s.train_env_vars, "not a JSON object of texts", remedy)
+
+
 RULES = (
+    variables_are_text,
     routing_has_one_source,
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,

@@ -19,6 +19,7 @@ from actors.trainer.checkpoint import (
     consumed_before,
     finish,
     go_back,
+    is_older,
     iter_dir,
     latest,
     others,
@@ -48,7 +49,7 @@ def save(folder: Path, *steps: int, keep_last: int = 0, retain: int = 0) -> None
         directory.mkdir(parents=True)
         (directory / "model").write_bytes(b"1234")
         (directory / "index.json").write_text(json.dumps({"files": {"model": {"n_bytes": 4}}}))
-        finish(folder, state(step), keep_last=keep_last, retain=retain)
+        finish(folder, state(step, after=step - 1), keep_last=keep_last, retain=retain)
 
 
 class Disk:
@@ -118,10 +119,15 @@ def test_a_damaged_tracker_is_refused_and_the_intact_checkpoints_are_named(tmp_p
     assert "Intact: 1;" in others(tmp_path, damaged=4)
 
 
-def test_what_checkpoints_before_it_hold_is_known(tmp_path: Path) -> None:
+def test_what_checkpoints_before_it_hold_is_known_as_far_back_as_there_is_no_gap(tmp_path: Path) -> None:
+    def known() -> tuple[list[str], int]:
+        consumed, since = consumed_before(tmp_path, state(4, after=3))
+        return [c.group_id for c in consumed], since
+
     save(tmp_path, 1, 2, 3, 4)
+    assert known() == (["g1", "g2", "g3", "g4"], 0)
     bus_state_file(tmp_path, 2).write_bytes(b"\xff")
-    assert [c.group_id for c in consumed_before(tmp_path, 4)] == ["g1", "g3"]
+    assert known() == (["g3", "g4"], 2)
 
 
 def test_parts_of_one_entry_add_up_and_the_same_samples_count_once() -> None:
@@ -142,14 +148,27 @@ async def bus(redis_url: str, run_name: str) -> AsyncIterator[Bus]:
         yield bus
 
 
-async def test_a_bus_that_acknowledged_more_than_the_checkpoint_holds_begins_anew_but_for_version_ids(bus: Bus) -> None:
+async def test_a_bus_that_acknowledged_more_than_the_checkpoint_holds_begins_anew_but_for_version_ids(
+    bus: Bus, tmp_path: Path
+) -> None:
     before = {"saved": "4", "version": "7", "sampler": "0:4:4@0-0"}
     await bus.commit(Commit(state=before, ledger={"issued": 4}))
-    assert not await go_back(bus, 4) and not await go_back(bus, 5)
+    assert not await go_back(bus, tmp_path, state(4)) and not await go_back(bus, tmp_path, state(6, after=4))
     assert (await bus.snapshot()).ledger == {"issued": 4}
-    assert await go_back(bus, 3)
+    assert "checkpoint 3 is older" in await go_back(bus, tmp_path, state(3))
     seen = await bus.snapshot()
     assert (seen.state, seen.ledger) == ({"version": "7"}, {}), "an id is never used twice"
+
+
+async def test_so_does_one_that_came_back_from_files_older_than_what_the_kept_checkpoints_tell(bus: Bus, tmp_path: Path) -> None:
+    save(tmp_path, 5, 6, 7)
+    for saved, newest in (("5", state(8, after=7)), ("3", state(8, after=3)), ("", state(8))):
+        await bus.commit(Commit(state={"saved": saved, "sampler": "0:4:4@0-0"}))
+        assert not await is_older(bus, tmp_path, newest) and not await go_back(bus, tmp_path, newest)
+    await bus.commit(Commit(state={"saved": "3"}))
+    assert await is_older(bus, tmp_path, state(8, after=7)), "what step 4 trained would be given out again"
+    assert "came back older" in await go_back(bus, tmp_path, state(8, after=7))
+    assert not await bus.state("sampler")
 
 
 async def test_what_a_lost_bus_held_is_issued_again_and_the_ledger_closes(bus: Bus) -> None:

@@ -140,6 +140,14 @@ def test_a_function_gives_the_rows(tokenizer_dir: str) -> None:
     assert [p.text for p in found.prompts] == ["0+7=", "1+7=", "2+7="]
 
 
+def test_a_data_source_written_for_miles_gives_all_prompts_of_the_run(tokenizer_dir: str) -> None:
+    spec = data_of(path="7", tokenizer_dir=tokenizer_dir, data_source_path="tests.miles_async.test_try_hooks.Source")
+    found = load_prompts(spec, {"num_rollout": 3, "rollout_batch_size": 100, "n_samples_per_prompt": 2})
+    assert [(p.text, p.label, p.metadata) for p in found.prompts[-2:]] == [
+        ("7+298=", "298", {"i": 298}), ("7+299=", "299", {"i": 299})
+    ] and len(found.prompts) == 300  # fmt: skip
+
+
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),
        seed=st.integers(0, 3), shuffle=st.booleans(), weighted=st.booleans())  # fmt: skip
 def test_each_source_has_its_share_and_is_seen_evenly(

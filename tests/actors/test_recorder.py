@@ -200,6 +200,6 @@ async def test_whom_the_recorder_waits_for_at_the_end_does_not_hang_on_another_h
 ):
     async with Bus(config(redis_url, run_name)) as bus:
         context = Context(actor_of(name="recorder", role="recorder", bus=bus.config), bus, LiveKnobs(bus))
-        await bus.set_vitals("filter", vitals("filter", host="elsewhere", wall=bus.clock.wall() + skew_s))
+        await bus.set_vitals("filter", vitals("filter", processes="another of this name", wall=bus.clock.wall() + skew_s))
         await bus.link.run("HINCRBY", bus.keys.heard, "filter", -1000 * silent_s)
         assert await _living(context) == lives

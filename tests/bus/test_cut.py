@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.runtime.context import Context
 from actors.runtime.loop import runner
-from actors.runtime.run import EXIT_BUS_GONE, run_actor
-from bus import Bus, BusConfig, Out, Tail
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, run_actor
+from bus import Bus, BusConfig, Commit, Out, Tail
 from bus.knobs.live import publish_initial
 from bus.messages.control import Event
 from bus.server import EmbeddedRedis
+from bus.streams.redis import LIFE
 from bus.topology import EVENTS
 from tests.actors.house import KNOBS
 from tests.bus.suite.knobs import plain_kinds
@@ -94,3 +97,37 @@ def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
     with runner() as loop:
         assert loop.run(body()) == EXIT_BUS_GONE
     assert "did not answer for 1 s" in caplog.text
+
+
+@pytest.mark.parametrize("held", ["nothing", "another life"])
+def test_no_actor_goes_on_with_a_server_that_came_back_without_the_run(
+    private_redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture, held: str
+) -> None:
+    """Neither those that were there before, nor those that start after it."""
+
+    def lose() -> None:
+        private_redis.kill()
+        shutil.rmtree(private_redis.home / "appendonlydir")
+        private_redis.start()
+
+    async def work(context: Context, _: None) -> None:
+        await asyncio.to_thread(lose)
+        if held != "nothing":
+            async with Bus(config(private_redis, 5.0)) as other:
+                await other.commit(Commit(state={LIFE: "b"}))
+        while True:
+            await context.bus.append([news()], repeatable=True)
+
+    async def body() -> tuple[int, int, int]:
+        async with Bus(config(private_redis, 5.0)) as bus:
+            await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
+            await bus.commit(Commit(state={LIFE: "a"}))
+        own = msgspec.structs.replace(config(private_redis, 5.0), life="a")
+        spec = actor_of(name="a", role="generation", bus=own)
+        codes = await run_actor(spec, None, work), await run_actor(spec, None, work)
+        async with Bus(config(private_redis, 5.0)) as bus:
+            return *codes, await bus.length(EVENTS)
+
+    with runner() as loop:
+        assert loop.run(body()) == (EXIT_BUS_BACK, EXIT_BUS_BACK, 0), "and none says anything there"
+    assert "this run, which is to be restored" in caplog.text

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import redis
 
 from miles_async.launcher.run import RESUME
 from tests.crash.conftest import Launch
-from tests.crash.house import LEASE_S, Tables, merged, until
+from tests.crash.house import LEASE_S, Run, Tables, merged, until
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
@@ -102,6 +105,52 @@ def test_its_last_second_is_lost(run_of: Launch) -> None:
     run.start()
     run.finish()
     judge(run, whole_policy=False)
+
+
+def came_back(run: Run, holding: Callable[[Path], None]) -> None:
+    """Redis dies, and is started by the launcher with what `holding` makes of its files."""
+    assert run.launcher is not None
+    run.launcher.send_signal(signal.SIGSTOP)
+    os.kill(run.redis_pid(), signal.SIGKILL)
+    holding(run.dir / "redis" / "appendonlydir")
+    run.launcher.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["with", "before the first"])
+def test_it_comes_back_empty(checkpoint: str, run_of: Launch) -> None:
+    """The run is restored by the launcher that is there, and goes on."""
+    every = 2 if checkpoint == "with" else 1000
+    run = run_of(merged(LONG, {"ckpt": {"save_interval": every}}))
+    run.start()
+    run.until_step(3)
+    if checkpoint == "with":
+        until("a checkpoint", lambda: run.saved() > 0)
+    came_back(run, shutil.rmtree)
+    run.finish()
+    judge(run, whole_policy=False)
+    assert run.output().count("came back without this run") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [50, 1])
+def test_it_comes_back_as_it_was_long_ago(kept: int, run_of: Launch) -> None:
+    """With all checkpoints kept, what came back is settled with them; else the bus is made anew from the newest. Either way no
+    sample of theirs is trained again."""
+    run = run_of(merged(LONG, {"rollout": {"num_rollout": 40}, "ckpt": {"keep_last": kept}}))
+    run.start()
+    run.until_step(3)
+    shutil.copytree(run.dir / "redis" / "appendonlydir", run.home / "old", ignore_dangling_symlinks=True)
+    run.until_step(run.step() + 8)
+
+    def old(files: Path) -> None:
+        shutil.rmtree(files)
+        shutil.copytree(run.home / "old", files)
+
+    came_back(run, old)
+    run.finish()
+    judge(run, whole_policy=False)
+    assert ("came back older" in run.output()) == (kept == 1)
 
 
 REFUSALS = {

@@ -28,7 +28,7 @@ def make_model(family: str, path: Path, *, seed: int, **changes: Any) -> None:
     """Save a random model of the family; `changes` go to its transformers config."""
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
     config_class = getattr(transformers, f"{names[family]}Config")
     model_class = getattr(transformers, f"{names[family]}ForCausalLM")
     shape: dict[str, Any] = {

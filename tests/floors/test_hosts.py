@@ -22,7 +22,7 @@ WHY = {
     "WeightPlan.port": "as above",
     "Checkpointed.path": "for people, and for the launcher of this run folder",
     "Restored.checkpoint": "for people",
-    "Vitals.host": "for people, and to look for a process on the own host",
+    "Vitals.host": "for people",
     "Vitals.pid": "as above",
 }
 

@@ -36,12 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-class NoServer:
-    """Redis ends with its host."""
-
-    def stop(self) -> None: ...
-
-
 class FarRun(Run):
     """A run whose bus is on host `a`; this process reaches it by a socket. `model`: its model directory on the other hosts."""
 
@@ -53,12 +47,21 @@ class FarRun(Run):
         own.mkdir()
         shutil.copytree(toy / "model", self.model)
         shutil.copytree(toy, own / "toy")
-        found = find_server()
-        words = f"{found.path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {self.socket} --save '' --appendonly no"
-        words += " --maxmemory-policy noeviction --loglevel warning"
-        self.redis = subprocess.Popen([*self.a.enter(), "sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
+        self.redis = self.start_redis(home)
         tables = merged(toy_tables(own / "toy", own, settings), {"bus": {"bus_url": self.url}})
         super().__init__(own, tables)
+
+    def start_redis(self, home: Path) -> subprocess.Popen[bytes]:
+        """On host a, with what its file holds."""
+        words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {self.socket} --save ''"
+        words += " --appendonly yes --appendfsync everysec --maxmemory-policy noeviction --loglevel warning"
+        return subprocess.Popen([*self.a.enter(), "sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
+
+    def restart_redis(self) -> None:
+        """Killed, and started again."""
+        self.redis.kill()
+        self.redis.wait(10)
+        self.redis = self.start_redis(self.home.parent)
 
     def begin(self) -> None:
         """Start the run on host a."""
@@ -74,9 +77,6 @@ class FarRun(Run):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
             self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
         return self.workers[-1]
-
-    def server(self) -> Any:
-        return NoServer()
 
     def ask(self, question: Callable[[Bus], Any]) -> Any:
         async def answer() -> Any:

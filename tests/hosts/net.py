@@ -10,6 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TOOLS = ("ip", "tc", "unshare", "mount", "umount", "hostname")
+# Packets of a share, drawn by chance, go to a class so slow that it holds one and drops the rest: netem is not everywhere.
+_LOSS = (
+    "qdisc replace dev {port} root handle 1: htb default 10",
+    "class add dev {port} parent 1: classid 1:10 htb rate 10gbit quantum 60000",
+    "class add dev {port} parent 1: classid 1:20 htb rate 8bit quantum 1500",
+    "qdisc add dev {port} parent 1:20 pfifo limit 1",
+    "filter add dev {port} parent 1: protocol all bpf bytecode {program} classid 1:20",
+)
+_DRAW = "4,32 0 0 4294963256,37 1 0 {most},6 0 0 4294967295,6 0 0 0"  # a random number; above `most` it is no match
 _ENTER = 'hostname "$1"; mount --bind "$2" /dev/shm; for f in $3; do mount -t tmpfs none "$f"; done; shift 3; exec "$@"'
 
 
@@ -29,10 +38,10 @@ def why_not() -> str:
     return f"unshare: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-def _do(words: str) -> None:
-    done = subprocess.run(words.split(), capture_output=True, text=True)
+def _do(words: str, *more: str) -> None:
+    done = subprocess.run([*words.split(), *more], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{words}: {done.stderr.strip()}")
+        raise RuntimeError(f"{words} {' '.join(more)}: {done.stderr.strip()}")
 
 
 class Host:
@@ -63,12 +72,22 @@ class Host:
         _do(f"tc -n {self.space} qdisc replace dev eth0 root {bucket}")
         _do(f"tc -n {self._net.switch} qdisc replace dev {self._port} root {bucket}")
 
+    def lose(self, share: float, *, hears: bool = True, says: bool = True) -> None:
+        """This share of the packets that it hears, and of those that it says; until `mend`."""
+        program = _DRAW.format(most=int(share * (2**32 - 1)))
+        for space, port, wanted in ((self._net.switch, self._port, hears), (self.space, "eth0", says)):
+            for line in _LOSS if wanted else ():
+                words = [program if word == "{program}" else word.format(port=port) for word in line.split()]
+                _do(f"tc -n {space}", *words)
+
     def cut(self) -> None:
         """Nothing passes its link; connections stay half open."""
         _do(f"ip -n {self._net.switch} link set {self._port} down")
 
     def mend(self) -> None:
-        """The link is back."""
+        """The link is back, as fast as it can be."""
+        for space, port in ((self._net.switch, self._port), (self.space, "eth0")):
+            subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", port, "root"], capture_output=True)
         _do(f"ip -n {self._net.switch} link set {self._port} up")
 
     def kill(self) -> None:

@@ -14,6 +14,7 @@ from miles_async.launcher.hooks import check_architecture
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.groups import ArchitectureSettings
 from miles_async.settings.load import settings_from
+from miles_async.settings.miles import NOT_COMPARED
 from miles_async.settings.run import RunSettings
 
 GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
@@ -95,15 +96,7 @@ def test_a_model_that_megatron_does_not_know_is_refused_only_where_flags_ask(tmp
 def test_every_flag_that_describes_a_model_is_compared() -> None:
     from actors.trainer.megatron_backend.families import describe
 
-    others = {
-        "model_name",
-        "megatron_to_hf_mode",
-        "spec",
-        "custom_model_provider_path",
-        "no_rope_fusion",
-        "make_vocab_size_divisible_by",
-    }
-    assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - others
+    assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - set(NOT_COMPARED)
 
 
 def test_patterns_of_layers_with_experts() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.host import processes_name
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.knobs.live import publish_initial
 from bus.ledger import dropped, generated, issued, trained
@@ -65,8 +66,8 @@ def config(url: str, run: str, **more: Any) -> BusConfig:
 
 def vitals(actor: str, role: str | None = None, **more: Any) -> Vitals:
     """A living actor of this process, unless told otherwise."""
-    fields = {"pid": os.getpid(), "host": socket.gethostname(), "state": "running", "wall": time.time()} | more
-    return Vitals(actor=actor, role=role or actor, **fields)
+    fields = {"pid": os.getpid(), "host": socket.gethostname(), "processes": processes_name()}
+    return Vitals(actor=actor, role=role or actor, **({**fields, "state": "running", "wall": time.time()} | more))
 
 
 def task(sample_id: str, n_samples: int = 2, **more: Any) -> SampleTask:

@@ -68,7 +68,7 @@ async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
 async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, word):
     async with Bus(config(redis_url, run_name)) as bus:
         await Story(bus).whole()
-        await bus.set_vitals("far", vitals("far", "generation", host="node7", wall=time.time() + skew_s, version=2))
+        await bus.set_vitals("far", vitals("far", "generation", host="node7", processes="b", wall=time.time() + skew_s, version=2))
         found = await faults(bus)
     assert bool(word) == ("clock" in found)
     assert not word or re.match(f"the clock of node7 is 1:[23][0-9] {word} Redis's", found["clock"]), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,23 @@ def other_columns(path: str) -> list[dict[str, str]]:
     return [*rows(path), {"question": "?"}]
 
 
+class Source:
+    """As Miles': groups of copies, from where it stands."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.at = args, 0
+
+    def get_samples(self, n: int) -> list[list[Any]]:
+        self.at += n
+        made = [SimpleNamespace(prompt=f"{self.args.prompt_data}+{i}=", label=str(i), metadata={"i": i}) for i in range(self.at)]
+        return [[one] * self.args.n_samples_per_prompt for one in made[-n:]]
+
+
+class NoSamples(Source):
+    def get_samples(self, n: int) -> list[list[Any]]:
+        return [["1+1="]]
+
+
 def as_many(samples: list[dict[str, Any]]) -> list[float]:
     return [float(sample["response"] == sample["label"]) for sample in samples]
 
@@ -40,6 +58,8 @@ def one_for_all(samples: Any) -> float:
         ("data_source_path", "rows", False, ""),
         ("data_source_path", "endless", False, ""),
         ("data_source_path", "other_columns", False, "row 4: it has no key 'prompt'"),
+        ("data_source_path", "Source", False, ""),
+        ("data_source_path", "NoSamples", False, "get_samples gave '1+1=' where a sample with a prompt belongs"),
         ("custom_rm_path", "as_many", True, ""),
         ("custom_rm_path", "one_for_all", True, "not with a list of as many rewards"),
         ("custom_rm_path", "one_for_all", False, ""),
@@ -47,5 +67,6 @@ def one_for_all(samples: Any) -> float:
 )
 def test_it_is_called_as_it_will_be(field: str, hook: str, group_rm: bool, says: str) -> None:
     data = data_of(path="7", metadata_key="", tool_key="")
-    found = problem_of(field, f"{__name__}.{hook}", Ask(paths={}, sample=SAMPLE, data=data, group_rm=group_rm))
+    path, values = f"{__name__}.{hook}", {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    found = problem_of(field, path, Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, values=values))
     assert (says in found) if says else found == ""

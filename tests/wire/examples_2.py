@@ -11,6 +11,7 @@ import msgspec
 
 from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
+from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
     Activate,
@@ -87,12 +88,17 @@ EXAMPLES: tuple[Message, ...] = (
     Send(version=VERSION, transport="nccl", seats=(Seat("w1", 2, "host-a", "1700000000000-0"),), attempt=2),
     SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
     _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
-    _more(Vitals, slots=64, memory="8c070432-1d", depot="http://10.0.0.7:7070", received=1 << 20),
+    _more(Vitals, slots=64, memory="8c070432-1d", depot="http://10.0.0.7:7070", received=1 << 20, processes="8c070432-f0"),
     _more(
         Activate,
         parcel=Parcel(id="0f" * 16, piece_bytes=65536, files=(ParcelFile("model.safetensors", 46, bytes(range(16))),)),
         sources=("http://10.0.0.6:7070", "http://:7071"),
     ),
     _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
+    EnvironmentCall(
+        asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"),
+        told=b"digest_of_12", over=True
+    ),
+    EnvironmentAnswer(asked="generation-0-1f2e-7", sample_id="g0000042/1", answer=b"\x05", error="it died", differs=True),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

@@ -70,6 +70,10 @@ class Batch:
         self.cache.reserve(first + len(joining), max(width + 1, self.longest()), first)
         lengths = torch.tensor([len(seq) for seq in distinct])
         logits = self.decoder.prefill(prompts, lengths, source, self.cache, first)
+        if self.decoder.chosen is not None:
+            chosen = self.decoder.chosen.view(len(distinct), width, -1)
+            for request, which in zip(joining, source.tolist(), strict=True):
+                request.routed(chosen[which, : request.length])
         for row, request in enumerate(joining, first):
             self._lengths[row] = request.length
             self._seeds[row] = request.seed
@@ -90,6 +94,9 @@ class Batch:
         self.cache.reserve(n, max(windows), n)
         tokens, positions = torch.from_numpy(self._last[:n]), torch.from_numpy(lengths)
         logits = self.decoder.decode(tokens, positions, windows, self.cache)
+        if self.decoder.chosen is not None:
+            for request, row in zip(self.requests, self.decoder.chosen.view(n, 1, -1), strict=True):
+                request.routed(row)
         lengths += 1
         return self._finish_step(logits, 0)
 

@@ -1,6 +1,6 @@
 """Reads a Hugging Face model directory's `config.json` into the few numbers the embedded forward needs.
 
-Families: llama, qwen2, qwen3 (dense). What the forward does not implement is refused here, by name, before any weight
+Families: llama, qwen2, qwen3, qwen3_moe. What the forward does not implement is refused here, by name, before any weight
 is read.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from actors.runtime.fp8 import Fp8Scheme, read_scheme
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ModelRefused(ValueError):
@@ -44,6 +44,14 @@ class ModelConfig:
     eos: frozenset[int]
     inv_freq: tuple[float, ...]
     """Rotary frequencies, [head_dim / 2]."""
+    experts: int = 0
+    """Of a layer that has them; 0: the model has none."""
+    top_k: int = 0
+    expert_inner: int = 0
+    norm_top_k: bool = False
+    """Weights of the chosen experts sum to 1."""
+    dense: frozenset[int] = frozenset()
+    """Layers without experts, of a model that has them."""
     fp8: Fp8Scheme | None = None
     """How FP8 weights of this model are stored; they are computed with in float32 all the same. None: plain weights."""
 
@@ -86,18 +94,30 @@ def read_config(model_dir: Path) -> ModelConfig:
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             context=raw["max_position_embeddings"],
             tied=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "qwen2",
             mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
             eos=_eos_ids(raw, model_dir),
             inv_freq=_inv_freq(raw, head_dim, model_dir),
             fp8=fp8,
+            **(_experts(raw) if family == "qwen3_moe" else {}),
         )
     except KeyError as missing:
         raise ModelRefused(
             f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained."
         ) from None
+
+
+def _experts(raw: dict[str, Any]) -> dict[str, Any]:
+    every, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    return {
+        "experts": raw.get("num_experts") or raw["num_local_experts"],
+        "top_k": raw["num_experts_per_tok"],
+        "expert_inner": raw["moe_intermediate_size"],
+        "norm_top_k": bool(raw.get("norm_topk_prob", False)),
+        "dense": frozenset(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every),
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ lies.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,8 @@ class _Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    router: Tensor | None = None
+    """With it `gate_up` and `down` have the experts' dimension before their own."""
 
 
 class Decoder:
@@ -66,8 +68,10 @@ class Decoder:
         """Checkpoint name -> its place."""
         self.fp8_parts: dict[str, dict[str, Tensor]] = {}
         """Weight that came as FP8 -> its tensor and its scales, by their checkpoint names."""
+        self.chosen: Tensor | None = None
+        """int32 [T, layers, top_k]: experts of the tokens computed last, zeros in layers without; None: there are none."""
         self._embed = self._new("model.embed_tokens.weight", c.vocab, c.hidden)
-        self._layers = [self._new_layer(f"model.layers.{i}.") for i in range(c.layers)]
+        self._layers = [self._new_layer(i, f"model.layers.{i}.") for i in range(c.layers)]
         self._norm = self._new("model.norm.weight", c.hidden)
         self._head = self._embed if c.tied else self._new("lm_head.weight", c.vocab, c.hidden)
         self._rotations = c.rotations()
@@ -156,6 +160,7 @@ class Decoder:
         c, n = self.config, x.shape[0]
         turned = c.heads + c.kv_heads
         split, half = turned * c.head_dim, c.head_dim // 2
+        self.chosen = x.new_zeros(n, c.layers, c.top_k, dtype=torch.int32) if c.experts else None
         for i, layer in enumerate(self._layers):
             h = F.rms_norm(x, (c.hidden,), layer.norm_in, c.norm_eps)
             qkv = F.linear(h, layer.qkv, layer.qkv_bias)
@@ -169,11 +174,28 @@ class Decoder:
             if layer.o_bias is not None:
                 x += layer.o_bias
             h = F.rms_norm(x, (c.hidden,), layer.norm_mid, c.norm_eps)
+            if layer.router is not None:
+                x = x + self._mixed(i, layer, layer.router, h)
+                continue
             both = F.linear(h, layer.gate_up, layer.gate_up_bias)
             x = torch.addmm(x, F.silu(both[:, : c.inner]).mul_(both[:, c.inner :]), layer.down)
             if layer.down_bias is not None:
                 x += layer.down_bias
         return x
+
+    def _mixed(self, i: int, layer: _Layer, router: Tensor, h: Tensor) -> Tensor:
+        """What the chosen experts make of h [T, hidden], weighted."""
+        weights, index = torch.topk(torch.softmax(F.linear(h, router), -1), self.config.top_k)
+        if self.config.norm_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        assert self.chosen is not None
+        self.chosen[:, i] = index
+        out = torch.zeros_like(h)
+        for e in index.unique().tolist():
+            rows, place = (index == e).nonzero(as_tuple=True)
+            gate, up = F.linear(h[rows], layer.gate_up[e]).chunk(2, 1)
+            out.index_add_(0, rows, F.linear(F.silu(gate).mul_(up), layer.down[e]) * weights[rows, place, None])
+        return out
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(F.rms_norm(x, (self.config.hidden,), self._norm, self.config.norm_eps), self._head)
@@ -185,7 +207,7 @@ class Decoder:
         self.slots[name] = Slot(shape, view)
         return view
 
-    def _new_layer(self, at: str) -> _Layer:
+    def _new_layer(self, i: int, at: str) -> _Layer:
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qkv = torch.zeros(q + 2 * kv, c.hidden)
@@ -200,12 +222,6 @@ class Decoder:
         if gain is not None:
             self._put(f"{at}self_attn.q_norm.weight", (c.head_dim,), _halves(gain[: c.heads].view(-1), c))
             self._put(f"{at}self_attn.k_norm.weight", (c.head_dim,), _halves(gain[c.heads :].view(-1), c))
-        gate_up = torch.zeros(2 * c.inner, c.hidden)
-        gate_up_bias = torch.zeros(2 * c.inner) if c.mlp_bias else None
-        for kind, a, b in (("gate", 0, c.inner), ("up", c.inner, 2 * c.inner)):
-            for suffix, whole in (("weight", gate_up), ("bias", gate_up_bias)):
-                if whole is not None:
-                    self._put(f"{at}mlp.{kind}_proj.{suffix}", tuple(whole[a:b].shape), whole[a:b])
         return _Layer(
             norm_in=self._new(f"{at}input_layernorm.weight", c.hidden),
             qkv=qkv,
@@ -214,11 +230,29 @@ class Decoder:
             o=self._new(f"{at}self_attn.o_proj.weight", c.hidden, q).t(),
             o_bias=self._new(f"{at}self_attn.o_proj.bias", c.hidden) if c.o_bias else None,
             norm_mid=self._new(f"{at}post_attention_layernorm.weight", c.hidden),
-            gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
-            down=self._new(f"{at}mlp.down_proj.weight", c.hidden, c.inner).t(),
-            down_bias=self._new(f"{at}mlp.down_proj.bias", c.hidden) if c.mlp_bias else None,
+            **(self._new_experts(f"{at}mlp.") if c.experts and i not in c.dense else self._new_block(f"{at}mlp.")),
         )
+
+    def _new_block(self, at: str) -> dict[str, Any]:
+        c = self.config
+        gate_up = torch.zeros(2 * c.inner, c.hidden)
+        gate_up_bias = torch.zeros(2 * c.inner) if c.mlp_bias else None
+        for kind, a, b in (("gate", 0, c.inner), ("up", c.inner, 2 * c.inner)):
+            for suffix, whole in (("weight", gate_up), ("bias", gate_up_bias)):
+                if whole is not None:
+                    self._put(f"{at}{kind}_proj.{suffix}", tuple(whole[a:b].shape), whole[a:b])
+        down = self._new(f"{at}down_proj.weight", c.hidden, c.inner).t()
+        down_bias = self._new(f"{at}down_proj.bias", c.hidden) if c.mlp_bias else None
+        return {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
+
+    def _new_experts(self, at: str) -> dict[str, Tensor | None]:
+        c, n = self.config, self.config.expert_inner
+        gate_up, down = torch.zeros(c.experts, 2 * n, c.hidden), torch.zeros(c.experts, c.hidden, n)
+        for e in range(c.experts):
+            for kind, view in (("gate", gate_up[e, :n]), ("up", gate_up[e, n:]), ("down", down[e])):
+                self._put(f"{at}experts.{e}.{kind}_proj.weight", tuple(view.shape), view)
+        router = self._new(f"{at}gate.weight", c.experts, c.hidden)
+        return {"gate_up": gate_up, "gate_up_bias": None, "down": down, "down_bias": None, "router": router}
 
 
 def _halves(rows: Tensor, config: ModelConfig) -> Tensor:

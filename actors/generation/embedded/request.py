@@ -9,6 +9,8 @@ import hashlib
 from collections import deque
 from typing import Any, NamedTuple
 
+import torch
+
 from actors.generation.embedded.sampling import ALL_TOKENS, GREEDY_BELOW
 
 FinishReason = dict[str, Any]
@@ -30,6 +32,7 @@ class Request:
 
     __slots__ = (
         "cut",
+        "experts",
         "finish",
         "greedy",
         "inbox",
@@ -39,6 +42,7 @@ class Request:
         "prompt",
         "retractions",
         "rid",
+        "routed_from",
         "score_from",
         "seed",
         "sent",
@@ -64,6 +68,7 @@ class Request:
         seed: int | None = None,
         stream: bool = False,
         score_from: int = 0,
+        routed_from: int | None = None,
     ) -> None:
         self.rid = rid
         self.prompt = prompt
@@ -83,6 +88,10 @@ class Request:
         """First prompt token whose log-probability is asked; only where limit is 0."""
         self.input_pairs: list[tuple[float | None, int, None]] = []
         """The same for prompt tokens from score_from on, the first without a number. Set once, before the only Progress."""
+        self.routed_from = routed_from
+        """First token whose experts are asked for; None: no token's."""
+        self.experts: list[torch.Tensor] = []
+        """int32 [layers * top_k] of each token that was read, as it was first read."""
         self.sent = 0
         """Tokens in the last Progress."""
         self.retractions = 0
@@ -104,6 +113,12 @@ class Request:
         elif len(self.tokens) >= self.limit:
             self.finish = {"type": "length", "length": self.limit}
         return self.finish
+
+
+    def routed(self, chosen: torch.Tensor) -> None:
+        """Experts of all tokens that it read, int32 [length, layers * top_k], or of the newest alone."""
+        if self.routed_from is not None:
+            self.experts += chosen[max(0, len(self.experts) - (self.length - len(chosen))) :].clone()
 
 
 def _seed_of(rid: str) -> int:

@@ -270,6 +270,7 @@ class EngineServer:
                 "pp_size": 1,
                 "disable_radix_cache": True,
                 "enable_memory_saver": True,
+                "enable_return_routed_experts": bool(served.config.experts),
                 "enable_weights_cpu_backup": True,
                 "context_length": served.config.context,
                 "max_req_input_len": min(served.config.context, served.max_total_tokens) - 1,

@@ -4,6 +4,7 @@ meaning."""
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig
@@ -46,6 +47,9 @@ class GenerateBody(msgspec.Struct):
     rid: str | None = None
     stream: bool = False
     return_logprob: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    """First token whose experts are asked for."""
     logprob_start_len: int | None = None
     """First prompt token whose log-probability is asked (the first itself has none). Needs max_new_tokens 0 and
     return_logprob; ignored beside generation. None or -1: none of the prompt's."""
@@ -182,6 +186,7 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
         seed=p.sampling_seed,
         stream=body.stream,
         score_from=start if limit == 0 else 0,
+        routed_from=body.routed_experts_start_len if body.return_routed_experts and config.experts else None,
     )
 
 
@@ -205,4 +210,6 @@ def answer(request: Request, progress: Progress, start: int, with_logprobs: bool
             meta["input_token_logprobs"] = request.input_pairs
     if progress.finish is not None:
         meta["e2e_latency"] = latency_s
+        if request.routed_from is not None and (rows := request.experts[request.routed_from :]):
+            meta["routed_experts"] = torch.stack(rows).numpy().tobytes()  # base64 in JSON
     return msgspec.json.encode({"output_ids": request.tokens[start:n], "meta_info": meta})

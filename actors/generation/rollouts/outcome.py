@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from actors.generation.rollouts import Segment, Trajectory
+from actors.generation.routing import Rows
 from actors.generation.sample import Running
 from actors.runtime.content import tokens_fault
 from bus.errors import Poison
@@ -59,6 +61,7 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
 def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:
     parts: list[Response] = []
     spans: list[VersionSpan] = []
+    experts, sofar = Rows(), list(trajectory.prompt) if any(turn.experts.n for turn in running.turns.values()) else None
     for segment in trajectory.segments:
         part = _made(segment, running, kept) if segment.kind == "model" else _env(segment, vocabulary)
         if part.spans and spans and spans[-1].version == part.spans[0].version:
@@ -67,18 +70,25 @@ def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], voca
         else:
             spans += part.spans
         parts.append(part)
+        if sofar is not None:  # experts of a turn that read another history than is trained are not this trajectory's
+            turn = running.turns.get(segment.call) if segment.kind == "model" else None
+            fits = turn is not None and turn.asked == sofar
+            sofar += segment.tokens
+            if turn is not None and fits and (found := turn.experts.routed()) is not UNSET:
+                experts.add(found, 0, len(sofar) - 1)
     prompt = running.task.prompt_tokens
     if trajectory.prompt != running.prompt:
         if fault := tokens_fault(trajectory.prompt, vocabulary):
             raise Poison(f"the prompt of a trajectory of {running.task.sample_id}: {fault}")
         prompt = pack_ints(trajectory.prompt)
     if len(parts) == 1:
-        return Strand(prompt, parts[0])
+        return Strand(prompt, replace(parts[0], experts=experts.routed()))
     response = Response(
         tokens=_join(p.tokens for p in parts),
         logprobs=_join(p.logprobs for p in parts),
         loss_mask=_join(p.loss_mask for p in parts),
         spans=tuple(spans),
+        experts=experts.routed(),
     )
     return Strand(prompt, response)
 

@@ -32,6 +32,8 @@ class Architecture:
     """rope_parameters as transformers writes them: rope_type, rope_theta, partial_rotary_factor, ..."""
     post_norms: bool = False
     """norms on the outputs of attention and feed-forward block as well"""
+    wide_norms: bool = False
+    """queries and keys are normed over all their heads together, not head by head"""
     config: Mapping[str, Any] | None = None
     """the whole config.json"""
 
@@ -54,6 +56,14 @@ class Architecture:
     def is_expert_layer(self, n: int) -> bool:
         """Whether layer `n` has experts."""
         return bool(self.experts) and bool(self.transformer["moe_layer_freq"][n])
+
+    @property
+    def ffn_of_a_token(self) -> int:
+        """Columns of the feed-forward blocks that a token meets, on average over the layers."""
+        t, shape = self.transformer, self.shape
+        sparse = sum(self.is_expert_layer(n) for n in range(self.layers))
+        inside = int(t.get("moe_router_topk") or 0) * shape.expert_ffn + shape.shared_ffn
+        return (sparse * inside + (self.layers - sparse) * shape.ffn) // self.layers
 
     def elements(self) -> dict[str, int]:
         """Elements of some parameters in all layers together, by their names in rules: they tell architectures apart."""
@@ -121,7 +131,7 @@ class Reader:
         return {"rope_type": "default", "partial_rotary_factor": self.get("partial_rotary_factor", 1.0), **given}
 
     def dense(self, rules: list[Rule], *, transformer: Mapping[str, Any], post_norms: bool = False, tied: bool = False,
-              rotary: Mapping[str, Any] | None = None) -> Architecture:  # fmt: skip
+              rotary: Mapping[str, Any] | None = None, wide_norms: bool = False) -> Architecture:  # fmt: skip
         """An architecture out of the keys that all share, and what a family adds to them."""
         heads = self["num_attention_heads"]
         act = self.config.get("hidden_activation") or self.get("hidden_act", "silu")
@@ -145,6 +155,7 @@ class Reader:
             tied=tied,
             rotary=rotary,
             post_norms=post_norms,
+            wide_norms=wide_norms,
             rules=(*mapping.top(tied), *rules),
             transformer={
                 "num_layers": self["num_hidden_layers"],

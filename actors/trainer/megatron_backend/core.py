@@ -7,7 +7,7 @@ chunks wear while they score; always true: outside `wearing` the chunks hold the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.passes import Schedule
+from actors.trainer.megatron_backend.replay import Replay
 from actors.trainer.megatron_backend.saving import Counters, Shards, check, holds_optimizer, identity_of
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
@@ -38,6 +39,7 @@ from actors.trainer.training.files import Identity, hash_tensors
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors, worn
 from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.routes import Routes, RouteShape, mode_of
 from actors.trainer.training.state import no_optimizer
 from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
@@ -83,6 +85,10 @@ class MegatronCore(CoreBase):
         with on_device():
             self.update = Update(self.model.optimizer_config, self.model.chunks)
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
+        if mode_of(config):
+            arch, parts = self.model.architecture, self.groups.tp if own.sequence_parallel and self.groups.tp.size() > 1 else None
+            shape = RouteShape(arch.layers, int(arch.transformer["moe_router_topk"]), arch.experts)
+            self.schedule.replay = Replay(self.model.bare, shape, parts, self.device)
         self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
         if "init" in self._hooks:
             self._hooks["init"](self)
@@ -126,7 +132,9 @@ class MegatronCore(CoreBase):
     def pack(self, samples: Sequence[BatchSample]) -> StreamBatch:
         cp = self.groups.cp
         block = self.own.data_pad_size_multiplier * self.groups.tp.size()
-        return StreamBatch(samples, cp_size=cp.size(), cp_rank=cp.rank(), block=block)
+        replay = self.schedule.replay
+        routes = None if replay is None else Routes(samples, replay.shape, records=self.config.use_routing_replay)
+        return StreamBatch(samples, routes, cp_size=cp.size(), cp_rank=cp.rank(), block=block)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -139,10 +147,19 @@ class MegatronCore(CoreBase):
         values = torch.zeros(packed.response_tokens)
         every = [one for mine in work for one in mine]
         self._call_hook("before_log_prob")
-        with self._wearing(self.others.get(which)), on_device():
+        routed = self._routed(every, records=True) if which == "old_logp" else nullcontext()  # other models choose themselves
+        with self._wearing(self.others.get(which)), routed, on_device():
             for (_, micro), logp in zip(every, self.schedule.forward_only(every), strict=True):
                 values[torch.from_numpy(micro.response_slots)] = logp.float().cpu()
         return self.total(values)
+
+    def _routed(self, work: Work, *, records: bool = False) -> AbstractContextManager[None]:
+        """Routers choose what is known of these micro-batches, or what they choose is kept."""
+        if self.schedule.replay is None:
+            return nullcontext()
+        micros = [(micro.routing, micro.input_ids.shape[1]) for _, micro in work]
+        unknown = all(routing is None or routing.table is None for routing, _ in micros)
+        return self.schedule.replay.passing("record" if records and unknown else "play", micros)
 
     def former_steps(self) -> tuple[int, ...]:
         return self.former.steps
@@ -173,7 +190,8 @@ class MegatronCore(CoreBase):
         self._call_hook("before_train_step")
         with watch.phase("forward_backward"), on_device():
             self.update.clear()
-            self.schedule.forward_backward(work, policy, entropy_gradient=entropy_gradient)
+            with self._routed(work):
+                self.schedule.forward_backward(work, policy, entropy_gradient=entropy_gradient)
 
     def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
         with on_device():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from actors.trainer.backend import BatchSample
 from actors.trainer.torch_backend.layout import Layout, PackedBatch
+from actors.trainer.training.routes import Routes, Routing
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Stream:
     """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
     lengths: np.ndarray
     """int64: padded tokens of each sample, on all context-parallel ranks together; T is their sum"""
+    routing: Routing | None = None
+    """experts of this rank's T / C tokens; None: the model chooses"""
 
     @property
     def tokens(self) -> int:
@@ -70,14 +73,17 @@ class Stream:
             position_ids=F.pad(self.position_ids, (0, local)),
             packed=_packed(lengths, device),
             lengths=lengths,
+            routing=self.routing and self.routing.placed(torch.arange(self.input_ids.shape[1]), self.input_ids.shape[1] + local),
         )
 
 
 class StreamBatch(PackedBatch):
     """A rollout batch; `block`: the stream's length is a multiple of it (on each context-parallel rank)."""
 
-    def __init__(self, samples: Sequence[BatchSample], *, cp_size: int = 1, cp_rank: int = 0, block: int = 1) -> None:
-        super().__init__(samples)
+    def __init__(
+        self, samples: Sequence[BatchSample], routes: Routes | None = None, *, cp_size: int = 1, cp_rank: int = 0, block: int = 1
+    ) -> None:
+        super().__init__(samples, routes)
         self._cp = cp_size, cp_rank
         self._block = block
 
@@ -102,6 +108,7 @@ class StreamBatch(PackedBatch):
         tokens[at] = plain.input_ids[0].numpy()
         rows = at[plain.rows.numpy()] if of_real.size else plain.rows.numpy()
         targets, warm, held = plain.targets, plain.temperature, None
+        routing = plain.routing and plain.routing.placed(torch.from_numpy(at), total)
         if size > 1:
             piece = lengths[sample_of] // (2 * size)
             number = position // np.maximum(piece, 1)
@@ -110,6 +117,8 @@ class StreamBatch(PackedBatch):
             mine = owner == rank
             order = np.argsort(place[mine], kind="stable")
             tokens, position = tokens[mine][order], position[mine][order]
+            if routing is not None and routing.table is not None:
+                routing.table = routing.table[torch.from_numpy(np.flatnonzero(mine)[order])]
             keep = np.flatnonzero(mine[rows])
             rows, held = place[rows[keep]], torch.from_numpy(keep)
             targets = targets[held]
@@ -125,6 +134,7 @@ class StreamBatch(PackedBatch):
             n_rows=plain.targets.numel(),
             response_slots=plain.response_slots,
             lengths=lengths,
+            routing=routing,
         )
 
 

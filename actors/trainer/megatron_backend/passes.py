@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.megatron_backend.packing import Stream
 from actors.trainer.megatron_backend.parallel import Groups
+from actors.trainer.megatron_backend.replay import Replay
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.training.verbs import PolicyLoss, Work
 
@@ -81,6 +82,7 @@ class Schedule:
         self.config: Any = get_model_config(chunks[0])
         self.config.calculate_per_token_loss = True  # sums, not means: the loss brings its own divisor
         self.config.finalize_model_grads_func = _finalize
+        self.replay: Replay | None = None
         self._head: HeadOf | None = None
         for chunk in chunks:
             if get_attr_wrapped_model(chunk, "post_process"):
@@ -120,6 +122,8 @@ class Schedule:
             ids, micro = next(feed)
             if self._head is not None:
                 self._head.micro = micro
+            if self.replay is not None:
+                self.replay.enter(micro.routing)
             out = chunk(
                 input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, packed_seq_params=micro.packed
             )

@@ -28,6 +28,7 @@ from actors.trainer.megatron_backend import checkpoint, directory, model, torch_
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
+from actors.trainer.training.routes import mode_of
 
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
@@ -74,6 +75,11 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     arch = directory.read(source_of(config))
     said = refusals(layout_of(own, world), arch.shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
+    if mode_of(config) and not arch.experts:
+        said.append(f"{source_of(config)} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay")
+    for name, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")) if mode_of(config) else ():
+        if given_of(own).get(name) == value:
+            said.append(f"megatron.{name}={value}: such routers cannot be told what to choose; leave it out, or routing replay")
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if config.optimizer != "adam":
@@ -134,7 +140,7 @@ class Model:
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(
-            hidden=transformer["hidden_size"], layers=shape.layers, ffn=shape.ffn, vocab=arch.vocab, heads=shape.heads,
+            hidden=transformer["hidden_size"], layers=shape.layers, ffn=arch.ffn_of_a_token, vocab=arch.vocab, heads=shape.heads,
             kv_heads=shape.groups, head_dim=transformer["kv_channels"],
         )  # fmt: skip
 

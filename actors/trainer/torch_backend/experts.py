@@ -72,12 +72,10 @@ class Replay:
     @contextmanager
     def playing(self, routing: Routing | None) -> Iterator[None]:
         """Routers choose what `routing` knows, also in what computes again inside the body."""
-        if routing is None or routing.table is None:
+        if routing is None or (told := routing.on(self._device)) is None:
             yield
             return
-        table = routing.table.to(self._device, non_blocking=True)
-        tally = torch.zeros(2, dtype=torch.int64, device=self._device)
-        routing.tally.append(tally)
+        table, tally = told
         for n, router in self._routers.items():
             router.given, router.tally = table[:, n], tally
         try:
@@ -97,4 +95,4 @@ class Replay:
         finally:
             for router in self._routers.values():
                 router.made = None
-        recorded(routing, zip(self._routers, made, strict=True), tokens, self.shape)
+        recorded(routing, [(n, 0, part) for n, part in zip(self._routers, made, strict=True)], tokens, self.shape)

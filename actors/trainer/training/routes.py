@@ -7,12 +7,13 @@ are not known, or cannot be, is routed by the model itself and counted: damage n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, BatchSample
@@ -48,6 +49,20 @@ class Routing:
     """uint8 or int16 [T, layers, top_k] on the host; None: not recorded yet"""
     tally: list[Tensor] = field(default_factory=list)
 
+    def placed(self, at: Tensor, tokens: int) -> Routing:
+        """The same in a stream of `tokens` tokens, where the t-th of these is at[t], int64 [T]; of the others nothing is known."""
+        if self.table is None:
+            return self
+        table = self.table.new_full((tokens, *self.table.shape[1:]), torch.iinfo(self.table.dtype).max)
+        return Routing(self.experts, table.index_copy_(0, at, self.table), self.tally)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """(table, a new tally) on a device; None: nothing is known."""
+        if self.table is None:
+            return None
+        self.tally.append(torch.zeros(2, dtype=torch.int64, device=device))
+        return self.table.to(device, non_blocking=True), self.tally[-1]
+
 
 class Routes:
     """A rollout batch's. `records`: nothing is known before the log-prob pass of our own."""
@@ -78,17 +93,15 @@ class Routes:
         return given, ""
 
     def micro_batch(self, ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> Routing:
-        """Of these samples, one after the other, each with `lengths` input tokens (those behind its own are padding; so are all of
-        a sample beyond `ids`)."""
+        """Of these samples, one after the other, each with `lengths` input tokens."""
         shape = self.shape
         if self.records:
             return Routing(shape.experts, None, self._tally)
         unknown = np.iinfo(shape.dtype).max  # type: ignore[type-var]
         table = np.full((int(sum(lengths)), shape.layers * shape.top_k), unknown, shape.dtype)
         at = 0
-        for k, length in enumerate(lengths):
-            given = self._known[ids[k]] if k < len(ids) else None
-            if given is not None:
+        for sample, length in zip(ids, lengths, strict=True):
+            if (given := self._known[sample]) is not None:
                 table[at : at + len(given)] = given
             at += int(length)
         return Routing(shape.experts, torch.from_numpy(table).view(-1, shape.layers, shape.top_k), self._tally)
@@ -96,7 +109,7 @@ class Routes:
     def metrics(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Tokens without experts of the batch, and of the experts that routers were given the share that they would not have
         chosen (of the ranks that `total` sums over; 0 where none were given)."""
-        slots, other = total(sum(t.cpu() for t in self._tally) if self._tally else torch.zeros(2, dtype=torch.int64)).tolist()
+        slots, other = total(sum((t.cpu() for t in self._tally), torch.zeros(2, dtype=torch.int64))).tolist()
         found = {"routing_mismatch": other / slots if slots else 0.0}
         if not self.records:
             found |= {"routing_tokens": float(self._tokens), "routing_fallback_tokens": float(self._missing)}
@@ -116,11 +129,21 @@ def choose(own: Tensor, given: Tensor, experts: int, tally: Tensor) -> Tensor:
     return index
 
 
-def recorded(routing: Routing, made: Iterator[tuple[int, Tensor]], tokens: int, shape: RouteShape) -> None:
-    """Keep what routers chose, [T, k] by layer; the other layers stay unknown. One copy to the host."""
-    found = dict(made)
+def recorded(
+    routing: Routing,
+    made: Sequence[tuple[int, int, Tensor]],
+    tokens: int,
+    shape: RouteShape,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Keep what routers chose: (layer, first token, experts [n, k]); what nobody chose stays unknown. `group`: ranks that hold
+    parts of the same tokens; each gets all."""
     kind = torch.uint8 if shape.dtype is np.uint8 else torch.int16
-    table = torch.full((tokens, shape.layers, shape.top_k), torch.iinfo(kind).max, dtype=kind)
-    if found:
-        table[:, list(found)] = torch.stack(list(found.values()), 1).to(kind).cpu()
-    routing.table = table
+    unknown = torch.iinfo(kind).max
+    if made:
+        table = torch.full((tokens, shape.layers, shape.top_k), unknown, dtype=torch.int32, device=made[0][2].device)
+        for layer, first, experts in made:
+            table[first : first + len(experts), layer] = experts.to(torch.int32)
+        if group is not None:
+            dist.all_reduce(table, dist.ReduceOp.MIN, group=group)
+        routing.table = table.to(kind).cpu()

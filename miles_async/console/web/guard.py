@@ -1,8 +1,8 @@
 """Who may talk to the web console: the holder of its token, from a page of its own, under a loopback name.
 
 The token comes once in the address that is printed, then as a cookie that scripts cannot read, or as `Authorization: Bearer`. A
-name in `Host` that is not loopback is refused, so that no site can reach the page by pointing its own name at 127.0.0.1; what changes
-something must come from the console's own page (`Origin`), so that no other page can send it with the cookie.
+name in `Host` that is not loopback is refused, so that no site can reach the page by pointing its own name at 127.0.0.1; what
+changes something must come from the console's own page (`Origin`), so that no other page can send it with the cookie.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def token_of(run_dir: Path | None) -> str:
         known = ""
     if not known:
         known = secrets.token_urlsafe(32)
-        if file is not None:
-            write_secret(file, f"{known}\n")
+        try:
+            if file is not None:
+                write_secret(file, f"{known}\n")
+        except OSError:
+            pass  # a folder that is not ours to write: a token for this time
     return known
 
 

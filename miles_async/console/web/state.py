@@ -25,23 +25,35 @@ from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
 EVENTS_SHOWN = 200
+WORTH_A_WORD = 0.1  # share of the trainer's time that went into waiting
 HISTOGRAM = "rollout/start_age/"
 State = dict[str, Any]
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The doctor's: what is wrong, one sentence per actor, when it was said."""
+    """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
+    groups are open, and where they are."""
 
     findings: tuple[Finding, ...] = ()
     actors: dict[str, str] = {}
     wall: float = 0.0
+    waited: str = ""
+    opened: str = ""
 
 
 def state_of(
-    snapshot: Snapshot, history: History, looks: Looks, word: Word, *, total_steps: int, settings: dict[str, dict[str, Any]]
+    snapshot: Snapshot,
+    history: History,
+    looks: Looks,
+    word: Word,
+    *,
+    total_steps: int,
+    settings: dict[str, dict[str, Any]],
+    kept: bool = False,
 ) -> State:
-    """All sections but the curves."""
-    ended = bool(snapshot.actors) and not any(a.life == "alive" for a in snapshot.actors)
+    """All sections but the curves. `kept`: of a run that has ended, from a copy of what its Redis kept. Where all actors are silent
+    and none said that it ends, the run has not ended: that is the worst of alarms."""
+    ended = kept or (bool(snapshot.actors) and all(a.life == "ended" for a in snapshot.actors))
     return {
         "run": _run(snapshot, history, total_steps, ended),
         "why": _why(snapshot, history, word, ended),
@@ -97,19 +109,28 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     said = word.actors.get("trainer")
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
-    return {"text": text, "lately": lately if history.steps else "", "waits": bool(gone) or "wait" in (said or "")}
+    waits = bool(gone) or waiting(said or "")
+    if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
+        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
+    return {"text": text, "lately": lately if history.steps else "", "waits": waits}
+
+
+def waiting(sentence: str) -> bool:
+    """Whether the doctor's sentence on an actor is about a wait."""
+    return sentence.startswith(("has waited", "waits"))
 
 
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
     """What is wrong now, and the newest faults on record; each with since when."""
     found = [
-        {"level": f.level, "text": f.text, "who": f.rule, "wall": word.wall - f.since_s, "now": True}
+        {"level": f.level, "text": f.text, "who": f.rule, "about": f.about, "wall": word.wall - f.since_s, "now": True}
         for f in word.findings
         if f.level != "info"
     ]
     texts = {str(f["text"])[:200] for f in found}
     told = [
-        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "wall": float(r["wall"]), "now": False}
+        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "about": "", "now": False,
+         "wall": float(r["wall"])}
         for r in alarms(history, snapshot.wall, 3)
         if str(r["text"])[:200] not in texts
     ]

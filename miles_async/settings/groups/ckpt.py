@@ -104,10 +104,14 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             "type that it computes in, with tokenizer and chat template."
         ),
     ] = None
+    dump_details: Annotated[str | None, doc("Directory for everything that can be looked into later: the batches.")] = None
     save_debug_rollout_data: Annotated[
         str | None,
-        doc("Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay."),
-    ] = None
+        doc(
+            "Path pattern with {rollout_id}: every consumed batch is written there as msgpack, for replay.",
+            derived="<dump_details>/rollout_data/{rollout_id}.msgpack, unset without it",
+        ),
+    ]
     load_debug_rollout_data: Annotated[
         str | None,
         doc("Path pattern with {rollout_id}: the trainer takes recorded batches from there instead of rollouts."),

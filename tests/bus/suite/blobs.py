@@ -8,10 +8,14 @@ from bus.dead import drop, letter_of, read_letters, retry
 from bus.errors import BadMessage
 from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept
+from bus.messages.policy import Activate, WeightsReady
+from bus.messages.versions import PolicyVersion
+from bus.messages.weights import WeightPlan
+from bus.plans import get_plan, put_plan
 from bus.streams.entry import Commit, Entry, Out
 from bus.streams.redis import Bus
 from bus.sweep import sweep_orphans
-from bus.topology import DEAD, GROUPS, PROMPTS, ROLLOUTS, SCORED
+from bus.topology import ACTIVE, DEAD, GROUPS, POLICY, PROMPTS, ROLLOUTS, SCORED
 from tests.bus.suite.conformance import Check, MakeBus, publish, reader_of
 from tests.bus.suite.messages import a_group, a_response, a_rollout, a_task
 
@@ -87,6 +91,19 @@ async def check_the_body_of_a_refused_commit_is_swept(make_bus: MakeBus) -> None
         assert (await bus.message(entry)).response.n_tokens == 20_000
         await zombie.close()
         await heir.close()
+
+
+async def check_a_plan_is_kept_as_long_as_an_order_names_it(make_bus: MakeBus) -> None:
+    async with make_bus() as bus:
+        version, manifest = PolicyVersion(7, 3), await put_plan(bus, WeightPlan(transport="nccl", buckets=()))
+        await put_plan(bus, WeightPlan(transport="nccl", buckets=()))
+        await bus.append([Out(POLICY, WeightsReady(version=version, manifest=manifest))])
+        await bus.append([Out(ACTIVE, Activate(version=version, manifest=manifest))])
+        for stream in (POLICY, ACTIVE):
+            await sweep_orphans(bus, older_s=0)
+            assert await get_plan(bus, manifest) and len(await ids(bus)) == 1
+            await bus.link.run("DEL", bus.keys.stream(stream.name))
+        assert await sweep_orphans(bus, older_s=0) == 1
 
 
 async def check_what_a_killed_writer_left_is_swept_and_nothing_else(make_bus: MakeBus) -> None:

@@ -16,7 +16,7 @@ const CHARTS = [
   { title: "Learning rate", series: [line("train/lr", "rate")] },
   { title: "Staleness, steps", bound: true, series: [line("rollout/fully_async/avg_staleness", "mean"), line("rollout/fully_async/max_staleness", "most", "orange")] },
   { title: "Age at the first token", ages: true },
-  { title: "Time of a step, s", stacked: true, unit: duration, series: [line("train_s", "training", "green"), line("wait_s", "waiting", "orange"), line("publish_s", "publishing", "purple")] },
+  { title: "Time of a step, s", stacked: true, cut: true, unit: duration, series: [line("train_s", "training", "green"), line("wait_s", "waiting", "orange"), line("publish_s", "publishing", "purple")] },
   { title: "Trained tokens a second", unit: count, series: [line("tokens_per_s", "tokens/s")] },
   { title: "Response length, tokens", unit: count, series: [line("rollout/response_len/mean", "mean"), line("rollout/response_len/max", "most", "orange")] },
   { title: "Dropped groups a step", stacked: true, dropped: true, series: [] },
@@ -84,9 +84,9 @@ class Chart {
     this.spec = spec;
     this.all = all;
     this.said = el("p", { class: "values" });
-    this.frame = el("div", { class: "plot", role: "img" });
+    this.frame = el("div", { class: "plot", role: "img", "aria-label": `${spec.title}: nothing yet` });
     const more = spec.bound ? el("button", { type: "button", class: "inline", text: "change", "aria-label": "Change the staleness bound", onclick: tune }) : null;
-    place.append(el("section", { class: "chart" }, el("h3", {}, spec.title, more), this.said, this.frame));
+    place.append(el("section", { class: "chart" }, el("h3", {}, el("span", { text: spec.title }), more), this.said, this.frame));
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.frame);
   }
 
@@ -158,10 +158,10 @@ class Chart {
     const axis = { stroke: ink, font, grid, ticks: { show: false } };
     return {
       ...this.size(),
-      padding: [4, 6, 0, 0],
+      padding: [8, 6, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 5 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: this.spec.unit === percent ? { range: (_, low, high) => [0, Math.min(1, Math.max(1e-3, 1.1 * high))] } : {} },
+      scales: { x: { time: false }, y: this.scale() },
       axes: [{ ...axis, size: 18, gap: 2, space: 40 }, { ...axis, size: 46, gap: 3, space: 24, values: (_, ticks) => ticks.map((v) => (this.spec.unit === duration ? short(v) : unit(v))) }],
       series: [{}, ...lines.map((l) => ({
         label: l.label, stroke: colour(l.colour), width: 1.5, dash: l.dash, spanGaps: true,
@@ -173,6 +173,15 @@ class Chart {
         setCursor: [(plot) => this.legend(plot.cursor.idx)],
       },
     };
+  }
+
+  scale() {
+    if (this.spec.unit === percent) return { range: (_, low, high) => [0, Math.min(1, Math.max(1e-3, 1.1 * high))] };
+    if (!this.spec.cut) return {};
+    return { range: (plot, low, high) => { // a boot or a long pause is cut, so that the other steps can be seen
+      const sorted = (plot.data[1] ?? []).filter((v) => v !== null).sort((a, b) => a - b);
+      return [0, Math.min(high, 1.6 * (sorted[Math.floor(0.95 * sorted.length)] ?? high)) || 1];
+    } };
   }
 
   /** Dotted lines where knobs were turned, dashed red ones where the trainer was restored. */

@@ -11,7 +11,7 @@ export class Engines {
   constructor(place, now) {
     this.now = now;
     this.serving = el("p", { class: "soft" });
-    this.split = el("div", { class: "split", role: "img" });
+    this.split = el("div", { class: "split", role: "img", "aria-label": "Time of the engines: not known yet" });
     this.words = el("p", { class: "soft small" });
     const [engines, engineRows] = table("Engines", ["engine", "version", "running", "KV", "state"], "tall");
     const [others, otherRows] = table("Rooms", ["room", "state", "waits for"], "tall");

@@ -29,7 +29,7 @@ export class Events {
 
 export class Drops {
   constructor(place) {
-    const [totals, totalRows] = table("Dropped groups by reason", ["reason", "groups", "what it means"], "");
+    const [totals, totalRows] = table("Dropped groups by reason", ["reason", "groups", "what it means"], "long");
     const [newest, newestRows] = table("Newest drops", ["when", "group", "reason", "reward", "samples"], "long");
     Object.assign(this, { totalRows, newestRows });
     this.none = el("p", { class: "soft" });
@@ -47,11 +47,11 @@ export class Drops {
     if (!drops) return;
     const totals = drops.total;
     say(this.none, totals.length ? "" : "Nothing was dropped.");
-    rows(this.totalRows, totals, ([reason]) => reason, ([reason, , means]) => el("tr", {}, el("th", { scope: "row", text: reason }), el("td", { class: "n" }), el("td", { text: means })),
+    rows(this.totalRows, totals, ([reason]) => reason, ([reason, , means]) => el("tr", {}, el("th", { scope: "row", text: reason }), el("td"), el("td", { text: means })),
       (row, [, n]) => say(row.children[1], count(n)));
     rows(this.newestRows, drops.newest, (d) => `${d.group}${d.wall}${d.members ?? ""}`, (d) => el("tr", {}, el("td", { class: "when", text: clockTime(d.wall) }),
       el("td", {}, el("button", { type: "button", class: "inline", text: d.group, onclick: () => this.trace(d.group) })),
-      el("td", { text: d.reason }), el("td", { class: "n", text: d.reward === undefined ? "" : short(d.reward) }), el("td", { class: "n", text: d.members ? d.members.length : d.samples ?? "" })), () => {});
+      el("td", { text: d.reason }), el("td", { text: d.reward === undefined ? "" : short(d.reward) }), el("td", { text: d.members ? d.members.length : d.samples ?? "" })), () => {});
   }
 
   async trace(id) {

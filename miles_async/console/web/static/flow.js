@@ -3,7 +3,7 @@
 import { el, rows, say, svg, table, toggle } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 
-const W = 118, H = 46, GAP = 136, Y = 42, LOW = 134;
+const W = 128, H = 46, GAP = 124, Y = 42, LOW = 134;
 const X = Object.fromEntries(["sampler", "generation", "reward", "filter", "trainer", "publisher"].map((name, i) => [name, 4 + i * (W + GAP)]));
 const ROOMS = { ...Object.fromEntries(Object.entries(X).map(([name, x]) => [name, [x, Y]])), partial: [X.generation, LOW], evaluator: [X.filter, LOW] };
 const ALONG = { prompts: "sampler", rollouts: "generation", scored: "reward", groups: "filter", policy: "trainer" };
@@ -34,9 +34,10 @@ export class Flow {
     for (const [name, [d, x, y, anchor, split]] of Object.entries(ARROWS)) {
       const what = svg("text", { x, y, "text-anchor": anchor, class: "stream" });
       const much = svg("text", { x, y: y + (split ? 21 : 13), "text-anchor": anchor });
+      const note = svg("text", { x, y: y + 35, "text-anchor": anchor });
       const line = svg("path", { class: "arrow", d, "marker-end": "url(#head)" });
-      this.arrows[name] = { what, much, line };
-      picture.append(line, what, much);
+      this.arrows[name] = { what, much, note, line };
+      picture.append(line, what, much, note);
       what.textContent = name;
     }
     for (const [name, [x, y]] of Object.entries(ROOMS)) {
@@ -69,6 +70,7 @@ export class Flow {
       const tail = name === "prefixes" && flow.streams.tail?.depth ? ` + tail ${flow.streams.tail.depth}` : "";
       say(parts.what, s.data ? `${name} ${count(s.depth)}${tail}` : `${name} ${name === "active" ? `v${flow.active}` : `v${flow.announced}`}`);
       say(parts.much, this.much(s));
+      say(parts.note, s.unsaved ? `+${count(s.unsaved)} to save` : "");
       toggle(parts.line, "full", s.data && s.depth > 0);
     }
     const list = Object.entries(READERS).map(([name, between]) => ({ name, between, ...flow.streams[name] }));
@@ -85,9 +87,7 @@ export class Flow {
   }
 
   much(s) {
-    const parts = [s.rate === null ? "" : `${count(s.rate)}/s`, this.age(s)];
-    if (s.unsaved) parts.push(`+${s.unsaved} to save`);
-    return parts.filter(Boolean).join(" · ");
+    return [s.rate === null ? "" : `${count(s.rate)}/s`, this.age(s)].filter(Boolean).join(" · ");
   }
 
   does(name, room, state) {

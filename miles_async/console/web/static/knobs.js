@@ -60,7 +60,7 @@ export class Knobs {
     const id = `knob-${name}`;
     const error = el("p", { class: "error", id: `${id}-error`, role: "alert" });
     const about = el("p", { class: "soft small", id: `${id}-about`, text: [knob.help, knob.follows ? `Follows: ${knob.follows}.` : `Takes effect at: ${knob.applies}.`].join(" ") });
-    const permitted = `${knob.range}${knob.unit ? ` ${knob.unit}` : ""}`;
+    const permitted = `${knob.range}${knob.unit ? ` (${knob.unit})` : ""}`;
     const field = knob.choices.length
       ? el("select", { id, name, class: "field" }, knob.choices.map((text) => el("option", { value: text, text })))
       : el("input", { id, name, class: "field", type: "text", autocomplete: "off", spellcheck: "false" });
