@@ -268,7 +268,10 @@ class Trainer:
             return None
         self._refused.worked()
         self._step_knobs, self._step_epoch = self._tuned.used
-        for reason, flagged in result.flags.items():
+        asked_for = set(result.flags.pop("removed", ()))  # by a function of the user's, which are counted
+        for reason, found in result.flags.items():
+            if not (flagged := [one for one in found if one not in asked_for]):
+                continue
             shown = ", ".join(flagged[:5])
             await self._context.event(
                 f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"
