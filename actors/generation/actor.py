@@ -24,7 +24,6 @@ from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
 from actors.generation.rollouts.session import Program
 from actors.generation.rollouts.world import Worlds
-from actors.generation.routing import routed_shape
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -34,7 +33,7 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
-from actors.runtime.prompts import vocabulary_of
+from actors.runtime.prompts import routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Transient
 from bus.messages.control import BOOTING
@@ -66,7 +65,7 @@ class Worker:
             context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
         )
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
-        routed = routed_shape(spec.model_path) if spec.use_rollout_routing_replay else None
+        routed = routed_shape(spec.model_path) if spec.routed else None
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None

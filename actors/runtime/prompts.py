@@ -214,6 +214,27 @@ def context_of(model_dir: str) -> int:
     return _configured(model_dir, "max_position_embeddings")
 
 
+class RoutedShape(msgspec.Struct, frozen=True):
+    """Of the experts that a model chooses for a token. `width`: numbers, layers x top-k; layers without experts count. `wide`:
+    numbers take two bytes."""
+
+    width: int
+    wide: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.width * (2 if self.wide else 1)
+
+
+def routed_shape(model_dir: str) -> RoutedShape | None:
+    """By its config.json; None: the model has no experts, or does not say."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = max(_configured(model_dir, name) for name in names)
+    width = _configured(model_dir, "num_hidden_layers") * _configured(model_dir, "num_experts_per_tok")
+    return RoutedShape(width, experts > 255) if experts and width else None
+
+
 def _configured(model_dir: str, name: str) -> int:
     try:
         config = json.loads((Path(model_dir) / "config.json").read_bytes())

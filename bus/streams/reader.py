@@ -44,6 +44,7 @@ end
 return false
 """
 GIVEN = 256  # ids; far more than are lost at once
+SHARED = 16  # of them at the start of who reads only what comes
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
 
 
@@ -274,9 +275,9 @@ class Tail:
             if self._start != "$":
                 self.positions[stream.name] = self._start
                 continue
-            newest = await self._bus.last(stream)
+            newest = await self._bus.last(stream, SHARED)
             self.positions[stream.name] = newest[0].id if newest else "0"
-            self._given[stream.name] = deque((e.id for e in newest), maxlen=GIVEN)
+            self._given[stream.name] = deque((e.id for e in reversed(newest)), maxlen=GIVEN)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -308,14 +309,13 @@ class Tail:
         """To the last entry given out that a server which lost its last moments still has. It counts on from there, and where its
         clock is behind that of the one before, with ids below our position for as long."""
         for stream in self._streams:
-            newest = await self._bus.last(stream)
-            given = self._given.get(stream.name)
-            if not given or (newest and id_key(newest[0].id) >= id_key(given[-1])):
+            key, known = self._bus.keys.stream(stream.name), self._given.get(stream.name)
+            if not known:
                 continue
-            key, known = self._bus.keys.stream(stream.name), self._given[stream.name]
             while known and not await self._bus.link.run("XRANGE", key, known[-1], known[-1]):
                 known.pop()
-            self.positions[stream.name] = known[-1] if known else "0"
+            newest = await self._bus.last(stream) if self._start == "$" else []
+            self.positions[stream.name] = known[-1] if known else newest[0].id if newest else "0"
 
 
 def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:

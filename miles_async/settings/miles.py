@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from miles_async.settings.catalog import PREFIXES, catalog, names, passed_on
 
 OTHERWISE: dict[str, str] = {
-    "actor_num_nodes": "more than 1 with train_master",
+    "actor_num_nodes": "more than 1 with launcher ray or train_master",
     "buffer_filter_path": "the function takes (step, waiting) and returns plans",
     "check_weight_update_equal": "a boolean",
     "eval_max_in_flight": "samples of the one evaluation that is under way, not evaluations",
@@ -48,6 +48,7 @@ OF_OURS = (
     *("environment_path", "environment_slots", "environment_timeout_s", "environment_idle_s", "environment_sandbox"),
     *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
+    *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
 )
 """Fields that Miles has no flag for."""
 NOT_COMPARED = ("model_name", "megatron_to_hf_mode", "spec", "custom_model_provider_path", "no_rope_fusion",

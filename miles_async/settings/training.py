@@ -80,12 +80,13 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1 and s.train_master is None:
+    if s.actor_num_nodes != 1 and s.train_master is None and s.launcher == "local":
         raise refusal(
             "actor_num_nodes",
             s.actor_num_nodes,
             "this launcher starts the trainer on its own host",
-            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --train-master HOST:PORT and start the others.",
+            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --launcher ray, or --train-master HOST:PORT "
+            "and start the others.",
         )
     if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
         raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")

@@ -22,7 +22,7 @@ def house() -> Iterator[Failover]:
 @pytest.mark.parametrize("how", ["killed", "moved", "killed when its replica was two steps behind"])
 def test_another_server_becomes_the_primary(how: str, run_of: Launch, house: Failover) -> None:
     """What the replica had not heard is done again: by the rooms, or, of steps, by the trainer from its checkpoint."""
-    run = run_of({"rollout": {"num_rollout": 40}, "bus": {"bus_url": house.url}})
+    run = run_of({"rollout": {"num_rollout": 16}, "bus": {"bus_url": house.url}})
     run.start()
     run.until_step(3)
     behind = "behind" in how

@@ -22,7 +22,7 @@ STAYS = {
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
-CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states"}  # megatron-core
+CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states", "get_replay_topk"}  # megatron-core
 Use = tuple[str, str]
 
 

@@ -54,7 +54,8 @@ def test_a_worker_that_may_mean_another_thing_by_the_same_message_is_refused(
 async def test_a_second_launcher_of_a_run_that_another_host_keeps_is_refused(
     redis_url: str, run_name: str, launcher: dict[str, str], silent_s: int, refused: bool, tmp_path: Path
 ) -> None:
-    settings = settings_from(name=run_name, hf_checkpoint="m", prompt_data="p", num_rollout=1, rm_type="exact_match", bus_url=redis_url)
+    said = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": "exact_match"}
+    settings = settings_from(name=run_name, bus_url=redis_url, **said)
     own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 1}
     place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
