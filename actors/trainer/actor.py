@@ -268,7 +268,7 @@ class Trainer:
             return None
         self._refused.worked()
         self._step_knobs, self._step_epoch = self._tuned.used
-        asked_for = set(result.flags.pop("removed", ()))  # by a function of the user's, which are counted
+        asked_for = set(result.flags.get("removed", ()))  # by a function of the user's, which are counted
         for reason, found in result.flags.items():
             if not (flagged := [one for one in found if one not in asked_for]):
                 continue
