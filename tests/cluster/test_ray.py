@@ -59,7 +59,7 @@ def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make)
     run.lose(first)
     step = run.step()
     until("the rooms to be placed in their stead", lambda: run.step() >= step + 3)
-    assert any("needs its room" in event.text for event in run.events("leaving")), run.story()
+    assert any("its room is needed for" in event.text for event in run.events("leaving")), run.story()
     run.drain()
     judge(run, steps=run.step())
 
