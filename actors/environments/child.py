@@ -12,7 +12,7 @@ import inspect
 import os
 import resource
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -37,7 +37,7 @@ def serve(path: str, confined: bool) -> None:
     os.dup2(2, 1)
     loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
     kind: Any = None
-    refusal, environment = "", None
+    refusal, environment = "", cast(Any, None)  # before `begin`, `step` fails and says so
     try:
         kind = load_hook(path)
         if confined:

@@ -172,7 +172,7 @@ class Seats:
             "max_concurrency": 1000,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, at),
         }
-        return ray.remote(Host).options(**options).remote(os.getcwd())  # type: ignore[attr-defined]
+        return ray.remote(Host).options(**options).remote(os.getcwd())
 
     def _check(self, unit: Unit, facts: Mapping[str, Any]) -> None:
         if facts["release"] != __version__:
@@ -238,7 +238,7 @@ class Seats:
         self._wanting.set()
         spare = [g for g in self._groups.values() if g.seats and not g.unit.needed]
         if spare and not any(g.leaving for g in spare):
-            self._leave(spare[-1], f"{wants[0]} needs its room", tasks)
+            self._leave(spare[-1], f"its room is needed for {wants[0]}", tasks)
 
     def _leave(self, group: Group, why: str, tasks: asyncio.TaskGroup) -> None:
         """End the unit's actors politely, then give its place back."""

@@ -319,8 +319,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        own = {"pid": os.getpid(), "host": host, "processes": processes_name()}
-        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, **own)
+        pid, processes = os.getpid(), processes_name()
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

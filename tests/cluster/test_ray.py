@@ -26,6 +26,17 @@ def pids(run: RayRun) -> dict[str, list[int]]:
     return {file.stem: run.pids(file.stem) for file in (run.dir / "actors").glob("*.json")}
 
 
+def test_a_run_that_ray_places_ends_with_its_steps_and_leaves_nothing(ray_run: Make) -> None:
+    run = ray_run(merged(SMALL, {"rollout": {"num_rollout": 4}}), head_cpus=4)
+    run.start()
+    run.finish()
+    judge(run)
+    placed = [event.text.partition(" on ")[0] for event in run.events("placed")]
+    assert sorted(placed) == ["generation-0", "recorder, sampler, filter, partial", "reward-0", "trainer, publisher"]
+    assert not run.processes(), "a place of Ray's outlived the run"
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> None:
     run = ray_run(LONG, head_cpus=4)
     node = run.add(cpus=4)
@@ -43,7 +54,6 @@ def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> No
     }
     run.drain()
     judge(run, steps=run.step())
-    assert not run.processes(), "a place of Ray's outlived the run"
 
 
 @pytest.mark.slow
@@ -59,7 +69,7 @@ def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make)
     run.lose(first)
     step = run.step()
     until("the rooms to be placed in their stead", lambda: run.step() >= step + 3)
-    assert any("needs its room" in event.text for event in run.events("leaving")), run.story()
+    assert any("its room is needed for" in event.text for event in run.events("leaving")), run.story()
     run.drain()
     judge(run, steps=run.step())
 

@@ -96,7 +96,8 @@ EXAMPLES: tuple[Message, ...] = (
     ),
     _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
     EnvironmentCall(
-        asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"), told=b"digest_of_12", over=True
+        asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"),
+        told=b"digest_of_12", over=True
     ),
     EnvironmentAnswer(asked="generation-0-1f2e-7", sample_id="g0000042/1", answer=b"\x05", error="it died", differs=True),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
