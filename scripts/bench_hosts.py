@@ -36,6 +36,7 @@ from bus.messages.policy import Activate, PolicyAnnounced, WeightManifest  # noq
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.binary import find_server  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, POLICY  # noqa: E402
+from scripts.bench_hosts_quickstart import quickstart  # noqa: E402
 from tests.actors.house import KNOBS  # noqa: E402
 from tests.actors.house import until as seen  # noqa: E402
 from tests.bus.suite.knobs import plain_kinds  # noqa: E402
@@ -162,11 +163,16 @@ def main() -> int:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--quickstart", action="store_true", help="whole runs, see bench_hosts_quickstart.py")
+    parser.add_argument("--runs", type=int, default=3, help="with --quickstart: of each way")
+    parser.add_argument("--steps", type=int, default=0, help="with --quickstart: fewer than its 60, to try this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if why := why_not():
         print(f"not here: {why}", file=sys.stderr)
         return 2
+    if args.quickstart:
+        return quickstart(args)
     with TemporaryDirectory(prefix="ma-bench-") as folder:
         net = Net(Path(folder) / "net")
         try:

@@ -40,7 +40,7 @@ sys.path[:0] = [str(REPO), str(REPO / "scripts")]
 import aiohttp  # noqa: E402
 from bench_worker_engine import CHUNK, PROMPT_TOKENS, serve  # noqa: E402
 
-from actors.generation.actor import Worker  # noqa: E402
+from actors.generation.actor import run as run_worker  # noqa: E402
 from actors.generation.spec import GenerationSpec  # noqa: E402
 from actors.runtime.context import Context  # noqa: E402
 from actors.runtime.loop import run_loop  # noqa: E402
@@ -118,7 +118,7 @@ async def worker(url: str, bus_url: str, run: str, name: str, n: int) -> dict[st
 
     async def body(context: Context, spec: GenerationSpec) -> None:
         async with asyncio.TaskGroup() as tasks:
-            room = tasks.create_task(Worker(context, spec).run())
+            room = tasks.create_task(run_worker(context, spec))
             found.update(await gauge(lambda: context.counters.get("samples", 0), n))
             context.draining.set()
             await room

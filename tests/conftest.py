@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
@@ -15,9 +16,34 @@ from hypothesis import Phase, settings
 from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 
+WHOLE_RUNS = {"run_of", "far_run"}  # fixtures
+
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("house")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Between the files of each worker's share stand as many whole runs as of any other's, and none at its end: a run that waits
+    leaves the processor to tests that compute, and nobody waits for the last one. pytest-xdist gives worker k the k-th part."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers == 1:
+        return
+    runs = [item for item in items if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
+    others = [item for item in items if not WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
+    files = [list(found) for _, found in groupby(others, key=lambda item: item.path)]
+    total, begun = len(items) - len(runs), 0
+    parts: list[list[list[pytest.Item]]] = [[] for _ in range(workers)]
+    for tests in files:
+        parts[begun * workers // total].append(tests)
+        begun += len(tests)
+    items.clear()
+    for number, part in enumerate(parts):
+        own, fence = runs[number::workers], max(1, len(part) * 3 // 4)
+        for index, tests in enumerate(part):
+            items += own[index * len(own) // fence : (index + 1) * len(own) // fence] + tests
+        items += own[len(part) * len(own) // fence :]
 
 
 def pytest_collection_finish() -> None:

@@ -105,6 +105,13 @@ class Failover:
         self._processes[was].wait(10)
         until("the failover", lambda: self.primary != was and self.server(1 - was).info("replication")["role"] == "master", 30)
 
+    def move(self) -> None:
+        """As an operator does it: primary and replica change places."""
+        was = self.primary
+        with redis.Redis(port=self.ports[-1], password=self._secret, socket_timeout=2, **self._tls) as client:
+            client.execute_command("SENTINEL", "FAILOVER", NAME)
+        until("the change", lambda: self.primary != was and self.server(was).info("replication")["role"] == "slave", 30)
+
     def close(self) -> None:
         """End them all."""
         for process in self._processes:

@@ -62,6 +62,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
     agent: AgentSpec | None = None
+    environments_s: float = 0.0
+    """Longest time of one action of an environment in the environments room; 0 = the run has none."""
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""
@@ -87,7 +89,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What hosts ask of each other for weights."""
-    use_rollout_routing_replay: bool = False
+    routed: bool = False
     """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
@@ -129,7 +131,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         check_equal=spec.check_equal,
         inside=Path(spec.inside) if spec.inside else None,
         supply=supply,
-        tells_experts=spec.use_rollout_routing_replay,
+        tells_experts=spec.routed,
     )
 
 
@@ -173,7 +175,7 @@ def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
         seed=spec.seed,
         given=spec.server_args,
         context_length=spec.context_length,
-        routed=spec.use_rollout_routing_replay,
+        routed=spec.routed,
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
     if spec.nodes > 1:

@@ -26,7 +26,7 @@ from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream
 from bus.dead import letter_of
-from bus.errors import BadMessage, BusFull, BusUnreachable, InvariantBroken, Poison
+from bus.errors import BadMessage, BusFull, BusUnreachable, BusWentBack, InvariantBroken, Poison
 from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
 from bus.messages.groups import OpenGroup, index_of
@@ -35,7 +35,8 @@ from bus.topology import DEAD
 
 Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
 OnDead = Callable[[Entry, Any, str], Awaitable[Commit]]  # what must follow a dead entry, so that its group still closes
-STOPS = (BusUnreachable, BusFull, InvariantBroken, RunEnds)  # not about an entry: the room ends, its entries stay pending
+# Not about an entry: the room ends, its entries stay pending.
+STOPS = (BusUnreachable, BusFull, BusWentBack, InvariantBroken, RunEnds)
 TRUSTED = 2  # deliveries, after which an entry is on trial
 AT_A_TRIAL = {3: 8, 4: 2}  # entries at once by deliveries; later one, and nothing beside it
 

@@ -64,7 +64,7 @@ class Trainer:
         self._backend = open_backend(spec.backend_name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
-        self._intake = Intake(context, vocabulary_of(spec.backend.hf_checkpoint))
+        self._intake = Intake(context, vocabulary_of(spec.backend.published_as or spec.backend.hf_checkpoint))
         self._hooks = BatchHooks(
             context,
             {name: getattr(spec, name) for name in SETTINGS},

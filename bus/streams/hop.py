@@ -1,4 +1,4 @@
-"""The arguments of commit.lua, section by section in its order (pure)."""
+"""The arguments of commit.lua (pure)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bus.streams.entry import Commit, Entry, Out
 from bus.streams.keys import Keys
 
 ACKS = 1000  # ids in one call; Lua takes no more than 8,000 values at once
+_pack = msgspec.msgpack.Encoder().encode
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -40,49 +41,45 @@ def id_key(entry_id: str) -> tuple[int, int]:
 
 def hop_args(
     commit: Commit, placed: Sequence[Placed], *, keys: Keys, stream_keys: Mapping[str, str], bound: int
-) -> tuple[list[str], list[Any]]:
-    """(keys it names beside the fixed ones, its sections). `bound`: bytes per data stream, 0 = none."""
+) -> tuple[list[str], list[bytes]]:
+    """(keys it names beside the fixed ones, its arguments). `bound`: bytes per data stream, 0 = none."""
+    acks: list[Any] = []
     named: list[str] = []
-    guard = commit.guard
-    args: list[Any] = [0] if guard is None else [1, guard.field, guard.expect, guard.value]
     if len(commit.ack) == 1:  # the common case
         entry = commit.ack[0]
         named.append(stream_keys[entry.stream.name])
-        args += (1, named[0], entry.readers, entry.size, 1, entry.id)
+        acks.append((named[0], entry.readers, entry.size, (entry.id,)))
     else:
         groups: dict[tuple[str, str], list[Entry]] = {}
         for entry in commit.ack:
             groups.setdefault((entry.stream.name, entry.readers), []).append(entry)
-        args.append(sum(-(-len(group) // ACKS) for group in groups.values()))
         for (name, readers), group in groups.items():
             named.append(stream_keys[name])
             group.sort(key=lambda entry: id_key(entry.id))
             for start in range(0, len(group), ACKS):
                 part = group[start : start + ACKS]
-                args += (named[-1], readers, sum(e.size for e in part), len(part))
-                args += [e.id for e in part]
-    args.append(len(placed))
+                acks.append((named[-1], readers, sum(e.size for e in part), [e.id for e in part]))
+    appends: list[Any] = []
+    args = [b""]
     for one in placed:
         stream = one.out.stream
-        key = stream_keys[stream.name]
-        blob_key = keys.blob(one.ref.split(":")[1]) if one.ref.startswith("redis:") else ""
-        named += (key, blob_key) if blob_key else (key,)
-        held = len(one.body) if stream.is_data else 0
+        key, blob_key, size, most = stream_keys[stream.name], "", 0, 0
+        named.append(key)
+        if stream.is_data:
+            size, most = len(one.body), bound
         fields = one.fields()
-        args += (key, held, bound if stream.is_data else 0, blob_key, stream.cap, len(fields))
-        args += fields
-    if not (commit.ledger or commit.open_groups or commit.close_groups or commit.delete_prefixes or commit.state):
-        args.append(0)
-        return named, args
-    args.append(1)
-    for pairs in (commit.ledger, commit.open_groups):
-        args.append(len(pairs))
-        for name, value in pairs.items():
-            args += (name, value)
-    args += (len(commit.close_groups), *commit.close_groups)
+        if not one.ref:
+            args.append(fields.pop())
+        elif one.ref.startswith("redis:"):
+            blob_key = keys.blob(one.ref.split(":")[1])
+            named.append(blob_key)
+        appends.append((key, size, most, blob_key, stream.cap, fields))
     prefixes = [keys.prefix(sample_id) for sample_id in commit.delete_prefixes]
     named += prefixes
-    args += (len(prefixes), *prefixes, len(commit.state))
-    for name, text in commit.state.items():
-        args += (name, text)
+    args += commit.open_groups.values()
+    guard = commit.guard
+    ledger = [word for pair in commit.ledger.items() for word in pair]
+    state = [word for pair in commit.state.items() for word in pair]
+    held = () if guard is None else (guard.field, guard.expect, guard.value)
+    args[0] = _pack((acks, appends, ledger, list(commit.open_groups), commit.close_groups, prefixes, state, held))
     return named, args

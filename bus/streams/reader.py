@@ -34,7 +34,17 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
 end
 return 0
 """
+# KEYS streams, the first one first   ARGV readers, consumer, for each stream how many entries   As XREADGROUP, of the first that
+# has any: rooms that read several streams look at all of them in one round trip.
+_FIRST = """
+for n, key in ipairs(KEYS) do
+  local found = redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[n + 2], 'STREAMS', key, '>')
+  if found then return found end
+end
+return false
+"""
 GIVEN = 256  # ids; far more than are lost at once
+SHARED = 16  # of them at the start of who reads only what comes
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
 
 
@@ -87,13 +97,17 @@ class Reader:
         self.recovered = True
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
         limits = [(stream, count) for stream in self._streams] if wanted is None else wanted
-        if len(limits) > 1 or block_s <= 0:
-            for stream, most in limits:
-                if found := await self._take([stream], min(count, most), None):
-                    return found
+        if limits and (len(limits) > 1 or block_s <= 0):
+            keys = [self._bus.keys.stream(stream.name) for stream, _ in limits]
+            most = [min(count, most) for _, most in limits]
+            if found := await self._take(["EVAL", _FIRST, len(keys), *keys, self._readers, self.me, *most]):
+                return found
         if block_s <= 0 or not limits:
             return []
-        return await self._take([stream for stream, _ in limits], max(1, count // len(limits)), int(block_s * 1000))
+        keys = [self._bus.keys.stream(stream.name) for stream, _ in limits]
+        few = max(1, count // len(limits))
+        command = ("XREADGROUP", "GROUP", self._readers, self.me, "COUNT", few, "BLOCK", int(block_s * 1000), "STREAMS", *keys)
+        return await self._take([*command, *[">"] * len(keys)])
 
     async def unread_s(self, stream: Stream) -> float:
         """Seconds that the oldest entry of a stream has waited without a reader; 0 when there is none."""
@@ -207,13 +221,13 @@ class Reader:
             return []
         return rows
 
-    async def _take(self, streams: Sequence[Stream], count: int, block_ms: int | None) -> list[Entry]:
-        raw = await self._xread(streams, [">"] * len(streams), count, block_ms)
+    async def _take(self, command: list[Any]) -> list[Entry]:
+        raw = _by_stream(await self._bus.link.retry(lambda: self._call(command)), self._streams)
         found: list[Entry] = []
-        for stream in streams:
+        for name, rows in raw.items():
             # A server that lost its last second delivers anew what is held here: it is pending again, and that is all.
-            rows = [row for row in raw.get(stream.name, []) if (stream.name, _str(row[0])) not in self.held]
-            found += await self._hold(stream, rows)
+            fresh = [row for row in rows if (name, _str(row[0])) not in self.held]
+            found += await self._hold(next(stream for stream in self._streams if stream.name == name), fresh)
         for entry in found:
             self._mean_bytes += 0.1 * (entry.size + 256 - self._mean_bytes) if not entry.blob else 0.0
         return found
@@ -226,16 +240,6 @@ class Reader:
         for entry in entries:
             self.held[(stream.name, entry.id)] = entry
         return entries
-
-    async def _xread(
-        self, streams: Sequence[Stream], ids: Sequence[str], count: int, block_ms: int | None
-    ) -> dict[str, list[Any]]:
-        command: list[Any] = ["XREADGROUP", "GROUP", self._readers, self.me, "COUNT", count]
-        if block_ms is not None:
-            command += ["BLOCK", block_ms]
-        command += ["STREAMS", *(self._bus.keys.stream(s.name) for s in streams), *ids]
-        reply = await self._bus.link.retry(lambda: self._call(command))
-        return _by_stream(reply, streams)
 
     async def _call(self, command: list[Any]) -> Any:
         try:
@@ -271,9 +275,9 @@ class Tail:
             if self._start != "$":
                 self.positions[stream.name] = self._start
                 continue
-            newest = await self._bus.last(stream)
+            newest = await self._bus.last(stream, SHARED)
             self.positions[stream.name] = newest[0].id if newest else "0"
-            self._given[stream.name] = deque((e.id for e in newest), maxlen=GIVEN)
+            self._given[stream.name] = deque((e.id for e in reversed(newest)), maxlen=GIVEN)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -305,14 +309,13 @@ class Tail:
         """To the last entry given out that a server which lost its last moments still has. It counts on from there, and where its
         clock is behind that of the one before, with ids below our position for as long."""
         for stream in self._streams:
-            newest = await self._bus.last(stream)
-            given = self._given.get(stream.name)
-            if not given or (newest and id_key(newest[0].id) >= id_key(given[-1])):
+            key, known = self._bus.keys.stream(stream.name), self._given.get(stream.name)
+            if not known:
                 continue
-            key, known = self._bus.keys.stream(stream.name), self._given[stream.name]
             while known and not await self._bus.link.run("XRANGE", key, known[-1], known[-1]):
                 known.pop()
-            self.positions[stream.name] = known[-1] if known else "0"
+            newest = await self._bus.last(stream) if self._start == "$" else []
+            self.positions[stream.name] = known[-1] if known else newest[0].id if newest else "0"
 
 
 def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:

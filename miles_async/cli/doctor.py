@@ -1,8 +1,9 @@
-"""Say who waits for what, since when and why, what is wrong, and which staleness bound would serve. Exit status 1 when
-something is wrong."""
+"""Say who waits for what, since when and why, what is wrong, and which staleness bound would serve; before a run, what this host
+lacks of what its settings need (--preflight CONFIG [FLAGS]). Exit status 1 when something is wrong."""
 
 import argparse
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.cli.inspection import on_bus, print_json
@@ -10,21 +11,25 @@ from miles_async.cli.options import add_json_option, add_run_options
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bus import Bus
     from miles_async.console.scene import Scene
     from miles_async.console.schedule import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Shared options only."""
+    """Shared options, and the settings of a run that is still to be started."""
     add_run_options(parser)
+    parser.add_argument(
+        "--preflight", nargs=argparse.REMAINDER, metavar="CONFIG [FLAGS]",
+        help="what this host has of what these settings need, as `train` takes them; last on the line",
+    )  # fmt: skip
     add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing is wrong, else 1."""
+    if args.preflight is not None:
+        return preflight(args.preflight, as_json=args.as_json)
 
     async def body(bus: "Bus", ref: RunRef) -> int:
         from miles_async.console.doctor import diagnose
@@ -47,6 +52,29 @@ def run(args: argparse.Namespace) -> int:
         return 1 if wrong else 0
 
     return on_bus(args, body)
+
+
+def preflight(words: list[str], *, as_json: bool) -> int:
+    """Findings by line; what is refused of the settings themselves is one of them."""
+    from miles_async.cli.flags import parse_flags
+    from miles_async.launcher.readiness import look
+    from miles_async.settings.errors import SettingsError
+    from miles_async.settings.load import load
+
+    parsed = parse_flags(words, frozenset())
+    if len(parsed.positional) > 1:
+        raise SettingsError(f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags.")
+    config = Path(parsed.positional[0]) if parsed.positional else None
+    findings = look(load(config, parsed.values).settings)
+    wrong = sum(one.level == "wrong" for one in findings)
+    if as_json:
+        print_json({"well": not wrong, "findings": [one._asdict() for one in findings]})
+        return 1 if wrong else 0
+    width = max(len(one.what) for one in findings)
+    for one in findings:
+        print(f"{one.level:<5}  {one.what:<{width}}  {one.text}")
+    print(f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong")
+    return 1 if wrong else 0
 
 
 def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":

@@ -15,7 +15,7 @@ from miles_async.settings.catalog import FieldSpec, catalog, groups, names, pass
 from miles_async.settings.dump import toml_value
 from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import NEEDLESS, table, why_not
+from miles_async.settings.miles import NEEDLESS, NOT_HERE, fate, table, why_not
 
 WIDTH, INDENT = 110, 42
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
@@ -135,6 +135,9 @@ def flags_help(topic: str) -> str:
         return _group_help(topic, groups()[topic])
     word = topic.removeprefix("--").replace("-", "_").lower()
     found = [spec for spec in catalog().values() if word in spec.name or topic.lower() in spec.text.lower()]
+    flag = "--" + word.replace("_", "-")
+    if not found and (said := fate(flag)) != f"refused: {NOT_HERE}":
+        return f"{flag}: {said}"
     if not found:
         close = nearest(word, (*groups(), *names()))
         raise SettingsError(f"nothing is called {topic!r}", remedy=close or f"Groups: {', '.join(groups())}.")

@@ -24,7 +24,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--bus",
         metavar="URL",
         dest="bus_url",
-        help="redis://, rediss:// or unix:// address of the run's bus (default: as the run's run.json says)",
+        help="redis://, rediss://, redis+sentinel:// or unix:// address of the run's bus (default: as the run's run.json says)",
     )
 
 

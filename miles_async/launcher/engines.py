@@ -60,7 +60,8 @@ def generation_spec(
         program_deadline_s=settings.rollout.rollout_timeout_s,
         program_values=custom_config(settings.rollout.custom_config_path),
         agent=_agent(settings.rollout),
-        use_rollout_routing_replay=settings.grpo.use_rollout_routing_replay,
+        environments_s=settings.rollout.environment_timeout_s if settings.rollout.environment_path else 0.0,
+        routed=settings.grpo.use_rollout_routing_replay,
     )
 
 

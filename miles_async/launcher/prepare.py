@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import msgspec
 
 from actors.runtime.child import free_port
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
@@ -45,13 +47,18 @@ from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, reference_dir, start_dir, teacher_dir
 
+SILENT_BEATS = 5  # of a launcher; then it is taken for dead
 FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
+
+
+def open_files_needed(settings: RunSettings) -> int:
+    """Files that one process of the run may have open at once."""
+    return FILES_BESIDE_REQUESTS + max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
 
 
 def check_host(settings: RunSettings) -> None:
     """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
-    slots = max(settings.sglang.sglang_server_concurrency, settings.sglang.sglang_concurrency_max or 0)
-    need = FILES_BESIDE_REQUESTS + slots
+    need = open_files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise SettingsError(
@@ -273,6 +280,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     known = await read_identity(bus)
     if known is not None:
         check_same(settings, place, known.fingerprint, known.run_dir)
+        await check_alone(bus, settings, known)
     life = await bus.state(LIFE) or secrets.token_hex(8)
     await bus.commit(Commit(state={LIFE: life}))
     bus.expect(life)
@@ -288,6 +296,23 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         release=__version__,
     )
     await write_identity(bus, identity)
+
+
+async def check_alone(bus: Bus, settings: RunSettings, known: Identity) -> None:
+    """SettingsError when a launcher that is not seen from here keeps a run of this name. Those of one host are kept apart by a
+    lock in the run's folder; one that died elsewhere is silent soon."""
+    launcher = (await bus.vitals()).get("launcher")
+    if launcher is None or launcher.state == "stopped" or lives(launcher) is not None:
+        return
+    silent_s = (await bus.silences()).get("launcher", inf)
+    if silent_s < SILENT_BEATS * known.heartbeat_s:
+        raise SettingsError(
+            f"a launcher on host {launcher.host} keeps a run of this name on this Redis, and was heard {silent_s:.0f} s ago",
+            field="name",
+            value=settings.launch.name,
+            remedy="Choose another --name, stop that one (miles-async stop), or, where its host died, try again in "
+            f"{SILENT_BEATS * known.heartbeat_s:.0f} s. Nothing was changed.",
+        )
 
 
 def check_same(settings: RunSettings, place: Place, fingerprint: str, run_dir: str) -> None:

@@ -172,7 +172,7 @@ class Seats:
             "max_concurrency": 1000,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, at),
         }
-        return ray.remote(Host).options(**options).remote(os.getcwd())  # type: ignore[attr-defined]
+        return ray.remote(Host).options(**options).remote(os.getcwd())
 
     def _check(self, unit: Unit, facts: Mapping[str, Any]) -> None:
         if facts["release"] != __version__:

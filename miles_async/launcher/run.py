@@ -27,6 +27,7 @@ from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
+from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
@@ -46,6 +47,7 @@ from miles_async.launcher.prepare import check_host, check_same, place_of, prepa
 from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
 
@@ -140,7 +142,9 @@ async def _train(
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in facts.warnings:
+        routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
+        need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
+        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES
@@ -280,7 +284,7 @@ class Launcher:
 
         port, total = self._settings.launch.console_port, self._place.num_rollout
         say, folder = partial(print, flush=True), self._run_dir
-        await serve(self._bus, feed, folder, total_steps=total, port=port, read_only="", stop=self._stop, say=say)
+        await serve(self._bus, feed, folder, total_steps=total, port=port, stop=self._stop, say=say)
 
     async def _tell(self, supervisor: Supervisor) -> None:
         """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a
@@ -315,8 +319,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        own = {"pid": os.getpid(), "host": host, "processes": processes_name()}
-        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, **own)
+        pid, processes = os.getpid(), processes_name()
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

@@ -87,6 +87,7 @@ async def test_a_parked_sample_resumes_with_its_tokens(redis_url: str, run_name:
             one = parked(1, 0, 1)
             await put(bus, PARKED, one)
             [resumed] = await moved(bus, 1)
+        assert await bus.length(TAIL) == 0, "no slots are kept for long samples unless a setting says so"
         assert isinstance(resumed, PrefixResume) and (resumed.task, resumed.response.spans) == (
             one.task,
             one.response.spans,

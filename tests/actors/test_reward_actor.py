@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from actors.reward.actor import RewardSpec, dead, run
 from actors.runtime.context import Context
+from actors.runtime.refusals import RunEnds
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
@@ -213,6 +214,33 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
         assert "attempt 3 was the last" in letter.error and "reward_hook.py" in letter.traceback
         assert out["g1/1"].reward == 0.5 and out["g2/0"].reward == 1.0
         assert retries(context) == 3
+
+
+async def test_a_function_that_raises_on_every_sample_ends_the_run_and_keeps_the_samples(
+    redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
+) -> None:
+    ended: list[BaseException] = []
+
+    async def body(context: Context, spec: RewardSpec) -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await run(context, spec)
+        error: BaseException = caught.value
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        ended.append(error)
+
+    async def over() -> bool:
+        return bool(ended)
+
+    spec = room_of(
+        RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0, patience_s=0.0
+    )
+    async with open_bus(redis_url, run_name, groups=tuple(f"g{n}" for n in range(1, 21))) as bus:
+        async with running(bus, "reward", body, spec):
+            await put(bus, ROLLOUTS, *(done(n, 0, "raise", metadata={"log": str(tmp_path / "log")}) for n in range(1, 21)))
+            await until(over)
+        assert isinstance(ended[0], RunEnds) and "broken verifier" in str(ended[0]) and "reward_hook.py" in str(ended[0])
+        assert await bus.length(ROLLOUTS) >= 16 and await bus.length(DEAD) < 4
 
 
 async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(

@@ -85,6 +85,12 @@ def until(what: str, seen: Callable[[], bool], *, seconds: float = 120.0) -> Non
         time.sleep(0.05)
 
 
+class NoServer:
+    """Redis is somebody else's to stop."""
+
+    def stop(self) -> None: ...
+
+
 class Run:
     """`<directory>/runs/r`. `start` may be called again: that is a rerun of the same command."""
 
@@ -192,8 +198,14 @@ class Run:
         until(f"a process of {actor}", lambda: bool(self.pids(actor)))
         return self.pids(actor)[0]
 
-    def server(self) -> EmbeddedRedis:
+    @property
+    def keeps_its_redis(self) -> bool:
+        return "bus_url" not in self._tables["bus"]
+
+    def server(self) -> EmbeddedRedis | NoServer:
         """The run's embedded Redis, adopted or started."""
+        if not self.keeps_its_redis:
+            return NoServer()
         server = EmbeddedRedis(self.dir)
         server.start()
         return server
@@ -205,7 +217,8 @@ class Run:
     def ask(self, question: Callable[[Bus], Any]) -> Any:
         """Answer of an async function of the run's bus, which must be up."""
         reference = msgspec.json.decode((self.dir / "run.json").read_bytes())
-        config = BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(self.dir / "blobs"))
+        blobs = str(self.dir / "blobs") if self.keeps_its_redis else ""
+        config = BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=blobs)
 
         async def answer() -> Any:
             async with Bus(config) as bus:

@@ -36,12 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-class NoServer:
-    """Redis ends with its host."""
-
-    def stop(self) -> None: ...
-
-
 class FarRun(Run):
     """A run whose bus is on host `a`; this process reaches it by a socket. `model`: its model directory on the other hosts."""
 
@@ -83,9 +77,6 @@ class FarRun(Run):
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
             self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
         return self.workers[-1]
-
-    def server(self) -> Any:
-        return NoServer()
 
     def ask(self, question: Callable[[Bus], Any]) -> Any:
         async def answer() -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.megatron_backend.config import MegatronConfig
-from miles_async.cli.flags import Parsed, parse_flags
+from miles_async.cli.flags import Parsed, flags_help, parse_flags
 from miles_async.launcher.hooks import check_architecture
 from miles_async.launcher.plan import told
 from miles_async.settings.errors import Refusals, SettingsError
@@ -83,6 +83,11 @@ def test_variables_of_the_trainer_are_a_json_object() -> None:
     for wrong in ("NCCL_DEBUG=WARN", '["a"]', '{"A":1}'):
         with pytest.raises(SettingsError, match=r"train_env_vars = .*: not a JSON object of texts"):
             settings_of("glm4-9b", f"--train-env-vars {wrong}")
+
+
+def test_help_knows_flags_of_other_programs() -> None:
+    assert flags_help("--moe-permute-fusion") == "--moe-permute-fusion: a field of megatron-core"
+    assert flags_help("fully-async").startswith("--fully-async: taken, without effect: all runs are")
 
 
 def fates() -> dict[str, str]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_async.settings.checks import check_model
 from miles_async.settings.derive import solve_four_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
@@ -218,3 +219,11 @@ def test_groups_are_trained_in_parts_only_where_that_means_something(policy):
         make(staleness_policy=policy, max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl")
     assert make(max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl").rollout.staleness_policy == "whole"
     assert make(max_weight_staleness=2, no_correction=True, staleness_policy=policy).rollout.staleness_policy == policy
+
+
+def test_experts_are_replayed_from_one_source_and_where_there_are_any():
+    with pytest.raises(SettingsError, match=r"use_routing_replay.*cannot go together with use_rollout_routing_replay"):
+        make(use_routing_replay=True, use_rollout_routing_replay=True)
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        with pytest.raises(SettingsError, match=f"{name}.*the model has no experts"):
+            check_model(make(**{name: True}))

@@ -69,7 +69,8 @@ def test_two_ranks_finish_and_survive_the_death_of_one(run_of: Launch) -> None:
 def test_a_first_step_that_cannot_be_trained_or_fails_its_self_check_ends_the_run_and_is_trained_once_the_cause_is_gone(
     run_of: Launch,
 ) -> None:
-    """First with a function that refuses the batch; then with a step that fails its self-check, which ends it under --ci-test only."""
+    """First with a function that refuses the batch; then with a step that fails its self-check, which ends it under
+    --ci-test only."""
     run = run_of({"rollout": {"num_rollout": 2}, "grpo": {"custom_pg_loss_reducer_function_path": "huge.reducer"}})
     (run.home / "huge.py").write_text(HUGE)
     (run.home / "choosy.py").write_text(CHOOSY)

@@ -17,7 +17,7 @@ from bus import Bus
 from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor import diagnose
-from miles_async.console.explain import explain
+from miles_async.console.explain import explain, open_text
 from miles_async.console.report import read_settings
 from miles_async.console.scene import read_scene
 from miles_async.console.watchdog import Audits
@@ -31,10 +31,10 @@ SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 
 
 class Hub:
-    """`run` in a task; pages call `watch` and then `news`. `total_steps` 0 = unknown."""
+    """`run` in a task; pages call `enter`, then `news`. `total_steps` 0 = unknown. `kept`: the bus is a copy of an ended run's."""
 
-    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int) -> None:
-        self._bus, self._feed, self._run_dir, self._total = bus, feed, run_dir, total_steps
+    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int, kept: bool = False) -> None:
+        self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
         self._looks, self.curves, self._word = Looks(), Curves(), Word()
         self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
@@ -88,7 +88,15 @@ class Hub:
         snapshot, history = await read_snapshot(self._bus), self._feed.history
         self._looks.see(snapshot)
         self.curves.follow(history.steps)
-        return state_of(snapshot, history, self._looks, self._word, total_steps=self._total, settings=self._settings)
+        return state_of(
+            snapshot,
+            history,
+            self._looks,
+            self._word,
+            total_steps=self._total,
+            settings=self._settings,
+            kept=self._kept,
+        )
 
     async def _tell(self, state: State) -> None:
         """Number the sections that are not as before, and wake who waits for news."""
@@ -116,7 +124,7 @@ class Hub:
                 said = dict(explain(scene))
                 of_trainer = said.get("trainer", "")
                 waited = of_trainer if waiting(of_trainer) else self._word.waited
-                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited)
+                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 pass  # `silent` says so
             spent = clock.monotonic() - began

@@ -31,19 +31,29 @@ State = dict[str, Any]
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The doctor's: what is wrong, one sentence per actor, when it was said; and the last sentence in which the trainer waited."""
+    """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
+    groups are open, and where they are."""
 
     findings: tuple[Finding, ...] = ()
     actors: dict[str, str] = {}
     wall: float = 0.0
     waited: str = ""
+    opened: str = ""
 
 
 def state_of(
-    snapshot: Snapshot, history: History, looks: Looks, word: Word, *, total_steps: int, settings: dict[str, dict[str, Any]]
+    snapshot: Snapshot,
+    history: History,
+    looks: Looks,
+    word: Word,
+    *,
+    total_steps: int,
+    settings: dict[str, dict[str, Any]],
+    kept: bool = False,
 ) -> State:
-    """All sections but the curves."""
-    ended = bool(snapshot.actors) and not any(a.life == "alive" for a in snapshot.actors)
+    """All sections but the curves. `kept`: of a run that has ended, from a copy of what its Redis kept. Where all actors are silent
+    and none said that it ends, the run has not ended: that is the worst of alarms."""
+    ended = kept or (bool(snapshot.actors) and all(a.life == "ended" for a in snapshot.actors))
     return {
         "run": _run(snapshot, history, total_steps, ended),
         "why": _why(snapshot, history, word, ended),
@@ -100,8 +110,8 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
     waits = bool(gone) or waiting(said or "")
-    if word.waited and not waits and wait > WORTH_A_WORD:
-        lately += f" When it last waited, it {word.waited}."
+    if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
+        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
     return {"text": text, "lately": lately if history.steps else "", "waits": waits}
 
 
@@ -113,13 +123,14 @@ def waiting(sentence: str) -> bool:
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
     """What is wrong now, and the newest faults on record; each with since when."""
     found = [
-        {"level": f.level, "text": f.text, "who": f.rule, "wall": word.wall - f.since_s, "now": True}
+        {"level": f.level, "text": f.text, "who": f.rule, "about": f.about, "wall": word.wall - f.since_s, "now": True}
         for f in word.findings
         if f.level != "info"
     ]
     texts = {str(f["text"])[:200] for f in found}
     told = [
-        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "wall": float(r["wall"]), "now": False}
+        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "about": "", "now": False,
+         "wall": float(r["wall"])}
         for r in alarms(history, snapshot.wall, 3)
         if str(r["text"])[:200] not in texts
     ]

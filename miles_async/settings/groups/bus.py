@@ -11,7 +11,8 @@ class BusSettings(Group, frozen=True, kw_only=True):
     bus_url: Annotated[
         str | None,
         doc(
-            "redis://, rediss:// or unix:// address of your Redis; its password better in the variable "
+            "redis://, rediss:// or unix:// address of your Redis, or redis+sentinel:// with its sentinels (docs/cluster.md); its "
+            "password better in the variable "
             "MILES_ASYNC_BUS_PASSWORD, or in the file that MILES_ASYNC_BUS_PASSWORD_FILE names. Unset: the run starts a private "
             "server.",
             secret=True,

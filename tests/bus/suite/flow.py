@@ -74,6 +74,31 @@ async def check_logs_are_read_from_a_position_by_everyone(make_bus: MakeBus) -> 
         await from_now.close()
 
 
+async def check_a_log_that_lost_its_end_is_read_on_from_what_is_left(make_bus: MakeBus) -> None:
+    """A promoted replica lacks the last entries, and its clock is behind: it goes on numbering from the last that it has."""
+    async with make_bus() as bus:
+        key = bus.keys.stream(EVENTS.name)
+        await bus.append([Out(EVENTS, Event(actor="a", kind=f"k{n}", text="", wall=0.0)) for n in range(3)])
+        await asyncio.sleep(0.01)  # ids are milliseconds
+        await bus.append([Out(EVENTS, Event(actor="a", kind=f"k{n}", text="", wall=0.0)) for n in (3, 4)])
+        tail, late = Tail(bus, [EVENTS]), Tail(bus, [EVENTS], "$")
+        await tail.open()
+        await late.open()
+        assert len(await tail.read(0)) == 5
+        rows = await bus.link.run("XRANGE", key, "-", "+")
+        await bus.link.run("DEL", key)
+        for entry_id, fields in rows[:3]:
+            await bus.link.run("XADD", key, entry_id, *fields)
+        third, sequence = rows[2][0].decode().split("-")
+        await bus.link.run("XADD", key, f"{third}-{int(sequence) + 1}", *rows[4][1])
+        bus.link.server_restarts += 1
+        assert [e.fields["note"] for e in await tail.read(0)] == ["k4"], "what it has is not read again, what is new is"
+        assert [e.fields["note"] for e in await late.read(0)] == ["k4"]
+        assert await tail.read(0) == await late.read(0) == []
+        await tail.close()
+        await late.close()
+
+
 async def check_two_runs_on_one_server_never_meet(make_bus: MakeBus) -> None:
     async with make_bus() as bus, make_bus(run="another-run") as other:
         await publish(bus, 2)

@@ -3,7 +3,7 @@
 import { el, rows, say, svg, table, toggle } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 
-const W = 118, H = 46, GAP = 136, Y = 42, LOW = 134;
+const W = 128, H = 46, GAP = 124, Y = 42, LOW = 134;
 const X = Object.fromEntries(["sampler", "generation", "reward", "filter", "trainer", "publisher"].map((name, i) => [name, 4 + i * (W + GAP)]));
 const ROOMS = { ...Object.fromEntries(Object.entries(X).map(([name, x]) => [name, [x, Y]])), partial: [X.generation, LOW], evaluator: [X.filter, LOW] };
 const ALONG = { prompts: "sampler", rollouts: "generation", scored: "reward", groups: "filter", policy: "trainer" };
