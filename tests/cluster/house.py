@@ -15,7 +15,7 @@ from bus import Bus, BusConfig
 from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
-from tests.crash.house import Run, Tables, merged, toy_tables, until
+from tests.crash.house import Missed, Run, Tables, merged, toy_tables, until
 
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that is gone is so for Ray after 2 s, not 15."""
@@ -50,6 +50,15 @@ class RayRun(Run):
         """It is gone without a word."""
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def until_step(self, step: int) -> None:
+        """A cluster starts slowly."""
+        over = lambda: self.step() >= step or self.launcher is None or self.launcher.poll() is not None  # noqa: E731
+        try:
+            until(f"step {step}", over, seconds=240.0)
+        except Missed as missed:
+            raise Missed(f"{missed}\n{self.story()}") from None
+        assert self.step() >= step, self.story()
 
     def server(self) -> Any:
         return NoServer()

@@ -31,8 +31,8 @@ class EpisodeFailed(Exception):
 
 
 class Played:
-    """The taskset of this id, as `verifiers` finds it. `config`: further settings of its environment, as its own TOML has them under
-    [env]. Raises Refused where the package is missing."""
+    """The taskset of this id, as `verifiers` finds it. `config`: further settings of its environment, as its own TOML has them
+    under [env]. Raises Refused where the package is missing."""
 
     def __init__(self, taskset: str, **config: Any) -> None:
         try:
