@@ -11,11 +11,14 @@ from typing import Any
 
 import msgspec
 
-from bus.messages import control, groups, policy, samples
+from bus.messages import control, environments, groups, policy, samples
 
-ROLES = ("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "recorder")
+ROLES = (
+    *("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "environments"),
+    "recorder",
+)
 """Every room, in the order in which views show them; each is a package of `actors`."""
-OPTIONAL = ("evaluator", "router")  # of them: runs without one are whole
+OPTIONAL = ("evaluator", "router", "environments")  # of them: runs without one are whole
 
 
 class Stream(msgspec.Struct, frozen=True):
@@ -69,6 +72,9 @@ EVAL_PROMPTS = Stream("eval.prompts", samples.SampleTask, "evaluator", ("generat
 EVAL_ROLLOUTS = Stream("eval.rollouts", Rollout, "generation", ("reward",))
 EVAL_SCORED = Stream("eval.scored", ScoredOrLost, "reward", ("evaluator",))
 EVAL_RESULTS = Stream("eval.results", control.EvalDone, "evaluator", tailed_by=("console",))
+# A question has one asker, but only the asker knows itself: answers are news to all workers.
+ENV_CALLS = Stream("environment.calls", environments.EnvironmentCall, "generation", ("environments",))
+ENV_ANSWERS = Stream("environment.answers", environments.EnvironmentAnswer, "environments", tailed_by=("generation",), cap=1_000)
 
 STREAMS: tuple[Stream, ...] = (
     PROMPTS,
@@ -88,6 +94,8 @@ STREAMS: tuple[Stream, ...] = (
     EVAL_ROLLOUTS,
     EVAL_SCORED,
     EVAL_RESULTS,
+    ENV_CALLS,
+    ENV_ANSWERS,
 )
 BY_NAME: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
 

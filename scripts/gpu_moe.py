@@ -2,7 +2,7 @@
 """Mixture of experts on one GPU: what replaying the engine's experts (R3) does to log-probs on both backends, and the speed
 of MoE training at the layer shape of Qwen3-30B-A3B.
 
-    python scripts/gpu_moe.py --out DIR [--cases engine,replay-torch,replay-megatron,speed-torch,speed-megatron] [--budget-s 300]
+    python scripts/gpu_moe.py --out DIR [--cases engine,replay-torch,replay-megatron,speed-torch,speed-megatron] [--budget-s 560]
 
 `engine` samples with SGLang from a small random Qwen3-MoE and keeps tokens, log-probs and experts in DIR/rollouts.npz; the replay
 cases train on them. Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/moe.json holds all
@@ -72,8 +72,9 @@ async def _sampled(args: argparse.Namespace) -> list[dict[str, Any]]:
     from msgspec import UNSET
 
     from actors.generation.engine import GenerateRequest
-    from actors.generation.routing import Rows, routed_shape
+    from actors.generation.routing import Rows
     from actors.generation.sglang_client import SGLangClient
+    from actors.runtime.prompts import routed_shape
 
     model = model_of(args, small(args))
     vocab, samples, new = SHAPES[small(args)]["vocab_size"], 8 if args.rehearse else 64, 32 if args.rehearse else 256
@@ -282,7 +283,7 @@ def main() -> int:
     parser.add_argument("--case", default="")
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, for the speed cases")
     parser.add_argument("--layers", type=int, choices=(8, 6, 4), default=8, help="of the speed cases; fewer where they do not fit")
-    parser.add_argument("--budget-s", type=float, default=300)
+    parser.add_argument("--budget-s", type=float, default=560)
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

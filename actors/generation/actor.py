@@ -23,7 +23,7 @@ from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
 from actors.generation.rollouts.session import Program
-from actors.generation.routing import routed_shape
+from actors.generation.rollouts.world import Worlds
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
 from actors.generation.spec import GenerationSpec, open_link
@@ -33,7 +33,7 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
-from actors.runtime.prompts import vocabulary_of
+from actors.runtime.prompts import routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Transient
 from bus.messages.control import BOOTING
@@ -64,7 +64,8 @@ class Worker:
         self._programs = Programs(
             context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
         )
-        routed = routed_shape(spec.model_path) if spec.use_rollout_routing_replay else None
+        self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
+        routed = routed_shape(spec.model_path) if spec.routed else None
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
@@ -82,19 +83,25 @@ class Worker:
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
                 tasks.create_task(self._pace.follow(self._consumer.reader, stop))
-                watching = tasks.create_task(self._programs.watch())
+                beside = [tasks.create_task(self._programs.watch())]
+                if self._worlds is not None:
+                    await self._worlds.open()
+                    beside.append(tasks.create_task(self._worlds.follow()))
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._leases.take(samples, self._handle)
                         await self._abort_all()
                 finally:
                     stop.set()
-                    watching.cancel()
+                    for one in beside:
+                        one.cancel()
                     self._changed.set()
                     self._link.interrupt()
         finally:
             await self._link.close()
             await tail.close()
+            if self._worlds is not None:
+                await self._worlds.close()
 
     # -- engine -------------------------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ class Worker:
                     running = programs.restarted(running, "what it talks to cannot be rebuilt")
                 resumed = running.n_tokens
                 self._plan(entry, running)
-                live = Live(self._turns, self._leases.admit, entry, running, saves=saves)
+                live = Live(self._turns, self._leases.admit, entry, running, saves=saves, worlds=self._worlds)
                 self._running[task.sample_id] = live
                 found = await programs.play(live, entry)
                 if found != "diverged":

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from actors.generation.routing import RoutedShape
+from actors.runtime.prompts import RoutedShape
 from bus.errors import Poison, Transient
 from bus.messages.samples import Routed
 from bus.messages.weights import Bucket, TensorMeta

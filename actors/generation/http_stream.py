@@ -12,6 +12,7 @@ import asyncio
 import ssl
 from base64 import b64encode
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
@@ -249,27 +250,12 @@ class Line(asyncio.Protocol):
         self._rest = data
 
     def _read_head(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
-        protocol, _, rest = first.partition(b" ")
-        if not protocol.startswith(b"HTTP/1."):
-            raise ValueError(f"it begins with {first[:40]!r}")
-        status = int(rest[:3])
+        status, chunked, size, keeps = _head_of(head)
         if 100 <= status < 200:
             return  # the answer proper follows
-        self.status, self._in_head, self._left = status, False, -1
-        self._keeps = protocol != b"HTTP/1.0"
-        for line in lines:
-            name, _, value = line.partition(b":")
-            name, value = name.strip().lower(), value.strip().lower()
-            if name == b"transfer-encoding":
-                self._chunked, self._left = value.endswith(b"chunked"), 0
-            elif name == b"content-length" and not self._chunked:
-                self._left = int(value)
-            elif name == b"connection" and value == b"close":
-                self._keeps = False
-        if self._left < 0:
-            self._keeps = False
-        self._ended = self._left == 0 and not self._chunked
+        self.status, self._in_head = status, False
+        self._chunked, self._left, self._keeps = chunked, size, keeps
+        self._ended = size == 0 and not chunked
 
     def _body(self, part: bytes) -> None:
         if self.status == 200:
@@ -277,6 +263,27 @@ class Line(asyncio.Protocol):
             self._events += self._sse.feed(part)
         elif len(self._text) < TEXT_BYTES:
             self._text += part
+
+
+@lru_cache(maxsize=64)  # a server's answers of one second begin alike
+def _head_of(head: bytes) -> tuple[int, bool, int, bool]:
+    """Status, whether the body comes in pieces, its bytes (-1 = until the connection ends), whether the connection serves on.
+    ValueError when it is no head."""
+    first, *lines = head.split(b"\r\n")
+    protocol, _, rest = first.partition(b" ")
+    if not protocol.startswith(b"HTTP/1."):
+        raise ValueError(f"it begins with {first[:40]!r}")
+    chunked, size, keeps = False, -1, protocol != b"HTTP/1.0"
+    for line in lines:
+        name, _, value = line.partition(b":")
+        name, value = name.strip().lower(), value.strip().lower()
+        if name == b"transfer-encoding":
+            chunked, size = value.endswith(b"chunked"), 0
+        elif name == b"content-length" and not chunked:
+            size = int(value)
+        elif name == b"connection" and value == b"close":
+            keeps = False
+    return int(rest[:3]), chunked, size, keeps and size >= 0
 
 
 class Lines:

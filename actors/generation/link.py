@@ -86,8 +86,7 @@ class EngineLink:
         tells_experts: bool = False,
     ) -> None:
         self._context = context
-        self._supply = supply
-        self._tells_experts = tells_experts
+        self._supply, self._tells_experts = supply, tells_experts
         self._connect = connect
         self.process = process
         self._url = url

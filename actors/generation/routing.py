@@ -7,42 +7,17 @@ never read.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import msgspec
-import numpy as np
 
+from actors.runtime.prompts import RoutedShape
 from bus.messages.samples import Routed
-
-
-class RoutedShape(msgspec.Struct, frozen=True):
-    """`width`: numbers for a token, layers x top-k; those without experts count. `wide`: numbers take two bytes."""
-
-    width: int
-    wide: bool
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one token."""
-        return self.width * (2 if self.wide else 1)
-
-
-def routed_shape(model_path: str) -> RoutedShape | None:
-    """By the model's config.json; None: it has no experts, or does not say."""
-    try:
-        config: Mapping[str, Any] = json.loads((Path(model_path) / "config.json").read_bytes())
-        experts = next(int(config[k]) for k in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(k))
-        return RoutedShape(int(config["num_hidden_layers"]) * int(config["num_experts_per_tok"]), experts > 255)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return None
 
 
 def read_routed(raw: msgspec.Raw, shape: RoutedShape) -> Routed | None:
     """SGLang's form, base64 of int32 [n, layers, top-k], as ours; numbers that do not fit become the largest, which is no expert.
     None for what cannot be read."""
+    import numpy as np  # the launcher reads this file too, and loads none
+
     try:
         numbers = np.frombuffer(msgspec.json.decode(raw, type=bytes), dtype="<i4")
     except (msgspec.DecodeError, ValueError):

@@ -24,6 +24,7 @@ from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
 from actors.generation.sglang_calls import bearer
 from actors.runtime.child import Child, command_line, free_port
+from bus.errors import MilesAsyncError
 from bus.private import write_secret
 
 Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
@@ -44,7 +45,8 @@ _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, 
 class SGLangServer:
     """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `compiling_s`: how long
     the first sampled tokens may take before that is told. `token`: what it asks of its callers; a configuration file of the
-    user's own (`config` among the flags) says that itself."""
+    user's own (`config` among the flags) says that itself. `alone`: other hosts have no part of it; where they have, no second
+    start is made from here: all parts start anew together, with this worker."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class SGLangServer:
         report: Report,
         compiling_s: float = COMPILING_S,
         token: str = "",
+        alone: bool = True,
     ) -> None:
+        self._alone = alone
         self._model_path = model_path
         self._folder = folder
         self._launch = launch
@@ -72,6 +76,7 @@ class SGLangServer:
         self._token = "" if "config" in launch.args else token
         self._child = Child()
         self._attempts = len(list(folder.glob("boot.*")))
+        self._tried = False
         self.note = ""
         self.inside: Path | None = None
 
@@ -88,6 +93,10 @@ class SGLangServer:
         await self.stop()
         history: list[Failure] = []
         while True:
+            if not self._alone and self._tried:
+                why = history[-1] if history else "while it served"
+                raise MilesAsyncError(f"the engine on several hosts ended ({why}): all its parts start anew")
+            self._tried = True
             record, outcome = await self._attempt()
             if isinstance(outcome, str):
                 if self._launch.degraded:

@@ -62,10 +62,16 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
     agent: AgentSpec | None = None
+    environments_s: float = 0.0
+    """Longest time of one action of an environment in the environments room; 0 = the run has none."""
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""
     tp_size: int = 1
+    nodes: int = 1
+    """Hosts of the SGLang server. We start the first part of it, the launcher the others (node.py)."""
+    meeting: str = ""
+    """HOST:PORT where the parts meet, on the first one's host."""
     server_command: tuple[str, ...] = ()
     """Program and first words of an SGLang server; empty = this Python's."""
     server_args: dict[str, ArgValue] = {}
@@ -83,7 +89,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What hosts ask of each other for weights."""
-    use_rollout_routing_replay: bool = False
+    routed: bool = False
     """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
@@ -125,7 +131,7 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         check_equal=spec.check_equal,
         inside=Path(spec.inside) if spec.inside else None,
         supply=supply,
-        tells_experts=spec.use_rollout_routing_replay,
+        tells_experts=spec.routed,
     )
 
 
@@ -147,23 +153,31 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
     async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
         await context.event(kind, text, level=level)
 
-    args = server_args(
-        tp_size=spec.tp_size,
-        max_running=spec.max_running,
-        seed=spec.seed,
-        given=spec.server_args,
-        context_length=spec.context_length,
-        routed=spec.use_rollout_routing_replay,
-        ours_inside=not spec.server_command,  # another program's Python need not have our package
-    )
     return SGLangServer(
         model_path=spec.model_path,
         folder=folder,
-        launch=Launch(args, {}),
+        launch=Launch(sglang_flags(spec), {}),
         given=frozenset(map(flag_name, spec.server_args)),
         command=spec.server_command or default_command(),
         gpus=spec.gpus,
         boot_deadline_s=spec.boot_deadline_s,
         report=report,
         token=spec.token,
+        alone=spec.nodes == 1,
     )
+
+
+def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
+    """Flags of an SGLang server, or of one part of it where it is spread over hosts (pure)."""
+    args = server_args(
+        tp_size=spec.tp_size,
+        max_running=spec.max_running,
+        seed=spec.seed,
+        given=spec.server_args,
+        context_length=spec.context_length,
+        routed=spec.routed,
+        ours_inside=not spec.server_command,  # another program's Python need not have our package
+    )
+    if spec.nodes > 1:
+        args |= {"nnodes": spec.nodes, "node-rank": part, "dist-init-addr": spec.meeting}
+    return args

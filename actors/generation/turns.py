@@ -21,10 +21,10 @@ from actors.generation.engine import (
 )
 from actors.generation.link import EngineLink
 from actors.generation.pace import Pace
-from actors.generation.routing import RoutedShape
 from actors.generation.sample import Running, Turn, limit_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.prompts import RoutedShape
 from actors.runtime.refusals import Row
 from actors.runtime.seeds import seed_for
 from bus import Entry

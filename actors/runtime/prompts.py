@@ -102,6 +102,10 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if not chat:
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
+        for message in prompt:
+            parts = message.get("content") if isinstance(message.get("content"), list) else ()
+            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None):
+                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound")
         if prompt[-1]["role"] == "assistant" and not supervised:
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
@@ -208,6 +212,27 @@ def vocabulary_of(model_dir: str) -> int:
 def context_of(model_dir: str) -> int:
     """Most tokens of one sequence of the model in a directory, by its config.json; 0 where that does not say."""
     return _configured(model_dir, "max_position_embeddings")
+
+
+class RoutedShape(msgspec.Struct, frozen=True):
+    """Of the experts that a model chooses for a token. `width`: numbers, layers x top-k; layers without experts count. `wide`:
+    numbers take two bytes."""
+
+    width: int
+    wide: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.width * (2 if self.wide else 1)
+
+
+def routed_shape(model_dir: str) -> RoutedShape | None:
+    """By its config.json; None: the model has no experts, or does not say."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = max(_configured(model_dir, name) for name in names)
+    width = _configured(model_dir, "num_hidden_layers") * _configured(model_dir, "num_experts_per_tok")
+    return RoutedShape(width, experts > 255) if experts and width else None
 
 
 def _configured(model_dir: str, name: str) -> int:

@@ -30,7 +30,7 @@ Check = Callable[[Mapping[str, Any], Mapping[str, object]], Mapping[str, Any]]
 """(present values, patch) -> what the patch really changes, or an error that says why it may not."""
 
 
-class KnobValues(msgspec.Struct, frozen=True):
+class KnobValues(msgspec.Struct, frozen=True, dict=True):
     """All settings under one epoch; take one snapshot per decision. `values["lr"]` and `snapshot.lr` are the same. `kinds` are
     those of the live ones."""
 
@@ -38,11 +38,11 @@ class KnobValues(msgspec.Struct, frozen=True):
     values: Mapping[str, Any]
     kinds: Mapping[str, Kind] = {}
 
+    def __post_init__(self) -> None:
+        self.__dict__.update(self.values)  # rooms look at some for each sample
+
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.values[name]
-        except KeyError:
-            raise AttributeError(f"no setting {name!r} in the initial values of this run") from None
+        raise AttributeError(f"no setting {name!r} in the initial values of this run")
 
     @property
     def live(self) -> dict[str, Any]:

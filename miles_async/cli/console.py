@@ -43,18 +43,21 @@ async def _console(ref: RunRef, port: int, read_only: bool) -> None:
     async with attached(ref, look=True) as bus:
         known = await read_identity(bus)
         folder = ref.run_dir or Path(known.run_dir if known is not None else "")
-        why = "this run has ended" if bus.config.url != ref.bus_url else "this console is read-only" if read_only else ""
+        kept = bus.config.url != ref.bus_url
+        why = "this console is read-only" if read_only else ""
         feed = Feed(bus, await asyncio.to_thread(read_records, folder))
         total = total_steps(folder)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
                 here = folder if folder.is_dir() else None
-                await serve(bus, feed, here, total_steps=total, port=port, read_only=why, stop=stop, say=_say)
+                await serve(
+                    bus, feed, here, total_steps=total, port=port, read_only=why, kept=kept, stop=stop, say=_say
+                )
         finally:
             stop.set()
             await feed.close()
-    print("left the console" + ("" if why.endswith("ended") else "; the run goes on"))
+    print("left the console" + ("" if kept else "; the run goes on"))
 
 
 def _say(line: str) -> None:

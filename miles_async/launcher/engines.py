@@ -54,11 +54,14 @@ def generation_spec(
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
+        serves=settings.launch.launcher == "ray",  # then others of this run are on other hosts
+        nodes=s.sglang_nnodes,
         program=settings.rollout.custom_generate_function_path or "",
         program_deadline_s=settings.rollout.rollout_timeout_s,
         program_values=custom_config(settings.rollout.custom_config_path),
         agent=_agent(settings.rollout),
-        use_rollout_routing_replay=settings.grpo.use_rollout_routing_replay,
+        environments_s=settings.rollout.environment_timeout_s if settings.rollout.environment_path else 0.0,
+        routed=settings.grpo.use_rollout_routing_replay,
     )
 
 
@@ -86,8 +89,9 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
         router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
         rooms.append(("router", "router", router))
     each = s.rollout_num_gpus_per_engine
-    for i, url in enumerate(s.rollout_external_engine_addrs or [""] * s.num_generation_workers):
-        gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if s.engine == "sglang" else ()
+    told = s.engine == "sglang" and (settings.launch.launcher == "local" or s.colocate)  # else it uses those that Ray gives it
+    for i, url in enumerate(s.rollout_external_engine_addrs or [""] * settings.flat.most_workers):
+        gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)
         rooms.append((f"generation-{i}", "generation", spec))
     return rooms

@@ -30,7 +30,7 @@ from miles_async.settings.run import RunSettings
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    *("custom_generate_function_path", "custom_agent_function_path", *BATCH),
+    *("custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
 )
 
 

@@ -154,7 +154,7 @@ class Trainer:
             size = s.parallel.tensor_model_parallel_size
             raise refusal("tensor_model_parallel_size", size, what, self._nearest(total))
         tokens = self._tokens()
-        dense = not (self.config.get("num_experts") or self.config.get("n_routed_experts"))
+        dense = not self.config.get("num_experts_per_tok")
         if tokens and dense and need + SURE * (full := self.activations(tokens)) > total:
             raise self._too_long(total, need, full)
 

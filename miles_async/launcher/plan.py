@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from actors.environments.actor import EnvironmentsSpec
 from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.filter.actor import FilterSpec
 from actors.partial.actor import PartialSpec
@@ -241,6 +242,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
     rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:
         return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
+    if r.environment_path:
+        rooms.append(("environments", "environments", told(EnvironmentsSpec, settings.flat)))
     if settings.flat.evaluates:
         rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
     return rooms

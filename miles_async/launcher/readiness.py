@@ -2,8 +2,8 @@
 
     miles-async doctor --preflight CONFIG [FLAGS]
 
-Reads versions of installed packages, files and limits, and asks the addresses that the settings name. Loads neither torch nor a
-model, starts nothing, and leaves nothing behind but a probe key in a Redis of yours, which expires.
+Reads versions of installed packages, files and limits, asks nvidia-smi and the addresses that the settings name. Loads neither
+torch nor a model, starts nothing, and leaves nothing behind but a probe key in a Redis of yours, which expires.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from importlib import metadata, util
 from pathlib import Path
@@ -245,20 +246,14 @@ def version(package: str) -> str:
 
 def gpu_names() -> list[str]:
     """Of the GPUs that a process started here sees."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")) or sorted(Path("/dev").glob("nvidia[0-9]*"))
-    names = [_model_name(path) for path in found]
-    if hidden is None:
-        return names
-    chosen = [word for word in hidden.split(",") if word.strip() not in ("", "-1")]
-    return names[: len(chosen)]
-
-
-def _model_name(path: Path) -> str:
-    if path.name != "information":
-        return "NVIDIA"
-    said = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
-    return said[1].strip() if said else "NVIDIA"
+    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=ANSWER_S * 5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    names = said.strip().splitlines()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if chosen is None else names[: sum(word.strip() not in ("", "-1") for word in chosen.split(","))]
 
 
 def _cuda_of_torch() -> str:

@@ -68,5 +68,5 @@ def judge_exit(
 def describe_exit(code: int | None) -> str:
     """Exit status in words."""
     if code is None:
-        return "ended (status unknown: started by an earlier launcher)"
+        return "ended with a status that nobody could tell"
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"

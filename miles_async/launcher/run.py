@@ -10,12 +10,13 @@ summary.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
+from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
@@ -37,12 +39,14 @@ from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.launcher.hooks import PROBES
-from miles_async.launcher.local import RunFailed, Supervisor
+from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
+from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
 from miles_async.settings.dump import dump_toml
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
@@ -67,7 +71,7 @@ def fork_servers() -> dict[str, ForkServer]:
 def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
     check_host(settings)
-    servers = fork_servers()
+    servers = fork_servers() if settings.launch.launcher == "local" else {}
     try:
         return _checked(settings, servers)
     finally:
@@ -93,8 +97,25 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     counter = token_counter(settings, Path(place.model_dir))
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name):
+        placers = placers_of(settings, place, servers)
         (run_dir / "settings.toml").write_text(dump_toml(settings))
-        return run_loop(_train(settings, place, run_dir, servers))
+        return run_loop(_train(settings, place, run_dir, placers, servers))
+
+
+def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[], Placer]:
+    """Makes what says where this run's actors are to be. SettingsError when there is no such place."""
+    threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
+    if settings.launch.launcher == "local":
+        return partial(LocalPlacer, Path(place.run_dir), threads=threads, servers=servers)
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
+        )
+    from miles_async.launcher.ray_cluster import connect
+    from miles_async.launcher.ray_placer import RayPlacer
+
+    connect(settings)
+    return partial(RayPlacer, settings, place, threads)
 
 
 async def _finished(bus: Bus) -> bool:
@@ -104,7 +125,9 @@ async def _finished(bus: Bus) -> bool:
     return next((kind for kind in kinds if kind in ends), "") == "policy.finished"
 
 
-async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Mapping[str, ForkServer]) -> int:
+async def _train(
+    settings: RunSettings, place: Place, run_dir: Path, placers: Callable[[], Placer], servers: Mapping[str, ForkServer]
+) -> int:
     embedded: EmbeddedRedis | None = None
     ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
     url = settings.bus.bus_url
@@ -119,7 +142,9 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
             facts = await check_server(client, url=url)
         finally:
             await client.aclose()
-        for warning in filter(None, (*facts.warnings, memory_note(redis_need(settings.flat), facts.max_memory_bytes, facts.url))):
+        routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
+        need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
+        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES
@@ -129,7 +154,7 @@ async def _train(settings: RunSettings, place: Place, run_dir: Path, servers: Ma
                     print(f"note: {note}", file=sys.stderr)
                 await bus.commit(Commit(state={STOP_WISH: ""}))
                 ours = True
-                status, finished = await Launcher(settings, place, bus, embedded, servers, restores=left).run()
+                status, finished = await Launcher(settings, place, bus, embedded, placers(), restores=left).run()
             left -= 1
             if status != EXIT_BUS_BACK:
                 break
@@ -159,11 +184,11 @@ class Launcher:
         place: Place,
         bus: Bus,
         embedded: EmbeddedRedis | None,
-        servers: Mapping[str, ForkServer],
+        placer: Placer,
         *,
         restores: int = 0,
     ) -> None:
-        self._servers, self._restores = servers, restores
+        self._placer, self._restores = placer, restores
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
@@ -178,18 +203,12 @@ class Launcher:
         once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
-        supervisor = Supervisor(
-            self._run_dir,
-            SystemClock(),
-            budget=settings.launch.restart_budget,
-            threads={"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads},
-            furthest=lambda: feed.history.furthest,
-            servers=self._servers,
-        )
+        placer, budget = self._placer, settings.launch.restart_budget
+        supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: feed.history.furthest)
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
-        await supervisor.retire_others()
+        await placer.open()
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -201,6 +220,7 @@ class Launcher:
             if settings.launch.console == "web":
                 tasks.create_task(_aside("web console", self._serve(feed), supervisor))
             tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
+            tasks.create_task(_aside("placer", placer.follow(self._stop), supervisor))
             tasks.create_task(self._tell(supervisor))
             if self._embedded is not None:
                 tasks.create_task(_keep_redis(self._embedded, self._stop))
@@ -212,6 +232,7 @@ class Launcher:
                 await asyncio.gather(*watches.values(), return_exceptions=True)
                 self._stop.set()
                 self._view_over.set()
+        await placer.close()
         await feed.close()
         for name in late:
             print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
@@ -263,7 +284,7 @@ class Launcher:
 
         port, total = self._settings.launch.console_port, self._place.num_rollout
         say, folder = partial(print, flush=True), self._run_dir
-        await serve(self._bus, feed, folder, total_steps=total, port=port, read_only="", stop=self._stop, say=say)
+        await serve(self._bus, feed, folder, total_steps=total, port=port, stop=self._stop, say=say)
 
     async def _tell(self, supervisor: Supervisor) -> None:
         """Put what the supervisor notes (restarts, adoptions) on the events stream, show that this launcher lives, and hear a
@@ -298,8 +319,8 @@ class Launcher:
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
-        own = {"pid": os.getpid(), "host": host, "processes": processes_name()}
-        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, **own)
+        pid, processes = os.getpid(), processes_name()
+        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

@@ -39,6 +39,7 @@ SIGNATURES = {
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,
+    "environment_path": "a class with reset(task: dict) -> observation and step(action) -> answer, each may be async",
     "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "rollout_sample_filter_path": "(args, groups: list of lists of samples); sets remove_sample",
     "custom_convert_samples_to_train_data_path": "(args, samples) -> dict of lists",
@@ -71,6 +72,9 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
+    if field == "environment_path":
+        kind = hook
+        hook = lambda task: kind().reset(task)  # noqa: E731
     if field == "data_source_path":
         hook, _ = rows_function(path, {}, {**ask.values, "num_rollout": ask.values.get("num_rollout") or 1})
     given = fitting(hook, _given(field, ask)) if field in BATCH else _given(field, ask)
@@ -99,13 +103,17 @@ def _rollout_problem(path: str, ask: Ask) -> str:
     """A program is run on an engine that says two tokens a turn."""
     s = ask.sample
     program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
-    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s)
+    world = ask.paths.get("environment_path", "")
+    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s, world=world)
     return asyncio.run(asked)
 
 
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:
     if field == "custom_rm_path":
         return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
+    if field == "environment_path":
+        s = ask.sample
+        return ({"sample_id": "try/0", "prompt": s.prompt, "label": s.label, "metadata": s.metadata},)
     if field == "custom_agent_function_path":
         return None, "http://127.0.0.1/v1", "sk"
     if field == "data_source_path":
@@ -161,7 +169,9 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
             found = shown if isinstance(shown, dict) else train_data(samples)
             settled(field, answer, samples, found, [list(one.loss_mask) for one in samples])
         return ""
-    if field == "custom_rm_path":
+    if field == "environment_path":
+        msgspec.msgpack.encode(answer)
+    elif field == "custom_rm_path":
         if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
             return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
         for value in answer if ask.group_rm else [answer]:

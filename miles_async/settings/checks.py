@@ -31,11 +31,19 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
             )
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
+    _check_experts(settings, config)
     _check_starts(settings)
     check_second_models(settings)
     if (context := model_context(config)) is not None:
         _check_lengths(settings, context)
     return config
+
+
+def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
+    for name in ("use_rollout_routing_replay", "use_routing_replay"):
+        if getattr(settings.grpo, name) and not config.get("num_experts_per_tok"):
+            problem = "the model has no experts whose choice could be replayed"
+            raise SettingsError(problem, field=name, value=True, remedy="Leave it out.")
 
 
 def model_context(config: Mapping[str, Any]) -> int | None:

@@ -107,7 +107,7 @@ def _gpu_ids(v: Values) -> tuple[int, ...]:
 
 
 def _router(v: Values) -> bool:
-    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1
+    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1 and v["launcher"] == "local"  # engines of one host
     # Paused in place, engines need to be without one, and workers share the load anyway.
     wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
     wanted = wanted and v["tail_slots"] is None  # which are of one worker

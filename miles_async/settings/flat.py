@@ -105,6 +105,11 @@ class Flat:
         return int(self.actor_num_nodes * self.actor_num_gpus_per_node)
 
     @property
+    def most_workers(self) -> int:
+        """Generation workers that the run ever has of its own."""
+        return int(self.max_workers or self.num_generation_workers)
+
+    @property
     def groups_per_version(self) -> int:
         """Prompt groups trained between two published policy versions: B of the admission bound."""
         return int(self.rollout_batch_size * self.update_weights_interval)

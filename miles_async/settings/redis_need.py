@@ -47,14 +47,15 @@ class RedisNeed(msgspec.Struct, frozen=True):
         return f"this run may have up to {self.n_bytes / 1e9:.2f} GB in Redis: {parts}"
 
 
-def redis_need(s: Flat, *, prompt_tokens: int | None = None) -> RedisNeed:
-    """What these settings may need. `prompt_tokens`: of the longest prompt, where it is known."""
+def redis_need(s: Flat, *, prompt_tokens: int | None = None, expert_bytes: int = 0) -> RedisNeed:
+    """What these settings may need. `prompt_tokens`: of the longest prompt, where it is known. `expert_bytes`: of the experts that
+    a sample brings for each token."""
     prompt = prompt_tokens or s.rollout_max_prompt_len or UNKNOWN_PROMPT
     response = s.rollout_max_response_len or UNKNOWN_RESPONSE
     if s.rollout_max_context_len:
         response = max(response, s.rollout_max_context_len - prompt)  # tool calls and further turns
     token = TOKEN_BYTES + (4 if s.use_opd else 0)
-    each = SAMPLE_BYTES + 4 * prompt + token * response
+    each = SAMPLE_BYTES + 4 * prompt + token * response + expert_bytes * (prompt + response)
     group, batch = s.n_samples_per_prompt, s.rollout_batch_size * s.n_samples_per_prompt
     in_files = s.bus_url is None
     open_samples = max(s.max_open_groups, s.over_sampling_batch_size or 0) * group

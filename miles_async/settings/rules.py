@@ -205,8 +205,8 @@ def data_of_a_function_has_a_known_end(s: Flat) -> None:
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path", *BATCH)
-    own = {name: path for name in names if (path := getattr(s, name)) is not None}
+    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
+    own = {name: path for name in (*names, "environment_path", *BATCH) if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
             raise refusal(name, path, "not a dotted path", "Write package.module.function.")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 
+from miles_async.settings import cluster
 from miles_async.settings.catalog import PREFIXES, names
 from miles_async.settings.doc import PassedOn
 from miles_async.settings.errors import SettingsError, nearest
@@ -26,7 +27,7 @@ SERVER_OWNED: dict[str, str] = {
     "port": "the launcher: a free port is chosen",
     "nccl-port": "the launcher",
     "dist-init-addr": "the launcher",
-    "nnodes": "the launcher",
+    "nnodes": "--sglang-nnodes",
     "node-rank": "the launcher",
     "base-gpu-id": "--rollout-gpu-ids",
     "gpu-id-step": "--rollout-gpu-ids",
@@ -197,6 +198,7 @@ RULES = (
     engines_match_the_gpus,
     passed_flags_are_not_ours,
     router_settings_agree,
+    *cluster.RULES,
 )
 
 

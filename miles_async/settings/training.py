@@ -80,12 +80,13 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1 and s.train_master is None:
+    if s.actor_num_nodes != 1 and s.train_master is None and s.launcher == "local":
         raise refusal(
             "actor_num_nodes",
             s.actor_num_nodes,
             "this launcher starts the trainer on its own host",
-            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --train-master HOST:PORT and start the others.",
+            "Set it to 1 and --actor-num-gpus-per-node to the GPUs of this host, or --launcher ray, or --train-master HOST:PORT "
+            "and start the others.",
         )
     if s.train_master is not None and not re.fullmatch(r"[^\s:]+:[0-9]{1,5}", s.train_master):
         raise refusal("train_master", s.train_master, "not an address", "Write HOST:PORT, reachable from all hosts of the trainer.")
@@ -171,6 +172,15 @@ def routing_has_one_source(s: Flat) -> None:
         raise refusal("use_routing_replay", True, why, "Keep one of them.")
     if s.use_rollout_routing_replay and s.supervised:
         raise refusal("use_rollout_routing_replay", True, "no engine makes the responses of supervised training", "Leave it out.")
+    passes = s.num_steps_per_rollout > 1 and not (s.use_rollout_logprobs or s.interpolate_proximal or s.supervised)
+    if s.use_routing_replay and not passes:
+        raise refusal(
+            "use_routing_replay",
+            True,
+            "there is no log-prob pass whose experts the steps could take: the policy before the only step is the policy in it, or "
+            "old log-probs come from elsewhere",
+            "Leave it out, or use several steps per rollout without --use-rollout-logprobs and --interpolate-proximal.",
+        )
 
 
 def variables_are_text(s: Flat) -> None:

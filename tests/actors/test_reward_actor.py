@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,26 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
         assert "attempt 3 was the last" in letter.error and "reward_hook.py" in letter.traceback
         assert out["g1/1"].reward == 0.5 and out["g2/0"].reward == 1.0
         assert retries(context) == 3
+
+
+async def test_a_function_that_raises_on_every_sample_ends_the_run_and_keeps_the_samples(
+    redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
+) -> None:
+    ended = asyncio.Event()
+    async def body(context: Context, spec: RewardSpec) -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            await run(context, spec)
+        told = "".join(traceback.format_exception(caught.value))
+        assert "RunEnds: scoring failed 16 times" in told and "broken verifier" in told and "reward_hook.py" in told
+        ended.set()
+
+    scorer: dict[str, Any] = {"custom_rm_path": hook, "reward_key": "score", "max_retries": 0, "patience_s": 0.0, "n_workers": 1}
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, **scorer)
+    async with open_bus(redis_url, run_name) as bus:
+        async with running(bus, "reward", body, spec):
+            await put(bus, ROLLOUTS, *(done(n, 0, "raise", metadata={"log": str(tmp_path / "log")}) for n in range(20)))
+            await asyncio.wait_for(ended.wait(), 60)
+        assert await bus.length(ROLLOUTS) >= 16 and await bus.length(DEAD) < 4
 
 
 async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(

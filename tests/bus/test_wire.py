@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.connection import HiredisRespSerializer
 from redis.exceptions import ResponseError
@@ -15,18 +17,20 @@ from bus.errors import InvariantBroken
 from bus.streams.hop import Placed, hop_args
 from bus.streams.keys import StreamKeys
 from bus.streams.redis import COMMIT
-from bus.streams.wire import Wire, pack
+from bus.streams.wire import LARGE, Wire, pack
 from bus.topology import PROMPTS
 from tests.bus.suite.messages import a_task
+from tests.tls import tls_before
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=80)
 ARGUMENTS = st.one_of(WORDS, st.integers(-(2**62), 2**62), st.binary(max_size=300))
 
 
 @given(st.lists(st.lists(ARGUMENTS, max_size=8), min_size=1, max_size=4))
+@example([["body", b"x" * LARGE, "blob", b"y" * (LARGE - 1)], [b"z" * (LARGE + 1)]])
 def test_commands_are_packed_as_the_client_library_packs_them(commands):
     commands = [("XADD", *command) for command in commands]
-    assert pack(commands) == b"".join(HiredisRespSerializer().pack(*command)[0] for command in commands)
+    assert b"".join(pack(commands)) == b"".join(HiredisRespSerializer().pack(*command)[0] for command in commands)
 
 
 async def test_a_refusal_comes_back_in_its_place(redis_url, run_name):
@@ -52,6 +56,15 @@ async def test_after_a_cancelled_exchange_replies_answer_the_right_question(redi
         await waiting
     assert await wire.call("ECHO", "mine") == b"mine"
     await wire.close()
+
+
+async def test_a_large_body_comes_whole_over_tls(redis_url, run_name, tmp_path):
+    """The loop's own TLS hands it over in many reads of one buffer."""
+    body, key = os.urandom(1_000_000), f"ma:{{{run_name}}}:body"
+    async with tls_before(Path(redis_url.removeprefix("unix://")), tmp_path) as (port, certificate):
+        wire = Wire(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}")
+        assert await wire.exchange([("SET", key, body), ("GET", key), ("DEL", key)]) == [b"OK", body, 1]
+        await wire.close()
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others_in_its_batch(redis_url, run_name):

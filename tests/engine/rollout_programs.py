@@ -89,6 +89,12 @@ async def hanging(task: Task, session: Session) -> list[Trajectory]:
     return []
 
 
+async def flooded(task: Task, session: Session) -> list[Trajectory]:
+    """A tool that answers with everything it has."""
+    await session.tell("dump", str.ljust, "", 100_000_000)
+    return []
+
+
 async def broken(task: Task, session: Session) -> list[Trajectory]:
     raise KeyError("no such tool")
 

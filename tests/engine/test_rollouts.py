@@ -285,6 +285,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
     ("program", "said"),
     [
         ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at rollout_programs.py:"),
+        ("flooded", "flooded on g/0 raised ValueError: dump gave 100,000,005 bytes"),
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what args.post answered"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),

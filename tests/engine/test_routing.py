@@ -16,9 +16,10 @@ from actors.generation.attach import check_routed
 from actors.generation.engine import BootRefused, Chunk, GenerateRequest
 from actors.generation.rollouts import Segment, Trajectory, env
 from actors.generation.rollouts.outcome import outcome_of
-from actors.generation.routing import RoutedShape, read_routed, routed_shape
+from actors.generation.routing import read_routed
 from actors.generation.sample import start
 from actors.generation.sglang_client import SGLangClient
+from actors.runtime.prompts import RoutedShape, routed_shape
 from bus.messages.samples import PrefixResume, Response, Routed
 from tests.engine.conftest import engine_process
 from tests.engine.models import load_model, make_model

@@ -31,14 +31,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                    "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "minimax_m2": ("MiniMaxM2Config", {**DENSE, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
+                                       "intermediate_size": 24, "rotary_dim": 8}),
 }  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moonlight": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+                                       "routed_scaling_factor": 2.446}),
+}
+"""Models of another name in a family."""
 
 
 def make(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Save the model; returns it. Weights are wide, so that a wrong place shows."""
     import transformers  # not in the processes that only convert
 
-    kind, shape = MODELS[name]
+    kind, shape = (MODELS | OTHERS)[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, kind)(**shape), dtype=dtype, attn_implementation="eager"

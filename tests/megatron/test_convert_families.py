@@ -16,7 +16,7 @@ from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
 from actors.trainer.megatron_backend.layout import Layout
-from tests.megatron.models import DENSE, MODELS, VOCAB, make, tensors
+from tests.megatron.models import DENSE, MODELS, OTHERS, VOCAB, make, tensors
 
 TOKENS = 40  # more than what scaled positions were first made for
 
@@ -28,7 +28,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
     family: str, tmp_path: Path, alone: None
 ) -> None:

@@ -19,7 +19,8 @@ from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
 from tests.megatron.models import MODELS, make, tensors
 from tests.megatron.pool import Pool
 
-FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3")  # tied; fused halves and norms; experts; latent attention
+FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3", "minimax_m2")
+"""Tied; fused halves and norms; experts; latent attention; norms over all heads."""
 CUT = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of all families; of those with experts too
     "tp2": (CUT, {"ep": 2, "etp": 1}),

@@ -64,7 +64,8 @@ def test_status_as_json_names_role_pid_host_state_version_and_wait(whole):
 
 def test_samples_that_meet_a_condition_are_found_and_nothing_is_taken(whole, tmp_path):
     def held():
-        return [(r["stream"], r["pending"], r["lag"], r["consumers"], r["oldest_deliveries"]) for r in whole.ask_json("bus", "lag")[1]]
+        names = ("stream", "pending", "lag", "consumers", "oldest_deliveries")
+        return [[row[name] for name in names] for row in whole.ask_json("bus", "lag")[1]]
 
     before = held()
     status, out, _ = whole.ask("bus", "tail", "scored", "--no-follow", "--where", "reward >= 0 and tokens == 4", "--json")

@@ -60,8 +60,14 @@ def test_the_quickstart_is_ready_here(capsys: pytest.CaptureFixture[str]) -> Non
     assert not said["well"] and wrong["what"] == "settings" and "nowhere.jsonl" in wrong["text"]
 
 
-def test_a_run_for_gpus_is_told_what_this_host_lacks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "gpu_names", list)
+def test_a_run_for_gpus_is_told_what_this_host_lacks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert readiness.gpu_names() == ["NVIDIA H200"] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     found = findings(model, engine="sglang", rollout_num_gpus=2, actor_num_gpus_per_node=2)
     [gpus] = found["gpus"]
     assert gpus == Finding("wrong", "gpus", gpus.text) and "0 here, 4 needed" in gpus.text and "--engine embedded" in gpus.text

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.cli.app import main
 from miles_async.cli.flags import parse_flags
+from miles_async.launcher.memory import Sizes
 from miles_async.launcher.plan import courier_spec
 from miles_async.launcher.preflight import check_prompt_data, preflight
 from miles_async.quickstart.tasks import TASKS
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.load import load
 from tests.floors.tree import ROOT
+from tests.miles_async.launch_scripts import CONFIGS
 
 pytestmark = pytest.mark.timeout(200)
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))
@@ -98,3 +101,30 @@ def test_a_recipe_is_shown_by_dry_run(tmp_path: Path) -> None:
     if importlib.util.find_spec("sglang") is None:
         assert "sglang is not installed in this Python: --sglang-* flags are not verified" in done.stdout
     assert 'update_weight_transport = "nccl"' in done.stdout and 'input_key = "question"' in done.stdout
+
+
+MEGATRON = {"qwen3-0.6b-megatron": "qwen3-0.6b-fsdp", "qwen3-4b-megatron": "qwen3-4b", "glm4-9b-megatron": "glm4-9b",
+            "qwen3-30b-a3b-megatron": "qwen3-30b-a3b"}  # fmt: skip
+PARAMETERS = {"qwen3-0.6b-megatron": Sizes(440_467_456, ends=155_582_464, end=155_582_464),
+              "qwen3-4b-megatron": Sizes(3_633_511_936, ends=388_956_160, end=388_956_160),
+              "glm4-9b-megatron": Sizes(8_158_822_400, ends=1_241_513_984, end=620_756_992),
+              "qwen3-30b-a3b-megatron": Sizes(918_300_672, 28_991_029_248, ends=622_329_856, end=311_164_928)}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", MEGATRON)
+def test_a_recipe_for_megatron_is_understood_and_fits_without_a_gpu(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--dry-run` with the model's own config.json: layout, flags and, as if on H200s, memory."""
+    config = {**CONFIGS[MEGATRON[recipe]], "max_position_embeddings": 40_960}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = gsm8k(tmp_path)
+    if "gsm8k" not in (ROOT / "configs" / f"{recipe}.toml").read_text():
+        chat = [{"role": "user", "content": GSM8K["question"]}]
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, "label": "42"}) + "\n")
+    monkeypatch.setattr("miles_async.launcher.memory.gpu_bytes", lambda: 143_771 << 20)
+    monkeypatch.setattr("miles_async.launcher.memory.parameters", lambda _: PARAMETERS[recipe])
+    assert main(["train", str(ROOT / "configs" / f"{recipe}.toml"), *words, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert 'train_backend = "megatron"' in shown.out and not shown.err and "may take" not in shown.out

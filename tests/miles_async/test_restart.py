@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bus import BusConfig, SystemClock
-from miles_async.launcher.local import Kept, Supervisor
+from actors.runtime.child import log_tail
+from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
-from tests.declared import actor_of
+from miles_async.launcher.supervisor import last_words
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
 BUDGET = 3
@@ -93,17 +93,15 @@ def test_an_actor_that_worked_well_after_a_pause_starts_afresh() -> None:
 
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path, SystemClock(), budget=3, threads={}, furthest=lambda: 0)
-    spec = actor_of(name="sampler", role="sampler", bus=BusConfig(url="redis://h", run="r"))
-    kept = Kept(spec)
-    assert supervisor.last_words(kept) == "no log line"
-    with supervisor.log_file(kept).open("wb") as file:
+    log = LocalPlacer(tmp_path, threads={}, servers={}).log_file("sampler")
+    assert last_words(log_tail(log)) == "no log line"
+    with log.open("wb") as file:
         file.truncate(64 << 20)
         file.seek(0, 2)
         file.write(b"\n2026-01-01 00:00:00,000 sampler ERROR ValueError: the last word\nTraceback\n  File\n")
     tracemalloc.start()
     try:
-        assert supervisor.last_words(kept) == "the last word"
+        assert last_words(log_tail(log)) == "the last word"
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

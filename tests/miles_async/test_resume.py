@@ -94,6 +94,14 @@ def test_finetune_and_references_take_weights_alone(tmp_path: Path) -> None:
     assert config.hf_checkpoint == config.ref_load == reference_dir(older) == str(former / "iter_0000004")
     with pytest.raises(SettingsError, match=r"ref_ckpt_step = 5: .* has no checkpoint of that step. Nearest: 4 or 8\."):
         check_model(make(Path(new), ref_load=str(former), ref_ckpt_step=5, hf_checkpoint=model))
+    (former / TRACKER).write_text("release")
+    (former / "release").mkdir()
+    (former / "release" / ".metadata").write_bytes(b"")
+    for given in ({"ref_load": str(former)}, {"load": str(former), "finetune": True}):
+        with pytest.raises(SettingsError, match=r"a checkpoint of Megatron \(torch_dist\), which this trainer cannot read"):
+            check_model(make(Path(new), hf_checkpoint=model, **given))
+        check_model(of_megatron := make(Path(new), hf_checkpoint=model, train_backend="megatron", **given))
+        assert str(former / "release") in (reference_dir(of_megatron), start_dir(of_megatron))
     (former / TRACKER).write_text("12\n")
     with pytest.raises(SettingsError, match=r"says 12, and there is no iter_0000012\. Newest: 4 or 8\."):
         check_model(make(Path(new), ref_load=str(former), hf_checkpoint=model))

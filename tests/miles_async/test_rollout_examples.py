@@ -17,6 +17,7 @@ TRIED = {
     "my_reward": ("custom_rm_path", "reward"),
     "second_look": ("custom_generate_function_path", "rollout"),
     "guess": ("custom_generate_function_path", "rollout"),
+    "digits": ("custom_generate_function_path", "rollout"),
     "from_miles": ("custom_generate_function_path", "generate"),
 }
 
@@ -29,8 +30,10 @@ def test_an_example_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
     sample = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
-    ask = Ask(paths={field: f"{name}.{function}"}, sample=sample, reward_key="score")
-    assert problem_of(field, ask.paths[field], ask) == ""
+    paths = {field: f"{name}.{function}", "environment_path": "actors.environments.guess.Guess"}
+    ask = Ask(paths=paths, sample=sample, reward_key="score")
+    for asked in (field, "environment_path"):
+        assert problem_of(asked, ask.paths[asked], ask) == ""
 
 
 def test_all_examples_are_tried() -> None:

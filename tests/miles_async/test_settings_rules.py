@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_async.settings.checks import check_model
 from miles_async.settings.derive import solve_four_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
@@ -218,3 +219,15 @@ def test_groups_are_trained_in_parts_only_where_that_means_something(policy):
         make(staleness_policy=policy, max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl")
     assert make(max_weight_staleness=2, no_correction=True, advantage_estimator="maxrl").rollout.staleness_policy == "whole"
     assert make(max_weight_staleness=2, no_correction=True, staleness_policy=policy).rollout.staleness_policy == policy
+
+
+def test_experts_are_replayed_from_one_source_and_where_there_are_any():
+    with pytest.raises(SettingsError, match=r"use_routing_replay.*cannot go together with use_rollout_routing_replay"):
+        make(use_routing_replay=True, use_rollout_routing_replay=True)
+    several = {"num_steps_per_rollout": 2, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    for without_pass in ({}, several | {"use_rollout_logprobs": True}):
+        with pytest.raises(SettingsError, match=r"use_routing_replay.*there is no log-prob pass"):
+            make(use_routing_replay=True, **without_pass)
+    for settings in ({"use_rollout_routing_replay": True}, several | {"use_routing_replay": True}):
+        with pytest.raises(SettingsError, match=r"routing_replay.*the model has no experts"):
+            check_model(make(**settings))

@@ -14,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actors.recorder.history import history_of
+from actors.recorder.history import History, history_of
+from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.console.snapshot import read_snapshot
+from miles_async.console.doctor import diagnose
+from miles_async.console.scene import read_scene
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
+from miles_async.console.web.state import Word, state_of
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, step_done, task
 from tests.miles_async.web_house import console
@@ -74,6 +77,22 @@ async def test_the_state_is_that_of_the_commands_and_new_steps_follow(redis_url:
         await page.story.say(POLICY, step_done(2, raw_reward=0.75))
         await page.until(lambda p: p.curves["step"] == [1, 2])
         assert page.curves["columns"]["rollout/raw_reward"] == [0.5, 0.75]
+
+
+async def test_a_run_whose_actors_all_fell_silent_is_an_alarm_and_not_an_end(redis_url: str, run_name: str) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        seen, said = await read_snapshot(bus), {"total_steps": 3, "settings": {}}
+        silent = replace(seen, actors=tuple(replace(a, age_s=60.0) for a in seen.actors))
+        word = Word(tuple(diagnose(replace(await read_scene(bus), snapshot=silent))), {}, seen.wall)
+        fell = state_of(silent, History(), Looks(), word, **said)
+        assert not fell["run"]["ended"] and "no living trainer" in fell["why"]["text"]
+        assert sum(a["level"] == "error" and a["now"] for a in fell["alarms"]) > 5
+        stopped = replace(seen, actors=tuple(replace(a, vitals=replace(a.vitals, state="stopped")) for a in seen.actors))
+        of_a_copy = state_of(silent, History(), Looks(), word, kept=True, **said)
+        for ended in (of_a_copy, state_of(stopped, History(), Looks(), word, **said)):
+            assert ended["run"]["ended"] and ended["alarms"] == [] and "not running" in ended["why"]["text"]
 
 
 async def test_a_patch_is_applied_or_refused_with_its_rule(redis_url: str, run_name: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
+from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
     Activate,
@@ -94,5 +95,10 @@ EXAMPLES: tuple[Message, ...] = (
         sources=("http://10.0.0.6:7070", "http://:7071"),
     ),
     _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
+    EnvironmentCall(
+        asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"),
+        told=b"digest_of_12", over=True
+    ),
+    EnvironmentAnswer(asked="generation-0-1f2e-7", sample_id="g0000042/1", answer=b"\x05", error="it died", differs=True),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),
 )

@@ -11,6 +11,7 @@ import pytest
 from bus.messages.base import SCHEMA, Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.groups import OpenGroup
+from bus.messages.samples import Response, Routed
 from bus.topology import STREAMS
 from tests.bus.strategies import message_types
 from tests.wire import examples, examples_2
@@ -95,3 +96,15 @@ def test_an_open_group_in_the_registry_decodes() -> None:
 def test_the_file_holds_each_message_once(file: Path) -> None:
     tags = [line.split()[0] for line in file.read_text().splitlines() if not line.startswith("#")]
     assert len(tags) == len(set(tags))
+
+
+def test_experts_of_a_response_decode() -> None:
+    """Added within schema 2; unset they are not on the wire."""
+    raw = bytes.fromhex(
+        "85a6746f6b656e73c400a86c6f6770726f6273c400a96c6f73735f6d61736bc400a57370616e7390a76578706572747383a464617461c4"
+        "0403010002a16e02a477696465c2"
+    )
+    made = msgspec.msgpack.decode(raw, type=Response)
+    assert made == Response(experts=Routed(data=memoryview(bytes([3, 1, 0, 2])), n=2))
+    assert msgspec.msgpack.encode(made) == raw
+    assert b"experts" not in msgspec.msgpack.encode(Response())

@@ -9,7 +9,7 @@ lies.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -233,7 +233,7 @@ class Decoder:
             **(self._new_experts(f"{at}mlp.") if c.experts and i not in c.dense else self._new_block(f"{at}mlp.")),
         )
 
-    def _new_block(self, at: str) -> dict[str, Tensor | None]:
+    def _new_block(self, at: str) -> dict[str, Any]:
         c = self.config
         gate_up = torch.zeros(2 * c.inner, c.hidden)
         gate_up_bias = torch.zeros(2 * c.inner) if c.mlp_bias else None

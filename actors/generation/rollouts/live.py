@@ -10,12 +10,14 @@ import asyncio
 import inspect
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 
 from actors.generation.rollouts import Program, Segment, Task, Trajectory
 from actors.generation.rollouts.session import Watch
+from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
@@ -25,6 +27,7 @@ from bus.messages.base import pack_ints
 from bus.messages.samples import Call, ParkReason, SampleTask, Sampling
 
 Admit = Callable[[Running], Awaitable[ParkReason | None]]
+MOST_TOLD_BYTES = 4 << 20  # of one answer, which is saved on the bus
 MOST_CALLS = 10_000  # of one episode; a program that makes more never ends
 
 
@@ -48,13 +51,17 @@ class Live:
     """One run of an episode's program. `admit`: waits until the sample may go on here. `saves`: whether its journal is of use to
     anyone."""
 
-    def __init__(self, turns: Turns, admit: Admit, entry: Entry, running: Running, *, saves: bool) -> None:
+    def __init__(
+        self, turns: Turns, admit: Admit, entry: Entry, running: Running, *, saves: bool, worlds: Worlds | None = None
+    ) -> None:
         self.task = task_of(running.task, list(running.prompt))
         self._turns = turns
         self._admit = admit
         self._entry = entry
         self._running = running
         self._saves = saves
+        self._worlds = worlds
+        self._world: World | None = None
         self._next = 0
         self._asked: set[int] = set()
         self._owner: asyncio.Task[Any] | None = None
@@ -82,6 +89,8 @@ class Live:
             self._owner.uncancel()  # it made another exception of the cancellation
         else:
             if self._reason is None:
+                if self._worlds is not None and self._world is not None:
+                    await self._worlds.over(self.task.sample_id)
                 known = self._running.turns.keys() | self._running.told.keys()
                 return "diverged" if known - self._asked else found
             self._owner.uncancel()
@@ -161,6 +170,16 @@ class Live:
             no,
         )
 
+    def world(self) -> World:
+        if self._worlds is None:
+            raise Poison("session.world(): this run keeps no environments. Set --environment-path.")
+        if self._world is None:
+            t = self.task
+            task = {"sample_id": t.sample_id, "prompt": t.prompt_text, "label": t.label, "metadata": t.metadata}
+            again = partial(self._leave, "diverged")
+            self._world = World(self, t.sample_id, task, self._worlds.ask, again, deadline_s=self._worlds.deadline_s)
+        return self._world
+
     async def tell(
         self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0
     ) -> Any:
@@ -183,6 +202,8 @@ class Live:
                 if inspect.isawaitable(value):
                     value = await value
         answer = msgspec.msgpack.encode(value)
+        if len(answer) > MOST_TOLD_BYTES:
+            raise ValueError(f"{name} gave {len(answer):,} bytes, and a journal keeps at most {MOST_TOLD_BYTES:,} of an answer")
         fault_point(self._turns.worker, "after_tell")
         running.answered(Call(no, digest, answer=answer))
         await self.save()

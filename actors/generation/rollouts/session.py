@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from actors.generation.rollouts.world import World
 from bus.messages.samples import Sampling
 from bus.messages.versions import VersionSpan, spans_within
 
@@ -140,8 +141,14 @@ class Session(Protocol):
         """Ask the environment: `await call(*args)` (a plain function runs in a thread), and what it returned, kept in the journal.
         What the model said so far is saved before it. Killed in between, the call is made again: once or more, never after its
         answer was saved. Arguments and answer must be encodable (msgpack); the answer comes as it is read back.
-        Raises what the call raises, which is not kept, and TimeoutError behind `deadline_s`.
+        Raises what the call raises, which is not kept, TimeoutError behind `deadline_s`, and ValueError for an answer above 4 MiB.
         """
+        ...
+
+    def world(self) -> World:
+        """The environment of this episode, kept by the environments room (--environment-path): `await world.reset()`, then
+        `await world.step(action)`. It outlives this worker; one that was lost is rebuilt by the episode's own actions. Raises
+        Poison where the run keeps none."""
         ...
 
     async def save(self) -> None:

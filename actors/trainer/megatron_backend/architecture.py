@@ -32,6 +32,8 @@ class Architecture:
     """rope_parameters as transformers writes them: rope_type, rope_theta, partial_rotary_factor, ..."""
     post_norms: bool = False
     """norms on the outputs of attention and feed-forward block as well"""
+    wide_norms: bool = False
+    """queries and keys are normed over all their heads together, not head by head"""
     config: Mapping[str, Any] | None = None
     """the whole config.json"""
 
@@ -129,7 +131,7 @@ class Reader:
         return {"rope_type": "default", "partial_rotary_factor": self.get("partial_rotary_factor", 1.0), **given}
 
     def dense(self, rules: list[Rule], *, transformer: Mapping[str, Any], post_norms: bool = False, tied: bool = False,
-              rotary: Mapping[str, Any] | None = None) -> Architecture:  # fmt: skip
+              rotary: Mapping[str, Any] | None = None, wide_norms: bool = False) -> Architecture:  # fmt: skip
         """An architecture out of the keys that all share, and what a family adds to them."""
         heads = self["num_attention_heads"]
         act = self.config.get("hidden_activation") or self.get("hidden_act", "silu")
@@ -153,6 +155,7 @@ class Reader:
             tied=tied,
             rotary=rotary,
             post_norms=post_norms,
+            wide_norms=wide_norms,
             rules=(*mapping.top(tied), *rules),
             transformer={
                 "num_layers": self["num_hidden_layers"],

@@ -96,6 +96,23 @@ def deepseek_v3(c: Reader) -> Architecture:
     return c.dense(rules, transformer={**_latent_config(c), **_sigmoid_experts(c, pattern)})
 
 
+def minimax_m2(c: Reader) -> Architecture:
+    if (scores := c.get("scoring_func", "sigmoid")) != "sigmoid":
+        raise c.refuse("scoring_func", f"the family's routers have sigmoid scores, not {scores}")
+    if not c.get("use_qk_norm", True):
+        raise c.refuse("use_qk_norm", "queries and keys are normed in this family")
+    rotary = c.rotary()
+    if (channels := c.config.get("rotary_dim")) is not None:
+        rotary["partial_rotary_factor"] = channels / c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    experts = mapping.experts(bias="e_score_correction_bias", theirs="block_sparse_moe", names=("w1", "w3", "w2"))
+    rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=True), *experts]
+    return c.dense(rules, rotary=rotary, wide_norms=True, transformer={
+        "moe_layer_freq": [1] * c["num_hidden_layers"], "num_moe_experts": c["num_local_experts"],
+        "moe_router_topk": c["num_experts_per_tok"], "moe_ffn_hidden_size": c["intermediate_size"],
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    })  # fmt: skip
+
+
 def _after_dense(c: Reader) -> list[int]:
     """1 for each layer with experts: all after the first few."""
     dense = c.get("first_k_dense_replace", 0)
@@ -105,7 +122,7 @@ def _after_dense(c: Reader) -> list[int]:
 def _feed_forward(pattern: list[int], *, bias: bool = False, shared: bool = False) -> list[mapping.Rule]:
     return [
         *(mapping.mlp() if 0 in pattern else []),
-        *(mapping.experts(bias=bias, shared=shared) if 1 in pattern else []),
+        *(mapping.experts(bias="gate.e_score_correction_bias" if bias else "", shared=shared) if 1 in pattern else []),
     ]
 
 
@@ -162,12 +179,13 @@ FAMILIES: dict[str, Callable[[Reader], Architecture]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "minimax_m2": minimax_m2,
 }
+GEMMA3 = "megatron-core has one rotary base for all layers, Gemma 3 two, and the torch backend has no windows of attention"
 REFUSED = {
-    "gemma2": "megatron-core's attention has no soft cap on its logits",
-    "gemma3_text": "megatron-core has one rotary base for all layers, Gemma 3 two",
-    "gemma3": "megatron-core has one rotary base for all layers, Gemma 3 two",
-    "minimax_m2": "megatron-core norms each head of queries apart, MiniMax-M2 all heads together",
+    "gemma2": "megatron-core's attention has no soft cap on its logits, and the torch backend's neither",
+    "gemma3_text": GEMMA3,
+    "gemma3": GEMMA3,
 }
 
 
@@ -176,7 +194,7 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
     family = str(config.get("model_type"))
     if family in REFUSED:
         raise Refused(
-            f"{where}: the Megatron backend can't train {family}: {REFUSED[family]}; use --train-backend torch"
+            f"{where}: {family} can't be trained: {REFUSED[family]}; families are {', '.join(FAMILIES)}"
         )
     if family not in FAMILIES:
         raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")

@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from actors.runtime.hooks import load_hook
@@ -40,6 +46,32 @@ class Norm(nn.Module):
         """[..., hidden_size] -> the same shape and type."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class WideNorm(nn.Module):
+    """RMSNorm over all heads of queries or keys together (MiniMax-M2), of which each tensor-parallel rank has its part. `heads`:
+    the field of the configuration that counts them."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: str) -> None:
+        super().__init__()
+        self.eps, self.ranks = eps, config.tensor_model_parallel_size
+        mine = getattr(config, heads) // self.ranks * hidden_size
+        self.weight = nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads of this rank, width] -> the same shape and type."""
+        wide = x.float().flatten(-2)
+        squares = wide.pow(2).sum(-1, keepdim=True)
+        if self.ranks > 1:  # their sum goes on in every rank's part, so its gradient comes from all of them
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * torch.rsqrt(squares / (wide.shape[-1] * self.ranks) + self.eps)
+        return (self.weight * normed.type_as(x)).view_as(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        state = self.state_dict(prefix="", keep_vars=True)
+        made: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return made
 
 
 class PostNormLayer(TransformerLayer):
@@ -74,13 +106,15 @@ def _normed(add: Callable[..., Any], norm: Any) -> Callable[..., Any]:
     return chosen
 
 
-def layers_of(spec: Sequence[str], *, post_norms: bool) -> Layers:
+def layers_of(spec: Sequence[str], *, post_norms: bool = False, wide_norms: bool = False) -> Layers:
     """What makes the layers: that of the user's `--spec MODULE FUNCTION`, else ours of the family."""
     if spec and not is_ours(spec):
         made = load_hook(".".join(spec))
         return lambda config, stage: made(SimpleNamespace(**vars(config)), config, stage)
     if spec:
         log.info("--spec %s: layers are made as config.json says, by our own record of the family", " ".join(spec))
+    if wide_norms:
+        return lambda config, stage: wide_normed(layer_specs(config, stage))
     return (lambda config, stage: post_normed(layer_specs(config, stage))) if post_norms else layer_specs
 
 
@@ -107,6 +141,15 @@ def _plain(layer: Any) -> None:
         for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(part, name, None) is WrappedTorchNorm:
                 setattr(part, name, Norm)
+
+
+def wide_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """The same layers with norms over all heads of queries, and of keys."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(WideNorm, params={"heads": "num_attention_heads"})
+        attention.k_layernorm = ModuleSpec(WideNorm, params={"heads": "num_query_groups"})
+    return block
 
 
 def post_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:

@@ -30,6 +30,9 @@ class Rule:
         return tuple(name.format(n=n, e=e) for name in self.hf)
 
 
+Names = tuple[str, str, str]
+NAMES: Names = ("gate_proj", "up_proj", "down_proj")
+"""Of the matrices of a gated feed-forward block."""
 LAYER = "decoder.layers.{n}."
 HF_LAYER = "model.layers.{n}."
 _ALIASES = (
@@ -98,21 +101,21 @@ def latent_attention(*, q_rank: int | None, kv_rows: int) -> list[Rule]:
     return [Rule(f"{ours}{a}.weight", (f"{theirs}{b}.weight",), rows=rows.get(a, 0)) for a, b in pairs]
 
 
-def mlp(*, fused: bool = False, ours: str = "mlp", theirs: str = "mlp") -> list[Rule]:
+def mlp(*, fused: bool = False, ours: str = "mlp", theirs: str = "mlp", names: Names = NAMES) -> list[Rule]:
     """A gated feed-forward block; `fused`: gate and up are one tensor."""
-    up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+    up = ("gate_up_proj",) if fused else names[:2]
     return [
         Rule(f"{LAYER}{ours}.linear_fc1.weight", tuple(f"{HF_LAYER}{theirs}.{x}.weight" for x in up),
              "fused_halves" if fused else "halves"),
-        Rule(f"{LAYER}{ours}.linear_fc2.weight", (f"{HF_LAYER}{theirs}.down_proj.weight",)),
+        Rule(f"{LAYER}{ours}.linear_fc2.weight", (f"{HF_LAYER}{theirs}.{names[2]}.weight",)),
     ]  # fmt: skip
 
 
-def experts(*, bias: bool, shared: bool) -> list[Rule]:
-    """Router, routed experts, shared experts."""
+def experts(*, bias: str = "", shared: bool = False, theirs: str = "mlp", names: Names = NAMES) -> list[Rule]:
+    """Router, routed experts, shared experts. `bias`: of experts in the choice, its name; empty: none."""
     return [
-        Rule(LAYER + "mlp.router.weight", (HF_LAYER + "mlp.gate.weight",)),
-        *([Rule(LAYER + "mlp.router.expert_bias", (HF_LAYER + "mlp.gate.e_score_correction_bias",))] if bias else []),
-        *mlp(ours="mlp.experts.{e}", theirs="mlp.experts.{e}"),
+        Rule(LAYER + "mlp.router.weight", (f"{HF_LAYER}{theirs}.gate.weight",)),
+        *([Rule(LAYER + "mlp.router.expert_bias", (f"{HF_LAYER}{theirs}.{bias}",))] if bias else []),
+        *mlp(ours="mlp.experts.{e}", theirs=theirs + ".experts.{e}", names=names),
         *(mlp(ours="mlp.shared_experts", theirs="mlp.shared_experts") if shared else []),
     ]

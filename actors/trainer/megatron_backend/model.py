@@ -104,7 +104,7 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         raise Refused("; ".join(said))
     device = host.prepare()
     config = transformer_config(arch, layout, dtype=dtype, **given)
-    layers = layers_of(spec, post_norms=arch.post_norms)
+    layers = layers_of(spec, post_norms=arch.post_norms, wide_norms=arch.wide_norms)
     vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
     chunks = []
     for stage in range(layout.vpp):
@@ -116,6 +116,8 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         }
         made = provider(**ends) if provider else _chunk(arch, config, layers(config, virtual), vocab, ends)
         chunks.append(_finished(made.to(device), arch))
+        if layout.expert_tp != layout.tp:
+            _mark_experts(made)
     return chunks
 
 
@@ -153,6 +155,14 @@ def _mark(model: nn.Module) -> None:
             for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):
                 if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def _mark_experts(model: nn.Module) -> None:
+    """Let gradients of experts be summed over the ranks that hold copies of them. megatron-core says so only with several
+    expert-parallel ranks, and forgets that fewer tensor-parallel ones for experts make copies too."""
+    for name, weight in model.named_parameters():
+        if ".mlp.experts." in name:
+            vars(weight)["allreduce"] = False
 
 
 def inverse_frequencies(rotary: Mapping[str, Any], head: int) -> Tensor:

@@ -122,7 +122,8 @@ class Core(Passes):
         blocks: Any = module.blocks
         hf: Any
         for hf in (m for m in module.modules() if hasattr(m, "set_experts_implementation")):
-            hf.set_experts_implementation(experts.implementation(self.device))
+            if getattr(hf.config, "num_experts", 0):  # others refuse to be told
+                hf.set_experts_implementation(experts.implementation(self.device))
         for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:
             block.gradient_checkpointing = False
         if self.compiles:

@@ -24,6 +24,7 @@ HOST, PORT = "127.0.0.1", 8420
 MOST_PAGES = 64
 STATIC = Path(__file__).parent / "static"
 ALIVE_S = 15.0  # between two words on a stream on which nothing changes
+DEAF_S = 30.0  # a page that takes nothing for so long is gone: a lid was closed
 MOST_BODY_BYTES = 1 << 20
 
 
@@ -53,15 +54,17 @@ class Pages:
             while True:
                 seen, news = await self._hub.news(seen, ALIVE_S)
                 body = b"".join(b',"%s":%s' % (name.encode(), value) for name, value in news.items())
-                await answer.write(_event("state", b'{"wall":%.3f%s}' % (self._hub.wall, body)))
+                said = [_event("state", b'{"wall":%.3f%s}' % (self._hub.wall, body))]
                 curves = self._hub.curves
                 if edition != curves.edition:
                     edition, at = curves.edition, 0
                 if curves.length > at or "run" in news:
                     at = max(0, at - 1)  # the last point may have taken in more steps
-                    await answer.write(_event("curves", msgspec.json.encode(curves.since(at))))
+                    said.append(_event("curves", msgspec.json.encode(curves.since(at))))
                     at = curves.length
-        except ConnectionError:
+                async with asyncio.timeout(DEAF_S):
+                    await answer.write(b"".join(said))
+        except (ConnectionError, TimeoutError):
             pass  # the page was closed
         finally:
             self._open -= 1
@@ -80,13 +83,15 @@ async def serve(
     *,
     total_steps: int,
     port: int,
-    read_only: str,
+    read_only: str = "",
+    kept: bool = False,
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
     """Until `stop`. `feed` is read by somebody else. `port` 0: PORT, or any where that is taken. `read_only`: why nothing may be
-    changed, empty = it may. SettingsError when the port is taken."""
-    token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps)
+    changed, empty = it may. `kept`: the bus is a copy of an ended run's. SettingsError when the port is taken."""
+    token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps, kept=kept)
+    read_only = "this run has ended" if kept else read_only
     guard = Guard(token, read_only)
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
     app.on_response_prepare.append(add_headers)

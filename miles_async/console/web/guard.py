@@ -38,8 +38,11 @@ def token_of(run_dir: Path | None) -> str:
         known = ""
     if not known:
         known = secrets.token_urlsafe(32)
-        if file is not None:
-            write_secret(file, f"{known}\n")
+        try:
+            if file is not None:
+                write_secret(file, f"{known}\n")
+        except OSError:
+            pass  # a folder that is not ours to write: a token for this time
     return known
 
 

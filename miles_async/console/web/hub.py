@@ -31,10 +31,10 @@ SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 
 
 class Hub:
-    """`run` in a task; pages call `watch` and then `news`. `total_steps` 0 = unknown."""
+    """`run` in a task; pages call `enter`, then `news`. `total_steps` 0 = unknown. `kept`: the bus is a copy of an ended run's."""
 
-    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int) -> None:
-        self._bus, self._feed, self._run_dir, self._total = bus, feed, run_dir, total_steps
+    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int, kept: bool = False) -> None:
+        self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
         self._looks, self.curves, self._word = Looks(), Curves(), Word()
         self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
@@ -88,7 +88,15 @@ class Hub:
         snapshot, history = await read_snapshot(self._bus), self._feed.history
         self._looks.see(snapshot)
         self.curves.follow(history.steps)
-        return state_of(snapshot, history, self._looks, self._word, total_steps=self._total, settings=self._settings)
+        return state_of(
+            snapshot,
+            history,
+            self._looks,
+            self._word,
+            total_steps=self._total,
+            settings=self._settings,
+            kept=self._kept,
+        )
 
     async def _tell(self, state: State) -> None:
         """Number the sections that are not as before, and wake who waits for news."""

@@ -42,10 +42,18 @@ class Word(msgspec.Struct, frozen=True):
 
 
 def state_of(
-    snapshot: Snapshot, history: History, looks: Looks, word: Word, *, total_steps: int, settings: dict[str, dict[str, Any]]
+    snapshot: Snapshot,
+    history: History,
+    looks: Looks,
+    word: Word,
+    *,
+    total_steps: int,
+    settings: dict[str, dict[str, Any]],
+    kept: bool = False,
 ) -> State:
-    """All sections but the curves."""
-    ended = bool(snapshot.actors) and not any(a.life == "alive" for a in snapshot.actors)
+    """All sections but the curves. `kept`: of a run that has ended, from a copy of what its Redis kept. Where all actors are silent
+    and none said that it ends, the run has not ended: that is the worst of alarms."""
+    ended = kept or (bool(snapshot.actors) and all(a.life == "ended" for a in snapshot.actors))
     return {
         "run": _run(snapshot, history, total_steps, ended),
         "why": _why(snapshot, history, word, ended),
@@ -115,13 +123,14 @@ def waiting(sentence: str) -> bool:
 def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
     """What is wrong now, and the newest faults on record; each with since when."""
     found = [
-        {"level": f.level, "text": f.text, "who": f.rule, "wall": word.wall - f.since_s, "now": True}
+        {"level": f.level, "text": f.text, "who": f.rule, "about": f.about, "wall": word.wall - f.since_s, "now": True}
         for f in word.findings
         if f.level != "info"
     ]
     texts = {str(f["text"])[:200] for f in found}
     told = [
-        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "wall": float(r["wall"]), "now": False}
+        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "about": "", "now": False,
+         "wall": float(r["wall"])}
         for r in alarms(history, snapshot.wall, 3)
         if str(r["text"])[:200] not in texts
     ]

@@ -2,7 +2,11 @@
 
 from typing import Annotated, Literal
 
-from miles_async.settings.doc import Group, doc
+import msgspec
+
+from miles_async.settings.doc import Group, PositiveInt, doc
+
+NaturalInt = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class LaunchSettings(Group, frozen=True, kw_only=True):
@@ -60,4 +64,27 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             gt=0,
         ),
     ]
+    launcher: Annotated[
+        Literal["local", "ray"],
+        doc("Who places the run's processes: local: all on this host; ray: over the nodes of a Ray cluster (docs/cluster.md)."),
+    ] = "local"
+    ray_address: Annotated[
+        str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.")
+    ] = "auto"
+    ray_wait_s: Annotated[
+        float,
+        doc(
+            "How long the start waits for room on the Ray cluster before it is refused; one that grows by demand needs minutes.",
+            unit="seconds",
+            gt=0,
+        ),
+    ] = 20.0
+    min_workers: Annotated[
+        NaturalInt | None,
+        doc("Generation workers that must have room before the run starts. Unset: num_generation_workers.", unit="workers"),
+    ] = None
+    max_workers: Annotated[
+        PositiveInt | None,
+        doc("Most generation workers, as nodes join the Ray cluster. Unset: num_generation_workers.", unit="workers"),
+    ] = None
     report: Annotated[bool, doc("Write report.html at the end of the run.")] = True

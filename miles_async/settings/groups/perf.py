@@ -80,7 +80,9 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc("""JSON object of variables that the trainer's processes on this host get, such as '{"NCCL_DEBUG": "WARN"}'."""),
     ] = None
-    actor_num_nodes: Annotated[int, doc("Hosts of the trainer; more than one needs train_master.", unit="hosts", ge=1)] = 1
+    actor_num_nodes: Annotated[
+        int, doc("Hosts of the trainer; more than one needs launcher ray or train_master.", unit="hosts", ge=1)
+    ] = 1
     actor_num_gpus_per_node: Annotated[
         int,
         doc(

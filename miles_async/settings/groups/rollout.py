@@ -27,7 +27,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     data_source_path: Annotated[
-        str | None, doc("Dotted path of a function(path) that gives the rows in place of prompt_data, or of Miles' class with get_samples.")
+        str | None, doc("Dotted path of a function(path) that gives the rows, or of Miles' class with get_samples.")
     ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
@@ -179,6 +179,20 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc("Dotted path of your own rollout program (docs/rollouts.md), or of a generate function written for Miles."),
     ] = None
+    environment_path: Annotated[
+        str | None,
+        doc("Dotted path of a class with reset(task) and step(action): what session.world() of a rollout program asks."),
+    ] = None
+    environment_slots: Annotated[int, doc("Most environments that live at once.", unit="processes", ge=1)] = 64
+    environment_timeout_s: Annotated[
+        float, doc("Longest reset or step of an environment; then it is built anew, once.", unit="seconds", gt=0)
+    ] = 60.0
+    environment_idle_s: Annotated[
+        float, doc("Time without a question after which an environment is ended.", unit="seconds", gt=0)
+    ] = 600.0
+    environment_sandbox: Annotated[
+        bool, doc("Environments open no socket, start no process and write no file once their module is loaded (Linux).")
+    ] = False
     rollout_timeout_s: Annotated[
         float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0)
     ] = 3600.0

@@ -40,6 +40,10 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     rollout_num_gpus_per_engine: Annotated[
         int, doc("GPUs of one SGLang engine: its tensor parallel size.", unit="GPUs", ge=1)
     ] = 1
+    sglang_nnodes: Annotated[
+        int,
+        doc("Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.", unit="hosts", ge=1),
+    ] = 1
     rollout_gpu_ids: Annotated[
         tuple[int, ...],
         doc(

@@ -3,7 +3,7 @@
 import { el, rows, say, svg, table, toggle } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 
-const W = 118, H = 46, GAP = 136, Y = 42, LOW = 134;
+const W = 128, H = 46, GAP = 124, Y = 42, LOW = 134;
 const X = Object.fromEntries(["sampler", "generation", "reward", "filter", "trainer", "publisher"].map((name, i) => [name, 4 + i * (W + GAP)]));
 const ROOMS = { ...Object.fromEntries(Object.entries(X).map(([name, x]) => [name, [x, Y]])), partial: [X.generation, LOW], evaluator: [X.filter, LOW] };
 const ALONG = { prompts: "sampler", rollouts: "generation", scored: "reward", groups: "filter", policy: "trainer" };
@@ -55,7 +55,8 @@ export class Flow {
   show(state) {
     const flow = state.flow;
     if (!flow) return;
-    say(this.credit, `${plural(flow.open_groups, "open group")}: freed when trained and active, dropped or dead`);
+    const unsaved = flow.streams.groups.unsaved; // trained: open only until a checkpoint holds their step
+    say(this.credit, `${plural(Math.max(0, flow.open_groups - unsaved), "open group")}: freed when trained and active, dropped or dead`);
     for (const [name, parts] of Object.entries(this.rooms)) {
       const room = flow.rooms[name];
       const many = room && room.alive > 1 ? ` ×${room.alive}` : "";

@@ -1,6 +1,6 @@
 // The page: takes the state as it comes, and gives each part its sections.
 
-import { byId, el, say, ask } from "./dom.js";
+import { ask, byId, el, rows, say } from "./dom.js";
 import { count, duration, percent, short } from "./format.js";
 import { Charts } from "./charts.js";
 import { Flow } from "./flow.js";
@@ -91,16 +91,20 @@ function why() {
   byId("why").classList.toggle("waits", word.waits);
 }
 
+const heard = new Set(); // alarms that were read aloud: each once, although the times in its text count on
+const alarmKey = (a) => `${a.now ? a.about : a.wall} ${a.who} ${a.text.replace(/[\d.:]+/g, "")}`;
+
 function alarms() {
   const box = byId("alarms");
   const found = state.alarms ?? [];
   box.hidden = !found.length;
-  const key = JSON.stringify(found.map((a) => [a.who, a.text]));
-  if (box.key === key) return;
-  box.key = key; // read aloud when an alarm is new, not when its age changes
-  box.replaceChildren(...found.map((a) => el("p", { class: `alarm ${a.level}` },
-    el("strong", { text: a.now ? `${a.level}: ` : `${a.level}, on record: ` }), a.text,
-    el("span", { class: "soft", text: ` ${a.now ? "since" : "at"} ${new Date(1000 * a.wall).toLocaleTimeString("sv-SE")} (${a.who})` }))));
+  rows(box, found, alarmKey, (a) => el("p", { class: `alarm ${a.level}` }, el("strong", { text: a.now ? `${a.level}: ` : `${a.level}, on record: ` }), el("span"),
+    el("span", { class: "soft", text: ` ${a.now ? "since" : "at"} ${new Date(1000 * a.wall).toLocaleTimeString("sv-SE")} (${a.who})` })),
+  (line, a) => say(line.children[1], a.text));
+  const fresh = found.filter((a) => a.now && !heard.has(alarmKey(a)));
+  if (fresh.length) say(byId("announce"), fresh.map((a) => `${a.level}: ${a.text}`).join(" "));
+  heard.clear();
+  for (const a of found) heard.add(alarmKey(a));
 }
 
 function link(text) {

@@ -1,0 +1,73 @@
+"""`python -m actors.environments.child PATH CONFINED`: one environment of the user's at a time, in a process of its own.
+
+Orders on stdin, answers on stdout, msgpack behind a 4-byte little-endian length: [verb, argument] -> [whether it worked, value or
+text]. The first answer is to its start. What the environment prints goes to stderr. CONFINED: it gets the sandbox's limits once its
+module is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import resource
+import sys
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from actors.runtime import sandbox_child
+from actors.runtime.hooks import load_hook
+from actors.runtime.whole import said
+
+MEMORY_BYTES = 2 << 30
+
+
+def confine() -> None:
+    """No socket, no other process, no file written, bounded memory, from here on."""
+    for limit, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        resource.setrlimit(limit, (value, value))
+    sandbox_child.give_up_rights()
+    sandbox_child.restrict_calls()
+
+
+def serve(path: str, confined: bool) -> None:
+    """Until stdin ends."""
+    orders, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
+    kind: Any = None
+    refusal, environment = "", cast(Any, None)  # before `begin`, `step` fails and says so
+    try:
+        kind = load_hook(path)
+        if confined:
+            confine()
+    except BaseException as error:  # noqa: BLE001 - the user's module runs while it is imported
+        refusal = said(error)
+    _say(answers, not refusal, refusal)
+    while len(head := orders.read(4)) == 4:
+        verb, argument = msgspec.msgpack.decode(orders.read(int.from_bytes(head, "little")))
+        try:
+            if verb == "begin":
+                environment = kind()
+            value = environment.reset(argument) if verb == "begin" else environment.step(argument)
+            if inspect.isawaitable(value):
+                value = loop.run_until_complete(_awaited(value))
+            worked, value = True, msgspec.Raw(msgspec.msgpack.encode(value))
+        except BaseException as error:  # noqa: BLE001 - it is told where it was asked
+            worked, value = False, said(error)
+        _say(answers, worked, value)
+
+
+def _say(answers: BinaryIO, worked: bool, value: Any) -> None:
+    body = msgspec.msgpack.encode([worked, value])
+    answers.write(len(body).to_bytes(4, "little") + body)
+    answers.flush()
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2] == "yes")

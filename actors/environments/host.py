@@ -1,0 +1,81 @@
+"""One process for an environment: asked within a deadline, killed when it is late, its end told with a cause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+from actors.runtime.child import PYTHON, die_with_parent, last_line
+
+BOOT_S = 120.0
+MOST_BYTES = 100_000  # of an answer: it travels inline on a log
+
+
+class Died(Exception):
+    """The process ended, or was ended, before it answered. The text is the cause."""
+
+
+class Failed(Exception):
+    """The environment raised, or answered what cannot be sent."""
+
+
+class Host:
+    """The process; its environment is begun anew by each `begin`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process, self._log = process, log
+
+    @classmethod
+    async def start(cls, path: str, log: Path, *, confined: bool) -> Host:
+        """A process with the module at `path` loaded; what it prints goes to `log`. Raises Died, Failed."""
+        words = (*PYTHON, "actors.environments.child", path, "yes" if confined else "no")
+        with log.open("ab") as out:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out, start_new_session=True,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
+        host = cls(process, log)
+        await host._answer("the load of its module", BOOT_S)
+        return host
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def ask(self, verb: str, argument: bytes, deadline_s: float) -> bytes:
+        """What it gave, msgpack. Raises Died, Failed."""
+        body = msgspec.msgpack.encode([verb, msgspec.Raw(argument)])
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(body).to_bytes(4, "little") + body)
+        return await self._answer(verb, deadline_s)
+
+    async def _answer(self, verb: str, deadline_s: float) -> bytes:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._process.stdin.drain()
+                size = int.from_bytes(await self._process.stdout.readexactly(4), "little")
+                if size > MOST_BYTES:
+                    await self.close()
+                    raise Died(f"{verb} gave {size:,} bytes, more than {MOST_BYTES:,}")
+                worked, value = msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=tuple[bool, msgspec.Raw])
+        except TimeoutError:
+            await self.close()
+            raise Died(f"{verb} did not end within {deadline_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
+            await self.close()
+            raise Died(f"its process ended with {self._process.returncode} in {verb}: {last_line(self._log)}") from None
+        if not worked:
+            raise Failed(str(msgspec.msgpack.decode(value)))
+        return bytes(value)
+
+    async def close(self) -> None:
+        """End it and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()

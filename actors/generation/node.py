@@ -1,0 +1,35 @@
+"""`python -m actors.generation.node SPEC PART`: becomes part PART (1, 2, ...) of an SGLang server that is spread over hosts.
+
+SPEC is the worker's, which starts part 0 on its own host and alone speaks to the server. It ends with this process, and whoever
+started all parts starts them anew together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from actors.generation.sglang_args import default_command
+from actors.generation.spec import GenerationSpec, sglang_flags
+from actors.runtime.child import command_line
+from actors.runtime.context import ActorSpec
+
+
+def words_of(spec: GenerationSpec, part: int) -> list[str]:
+    """The command of one part. The API key stays with part 0, which has the only door."""
+    args = {**sglang_flags(spec, part), "model-path": spec.model_path}
+    return command_line(spec.server_command or default_command(), args)
+
+
+def main() -> None:
+    """Never returns."""
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
+    words = words_of(msgspec.convert(spec.room, GenerationSpec), int(sys.argv[2]))
+    os.execvp(words[0], words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Start a run as a job on a Ray cluster, from a host that need not be one of its nodes.
+
+miles-async ray submit CONFIG [--ray-address http://HEAD:8265] [-- FLAGS OF train]
+
+The job is `miles-async train CONFIG --launcher ray FLAGS` on the cluster, in the folder --working-dir, where CONFIG, model and data
+are found: a file system that all nodes see. What it prints is shown until it ends; Ctrl-C ends only that.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from miles_async.settings.errors import SettingsError
+
+PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"
+ENDED = {"SUCCEEDED": 0, "STOPPED": 130}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `ray`."""
+    parser.add_argument("action", choices=("submit",), help="What to do.")
+    parser.add_argument("config", help="Settings file, as the cluster sees it.")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="Flags of train, after --.")
+    parser.add_argument(
+        "--ray-address", default="auto", help="http://HEAD:8265 (the dashboard), HOST:PORT of the head, or auto (this host's)."
+    )
+    parser.add_argument("--working-dir", default="", help="Folder of the job on the cluster. Default: this one.")
+    parser.add_argument("--python", default="python", help="Python of the job on the cluster (default: %(default)s).")
+    parser.add_argument("--no-wait", action="store_true", help="Print the job's id and return.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The run's own end: 0, or 1 with what it printed last."""
+    if os.environ.get(PASSWORD):
+        raise SettingsError(
+            f"{PASSWORD} would be readable to all users of the cluster, as part of the job",
+            remedy=f"Put it into a file of yours on all nodes, and its path into {PASSWORD_FILE}.",
+        )
+    client = connected(args.ray_address)
+    known = {PASSWORD_FILE: os.environ[PASSWORD_FILE]} if os.environ.get(PASSWORD_FILE) else {}
+    try:
+        job = client.submit_job(entrypoint=entrypoint(args), runtime_env={"env_vars": known})
+    except RuntimeError as error:
+        raise SettingsError(f"the cluster refused the job: {' '.join(str(error).split())[:300]}") from None
+    print(f"job {job}; end it with miles-async stop, which drains it, not with ray job stop", flush=True)
+    return 0 if args.no_wait else asyncio.run(_follow(client, job))
+
+
+def entrypoint(args: argparse.Namespace) -> str:
+    """The job's command line, as the cluster's shell takes it."""
+    words = [args.python, "-m", "miles_async", "train", args.config, "--launcher", "ray", "--console", "plain", *args.flags]
+    return f"cd {shlex.quote(args.working_dir or str(Path.cwd()))} && exec {shlex.join(words)}"
+
+
+def connected(address: str) -> Any:
+    """A client of the cluster's jobs. SettingsError, one line, when there is none or it is of another Ray."""
+    try:
+        import ray
+        from ray.job_submission import JobSubmissionClient
+    except ModuleNotFoundError:
+        raise SettingsError("ray is not installed in this Python", remedy="pip install 'miles-async[ray]'.") from None
+    from miles_async.launcher.ray_cluster import check_address, refused
+
+    check_address(address)
+    try:
+        client = JobSubmissionClient(address)
+        theirs = str(getattr(client, "_server_ray_version", None) or ray.__version__)
+    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        raise refused(address, f"takes no jobs: {' '.join(str(error).split())[:300]}") from None
+    if theirs != ray.__version__:
+        raise refused(address, f"runs Ray {theirs}, this host has {ray.__version__}")
+    return client
+
+
+async def _follow(client: Any, job: str) -> int:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", flush=True)
+    return ENDED.get(str(client.get_job_status(job).value), 1)

@@ -1,0 +1,218 @@
+"""Keeps a run's actors, wherever they run: what follows when one ends. Where and how they are started is the placer's
+(local.py: on this host, ray_placer.py: on a Ray cluster)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from actors.runtime.context import ActorSpec
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
+from bus import Clock
+from bus.errors import printable
+from miles_async.launcher.restart import Ending, describe_exit, judge_exit
+
+_LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
+AGAIN_S = 1.0  # before an actor that lost its place through no fault of its own takes another
+
+
+class RunFailed(Exception):
+    """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame, EXIT_BUS_BACK
+    when the bus must be restored first, else 1."""
+
+    def __init__(self, text: str, *, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended. `code`: None = nobody can tell; `lines`: the last of its log, which lies at `log`; `moved`: why it
+    has to be placed anew through no fault of its own, else empty."""
+
+    code: int | None
+    lines: Sequence[str]
+    log: str
+    moved: str = ""
+
+
+class Process(Protocol):
+    """An actor's process, wherever it runs."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def ask_to_end(self) -> None: ...
+
+    async def stop(self, patience_s: float) -> bool:
+        """End it, politely first; False when it had to be killed."""
+        ...
+
+
+class Placer(Protocol):
+    """Where actors run, and how they are started there. `notes`: (kind, text) of everything an operator should know."""
+
+    notes: list[tuple[str, str]]
+
+    def add(self, spec: ActorSpec) -> None:
+        """Know of an actor; nothing is started."""
+        ...
+
+    async def place(self, spec: ActorSpec) -> None:
+        """Until there is a place for it; may be cancelled."""
+        ...
+
+    async def start(self, spec: ActorSpec) -> Process:
+        """Start it there, or adopt what an earlier launcher started with the same settings."""
+        ...
+
+    async def end_of(self, spec: ActorSpec, process: Process) -> End:
+        """Wait for its end."""
+        ...
+
+    async def open(self) -> None:
+        """All are added: end those of an earlier launcher that were not. SettingsError when there is no place for what is
+        needed."""
+        ...
+
+    async def follow(self, stop: asyncio.Event) -> None:
+        """Watch over the places until the end."""
+        ...
+
+    async def close(self) -> None:
+        """All have ended: give back what held their places."""
+        ...
+
+
+@dataclass(slots=True)
+class Kept:
+    """One actor in care: its spec, and the process that runs it now; None before the first."""
+
+    spec: ActorSpec
+    process: Process | None = None
+    failures: list[Ending] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
+
+class Supervisor:
+    """Keeps a set of actors alive. `furthest`: asked for the last training step that the run has ever made."""
+
+    def __init__(self, placer: Placer, clock: Clock, *, budget: int, furthest: Callable[[], int]) -> None:
+        self._placer = placer
+        self._clock = clock
+        self._budget = budget
+        self._furthest = furthest
+        self.kept: dict[str, Kept] = {}
+        self.notes = placer.notes
+        self._stopping = asyncio.Event()
+
+    def add(self, spec: ActorSpec) -> None:
+        """Take an actor into care; `watch` starts it."""
+        self.kept[spec.name] = Kept(spec)
+        self._placer.add(spec)
+
+    async def watch(self, kept: Kept) -> None:
+        """Start an actor and keep it until it is done; RunFailed when it cannot be kept."""
+        name, role = kept.spec.name, kept.spec.role
+        while await self._unless_stopping(self._placer.place(kept.spec)):
+            began = self._clock.monotonic()
+            kept.process = await self._placer.start(kept.spec)
+            if self._stopping.is_set():  # asked to drain while it started
+                kept.process.ask_to_end()
+            end = await self._placer.end_of(kept.spec, kept.process)
+            if self._stopping.is_set():
+                kept.done = True
+                return
+            if end.moved:
+                self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
+                await self._pause(AGAIN_S)
+                continue
+            now = self._clock.monotonic()
+            ending = Ending(now, end.code, self._furthest())
+            verdict = judge_exit(
+                name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
+            )
+            if verdict.action == "done":
+                kept.done = True
+                return
+            cause = last_words(end.lines)
+            if verdict.action == "give_up":
+                kept.done = True
+                status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
+                if end.code == EXIT_BUS_BACK:
+                    raise RunFailed(cause, status=status)
+                raise RunFailed(f"{verdict.reason}: {cause} Log: {end.log}", status=status)
+            text = f"{name} {describe_exit(end.code)} after {now - began:.1f} s: {cause}; restarting"
+            if verdict.action == "pause":
+                ending = replace(ending, pause_s=verdict.after_s)
+                text = f"{verdict.reason}: {cause}; tried again in {verdict.after_s:.0f} s, the run goes on without it"
+            kept.failures = [*kept.failures[-64:], ending]
+            self.notes.append(("restart", text))
+            await self._pause(verdict.after_s)
+
+    async def _pause(self, seconds: float) -> None:
+        """Cut short by the end of the run."""
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _unless_stopping(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether `work` was done; it is cancelled when the run ends before."""
+        doing, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            if not self._stopping.is_set():
+                await asyncio.wait((doing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+            return doing.done() and not self._stopping.is_set()
+        finally:
+            doing.cancel()
+            stopping.cancel()
+
+    def _is_spared(self, kept: Kept) -> bool:
+        """Whether the run can miss it for a while: peers do the same work now, or, of the recorder, what it has not written
+        stays on the bus."""
+        peers = [k for k in self.kept.values() if k.spec.role == kept.spec.role and k is not kept]
+        return kept.spec.role == "recorder" or any(peer.alive for peer in peers)
+
+    async def drain(self, *, timeout_s: float) -> list[str]:
+        """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter. The recorder goes
+        last, and has the others' last words on record then."""
+        self._stopping.set()
+        late: list[str] = []
+        for last in (False, True):
+            living = {
+                name: k.process
+                for name, k in self.kept.items()
+                if (k.spec.role == "recorder") == last and not k.done and k.process is not None and k.process.alive
+            }
+            obeyed = await asyncio.gather(*(process.stop(timeout_s) for process in living.values()))
+            late += [name for name, in_time in zip(living, obeyed, strict=True) if not in_time]
+        return late
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Last meaningful line of an actor's log, of which these are the last."""
+    for line in reversed(lines[-40:]):
+        if not line.startswith((" ", "  |", "Traceback", "During handling")):
+            return printable(_LOG_HEAD.sub("", line.strip())[:600])
+    return "no log line"
+
+
+def environment_of(role: str, threads: Mapping[str, int]) -> dict[str, str]:
+    """What every actor's process has in its environment. `threads`: CPU threads by role, else one."""
+    count = str(threads.get(role, 1))
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

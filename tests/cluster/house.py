@@ -1,0 +1,87 @@
+"""A run over the nodes of a Ray cluster on this machine, and what is done to the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from actors.runtime.child import free_port
+from bus import Bus, BusConfig
+from bus.messages.control import Event
+from bus.server.binary import find_server
+from bus.topology import EVENTS
+from tests.crash.house import Run, Tables, merged, toy_tables, until
+
+SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""A node that is gone is so for Ray after 2 s, not 15."""
+
+
+class NoServer:
+    """Redis ends with the test."""
+
+    def stop(self) -> None: ...
+
+
+class RayRun(Run):
+    """A run whose launcher is on the cluster's head, which holds no more than `head_cpus` of it."""
+
+    def __init__(self, toy: Path, home: Path, settings: Tables, *, head_cpus: int = 0, soon: bool = True) -> None:
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": SOON if soon else {}}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes: list[Any] = []
+        port = free_port()
+        self.url = f"redis://127.0.0.1:{port}"
+        words = f"{find_server().path} --bind 127.0.0.1 --port {port} --save '' --appendonly no --maxmemory-policy noeviction"
+        self.redis = subprocess.Popen(["sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
+        own: Tables = {"bus": {"bus_url": self.url}, "launch": {"launcher": "ray", "ray_address": self.cluster.address}}
+        super().__init__(home, merged(merged(toy_tables(toy, home, settings), own), {"launch": settings.get("launch", {})}))
+
+    def add(self, *, cpus: int = 2, **resources: Any) -> Any:
+        """Another node."""
+        self.nodes.append(self.cluster.add_node(num_cpus=cpus, **resources))
+        return self.nodes[-1]
+
+    def lose(self, node: Any) -> None:
+        """It is gone without a word."""
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def server(self) -> Any:
+        return NoServer()
+
+    def ask(self, question: Callable[[Bus], Any]) -> Any:
+        async def answer() -> Any:
+            async with Bus(BusConfig(url=self.url, run="r", deadline_s=10.0)) as bus:
+                return await question(bus)
+
+        return asyncio.run(answer())
+
+    def events(self, kind: str, actor: str = "") -> list[Event]:
+        """What was said on the bus, oldest first."""
+
+        async def find(bus: Bus) -> list[Event]:
+            found = [await bus.message(e) for e in await bus.scan_all(EVENTS) if e.fields["note"] == kind]
+            return [event for event in found if actor in ("", event.actor)]
+
+        return list(self.ask(find))
+
+    def until_it_serves(self, name: str, *, more_than: int = 0, seconds: float = 60.0) -> None:
+        """A worker has activated so many versions, and one more."""
+        until(f"{name} serves", lambda: len(self.events("activated", name)) > more_than, seconds=seconds)
+
+    def node_of(self, actor: str) -> Any:
+        """The node that an actor is on, as the launcher placed it."""
+        placed = [e.text for e in self.events("placed") if e.text.startswith(f"{actor} on ")]
+        wanted = placed[-1].partition("(node ")[2][:8]
+        return next((node for node in self.nodes if node.node_id.startswith(wanted)), None)
+
+    def clean(self) -> None:
+        super().clean()
+        self.cluster.shutdown()
+        self.redis.kill()
+        self.redis.wait(10)

@@ -1,0 +1,150 @@
+"""A run that Ray places: nodes that die, join and are drained, a launcher that dies, trainers over several nodes, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.house import RayRun
+from tests.crash.house import REPO, Tables, merged, until
+from tests.crash.judge import judge
+
+Make = Callable[..., RayRun]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
+
+SMALL: Tables = {"rollout": {"num_reward_workers": 1}, "launch": {"ray_wait_s": 60.0}}
+LONG = merged(SMALL, {"rollout": {"num_rollout": 100_000}})
+WAITING = merged(LONG, {"launch": {"min_workers": 1, "max_workers": 3}})
+
+
+def pids(run: RayRun) -> dict[str, list[int]]:
+    """Of all actors."""
+    return {file.stem: run.pids(file.stem) for file in (run.dir / "actors").glob("*.json")}
+
+
+def test_a_run_that_ray_places_ends_with_its_steps_and_leaves_nothing(ray_run: Make) -> None:
+    run = ray_run(merged(SMALL, {"rollout": {"num_rollout": 4}}), head_cpus=4)
+    run.start()
+    run.finish()
+    judge(run)
+    placed = [event.text.partition(" on ")[0] for event in run.events("placed")]
+    assert sorted(placed) == ["generation-0", "recorder, sampler, filter, partial", "reward-0", "trainer, publisher"]
+    assert not run.processes(), "a place of Ray's outlived the run"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> None:
+    run = ray_run(LONG, head_cpus=4)
+    node = run.add(cpus=4)
+    run.start()
+    run.until_step(2)
+    there = [event.text for event in run.events("placed") if f"(node {node.node_id[:8]}" in event.text]
+    assert there, run.story()
+    run.lose(node)
+    until("its actors to be placed anew", lambda: len(run.events("placed")) >= 4 + len(there))
+    step = run.step()
+    until("training to go on", lambda: run.step() >= step + 2)
+    assert not run.events("restart"), "a lost node counted as a crash"
+    assert {e.text.partition(": ")[2] for e in run.events("moved")} == {
+        f"node {node.node_ip_address} ({node.node_id[:8]}) is gone; it is placed anew"
+    }
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make) -> None:
+    run = ray_run(WAITING)
+    first, _ = run.add(cpus=3), run.add(cpus=1)
+    run.start()
+    run.until_step(1)
+    assert {e.actor for e in run.events("activated")} == {"generation-0"}
+    run.add(cpus=3)
+    for name in ("generation-1", "generation-2"):
+        run.until_it_serves(name)
+    run.lose(first)
+    step = run.step()
+    until("the rooms to be placed in their stead", lambda: run.step() >= step + 3)
+    assert any("its room is needed for" in event.text for event in run.events("leaving")), run.story()
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_the_next_launcher_finds_what_runs(ray_run: Make) -> None:
+    run = ray_run(LONG)
+    run.add(cpus=6)
+    run.start()
+    run.until_step(2)
+    before = pids(run)
+    assert run.launcher is not None
+    run.launcher.kill()
+    run.launcher.wait(10)
+    step = run.step()
+    until("training to go on without a launcher", lambda: run.step() > step)
+    run.start()
+    until("the second launcher", lambda: len(run.events("adopted")) >= len(before))
+    assert pids(run) == before
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_a_node_that_ray_drains_is_left_before_it_is_gone(ray_run: Make) -> None:
+    run = ray_run(merged(LONG, {"sglang": {"num_generation_workers": 1}}), head_cpus=0)
+    node, _ = run.add(cpus=4), None
+    run.start()
+    run.until_step(2)
+    other = run.add(cpus=4)
+    words = ["drain-node", "--address", run.cluster.address, "--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    words += ["--reason-message", "spot", "--deadline-remaining-seconds", "60"]
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], check=True, capture_output=True, timeout=60)
+    until("all to move", lambda: sum(f"(node {other.node_id[:8]}" in e.text for e in run.events("placed")) >= 4)
+    assert "checkpoint" in (run.dir / "logs" / "trainer.log").read_text()
+    run.lose(node)
+    step = run.step()
+    until("training to go on", lambda: run.step() >= step + 2)
+    assert not run.events("restart"), run.story()
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_a_trainer_over_two_nodes_outlives_one_of_its_ranks(ray_run: Make) -> None:
+    run = ray_run(merged(LONG, {"perf": {"actor_num_nodes": 2, "trainer_threads": 4}}))
+    for _ in range(2):
+        run.add(cpus=6)
+    run.start()
+    run.until_step(2)
+    [rank] = [p for p in run.processes() if "actors.trainer.follower" in p.cmdline()]
+    rank.kill()
+    step = run.step()
+    until("training to go on with new ranks", lambda: run.step() >= step + 2)
+    placed, parts = run.events("placed"), ("trainer, publisher", "part 1 of trainer")
+    first, other = (next(event for event in placed if part in event.text) for part in parts)
+    assert first.text[-9:-1] != other.text[-9:-1], "both on one node"
+    assert "trainer was killed by signal 9" in run.events("restart")[0].text
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) -> None:
+    run = ray_run(merged(SMALL, {"launch": {"ray_wait_s": 5.0}, "perf": {"trainer_threads": 8}}), head_cpus=1)
+    run.start()
+    assert run.join(seconds=120) == 2
+    said = run.output().splitlines()[-1]
+    assert "ray_wait_s = 5.0: no room for trainer (8 CPU); rooms (1 CPU, 1 CPU)" in said and "1 node(s)" in said, said
+    assert not run.processes()
+
+
+def test_without_a_cluster_one_line_says_so() -> None:
+    began = time.monotonic()
+    words = [sys.executable, "-m", "miles_async", "ray", "submit", "run.toml", "--ray-address", "127.0.0.1:1"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "ray_address = '127.0.0.1:1': does not answer" in done.stderr, time.monotonic() - began

@@ -1,0 +1,53 @@
+"""Flags of Miles for rollouts, data, evaluation and rewards: each is taken, or refused with its own reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.runtime.prompts import BadRow, parts_of
+from miles_async.settings.catalog import names
+from miles_async.settings.miles import why_not
+
+TAKEN = """
+--apply-chat-template --apply-chat-template-kwargs --balance-data --buffer-filter-path --chat-template-path
+--custom-agent-function-path
+--custom-config-path --custom-convert-samples-to-train-data-path --custom-generate-function-path --custom-reward-post-process-path
+--custom-rm-path --data-source-path --dynamic-sampling-filter-path --eval-config --eval-input-key --eval-interval --eval-label-key
+--eval-max-in-flight --eval-max-response-len --eval-prompt-data --eval-reward-key --eval-temperature --eval-tool-key --eval-top-k
+--eval-top-p --generate-tool-call-parser --group-rm --input-key --label-key --metadata-key --n-samples-per-eval-prompt
+--n-samples-per-prompt --num-epoch --num-rollout --over-sampling-batch-size --partial-rollout --prompt-data --reward-key --rm-type
+--rm-url --rollout-all-samples-process-path --rollout-batch-size --rollout-data-postprocess-path --rollout-max-context-len
+--rollout-max-prompt-len --rollout-max-response-len --rollout-sample-filter-path --rollout-seed --rollout-shuffle
+--rollout-skip-special-tokens --rollout-stop-token-ids --rollout-temperature --rollout-top-k --rollout-top-p
+--skip-eval-before-train --tool-key
+"""
+REFUSED = {
+    "--custom-async-data-buffer-path": "--buffer-filter-path",
+    "--custom-rollout-log-function-path": "metrics.md",
+    "--eval-function-path": "--eval-config",
+    "--eval-num-gpus": "--eval-share",
+    "--fetch-trajectory-retry-times": "no service",
+    "--generate-execute-tool-function-path": "session.tell",
+    "--generate-tool-specs-path": "--tools",
+    "--multimodal-keys": "text",
+    "--rollout-buffer-url": "no service",
+    "--rollout-external": "--engine external",
+    "--rollout-function-path": "--custom-generate-function-path",
+    "--rollout-stop": "--rollout-stop-token-ids",
+    "--rollout-submission-granularity": "one by one",
+    "--session-message-matcher": "agents.md",
+    "--use-session-server": "agents.md",
+}
+
+
+def test_each_flag_is_taken_or_refused_with_its_own_reason() -> None:
+    known = {"--" + name.replace("_", "-") for name in names()}
+    assert [flag for flag in TAKEN.split() if flag not in known] == []
+    assert {flag: why_not(flag) for flag, says in REFUSED.items() if flag in known or says not in why_not(flag)} == {}
+
+
+def test_a_prompt_with_a_picture_is_refused_in_one_line() -> None:
+    shown = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image", "image": "cat.png"}]}]
+    with pytest.raises(BadRow, match=r"'image'.*prompts are text, without pictures or sound"):
+        parts_of({"prompt": shown}, {"input_key": "prompt"}, chat=True)
+    assert parts_of({"prompt": [{"role": "user", "content": shown[0]["content"][:1]}]}, {"input_key": "prompt"}, chat=True)

@@ -1,0 +1,100 @@
+"""What of a run goes where on a Ray cluster, and what the other hosts of an actor run."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.generation.node import words_of
+from actors.generation.spec import GenerationSpec
+from miles_async.launcher.ray_units import Unit, no_room, parts_of, units_of
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from miles_async.settings.run import RunSettings
+
+ROOMS = [("recorder", "recorder"), ("trainer", "trainer"), ("publisher", "publisher"), ("sampler", "sampler")]
+ROOMS += [("reward-0", "reward"), ("reward-1", "reward"), ("generation-0", "generation"), ("generation-1", "generation")]
+
+
+def made(**given: object) -> RunSettings:
+    base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "p.jsonl", "num_rollout": 3, "rm_type": "math"}
+    return settings_from(**{**base, "launcher": "ray", "rollout_batch_size": 8, **given})
+
+
+def shape(units: list[Unit]) -> dict[str, list[tuple[tuple[str, ...], dict[str, float]]]]:
+    return {unit.name: [(bundle.actors, bundle.resources) for bundle in unit.bundles] for unit in units}
+
+
+def test_rooms_are_spread_and_the_publisher_is_with_the_trainer() -> None:
+    units = units_of(made(), ROOMS, gpus=False)
+    assert shape(units) == {
+        "trainer": [(("trainer", "publisher"), {"CPU": 1.0})],
+        "rooms": [(("recorder", "sampler"), {"CPU": 1.0}), (("reward-0",), {"CPU": 1.0}), (("reward-1",), {"CPU": 1.0})],
+        "generation-0": [(("generation-0",), {"CPU": 1.0})],
+        "generation-1": [(("generation-1",), {"CPU": 1.0})],
+    }
+    assert [unit.strategy for unit in units] == ["PACK", "SPREAD", "PACK", "PACK"]
+    assert all(unit.needed for unit in units)
+
+
+def test_gpus_go_with_ranks_and_engines_host_by_host() -> None:
+    settings = made(
+        engine="sglang", rollout_num_gpus=32, rollout_num_gpus_per_engine=16, sglang_nnodes=2, actor_num_nodes=2,
+        actor_num_gpus_per_node=8, min_workers=1, max_workers=2,
+    )  # fmt: skip
+    units = {unit.name: unit for unit in units_of(settings, ROOMS, gpus=True)}
+    assert [bundle.resources["GPU"] for bundle in units["trainer"].bundles] == [8.0, 8.0]
+    assert [bundle.resources["GPU"] for bundle in units["generation-1"].bundles] == [8.0, 8.0]
+    assert units["trainer"].whole and units["generation-0"].whole and not units["rooms"].whole
+    assert units["generation-0"].needed and not units["generation-1"].needed
+
+
+def test_engines_on_the_trainers_gpus_are_placed_with_it() -> None:
+    settings = made(engine="sglang", colocate=True, actor_num_gpus_per_node=2)
+    units = shape(units_of(settings, ROOMS, gpus=True))
+    assert units["trainer"] == [(("trainer", "publisher", "generation-0", "generation-1"), {"CPU": 2.0, "GPU": 2.0})]
+    assert set(units) == {"trainer", "rooms"}
+
+
+def test_ranks_of_other_hosts_are_told_where_they_meet() -> None:
+    told, ranks = parts_of(made(actor_num_nodes=2, actor_num_gpus_per_node=2), "trainer", "trainer", "10.0.0.7:12345")
+    assert told == {"train_master": "10.0.0.7:12345"}
+    found = [(rank.bundle, rank.variables["RANK"], rank.variables["LOCAL_RANK"]) for rank in ranks]
+    assert found == [(0, "1", "1"), (1, "2", "0"), (1, "3", "1")]
+    assert {(r.variables["MASTER_ADDR"], r.variables["MASTER_PORT"], r.variables["WORLD_SIZE"]) for r in ranks} == {
+        ("10.0.0.7", "12345", "4")
+    }
+
+
+def test_the_parts_of_an_engine_have_one_command_but_for_their_number() -> None:
+    settings = made(engine="sglang", rollout_num_gpus=16, rollout_num_gpus_per_engine=16, sglang_nnodes=2)
+    told, parts = parts_of(settings, "generation-0", "generation", "10.0.0.7:12345")
+    assert [(part.bundle, part.module, part.words) for part in parts] == [(1, "actors.generation.node", ("1",))]
+    spec = GenerationSpec(model_path="/m", engine="sglang", nodes=2, tp_size=16, server_command=("server",), **told)
+    first, second = (" ".join(words_of(spec, part)) for part in (0, 1))
+    assert "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.7:12345" in first
+    assert second == first.replace("--node-rank 0", "--node-rank 1")
+
+
+def test_a_refusal_says_what_has_no_place_and_what_there_is() -> None:
+    units = units_of(made(trainer_threads=4), ROOMS, gpus=False)
+    nodes = [{"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}}]
+    nodes += [{"NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {"CPU": 9.0}}]
+    assert no_room(units[:1], nodes, {"CPU": 1.0}) == (
+        "no room for trainer (4 CPU): the cluster's 1 node(s) have 10.0.0.1: 2 CPU; free: 1 CPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"launcher": "local", "max_workers": 4}, "launcher ray"),
+        ({"min_workers": 5, "max_workers": 4}, "above max_workers = 4"),
+        ({"launcher": "local", "engine": "sglang", "sglang_nnodes": 2}, "sglang_nnodes"),
+        ({"engine": "sglang", "rollout_num_gpus_per_engine": 3, "rollout_num_gpus": 3, "sglang_nnodes": 2}, "divisor"),
+        ({"train_master": "h:1"}, "launcher = ray starts all"),
+        ({"engine": "sglang", "use_router": True}, "our router"),
+    ],
+)
+def test_what_ray_cannot_place_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        made(**given)
