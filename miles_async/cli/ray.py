@@ -19,17 +19,22 @@ PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_
 ENDED = {"SUCCEEDED": 0, "STOPPED": 130}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `ray`."""
+def parse(words: list[str]) -> argparse.Namespace:
+    """What stands behind -- is train's: `flags`."""
+    from miles_async.cli.app import OneLineParser
+
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="miles-async ray", description=__doc__, allow_abbrev=False, formatter_class=raw)
     parser.add_argument("action", choices=("submit",), help="What to do.")
     parser.add_argument("config", help="Settings file, as the cluster sees it.")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="Flags of train, after --.")
     parser.add_argument(
         "--ray-address", default="auto", help="http://HEAD:8265 (the dashboard), HOST:PORT of the head, or auto (this host's)."
     )
     parser.add_argument("--working-dir", default="", help="Folder of the job on the cluster. Default: this one.")
     parser.add_argument("--python", default="python", help="Python of the job on the cluster (default: %(default)s).")
     parser.add_argument("--no-wait", action="store_true", help="Print the job's id and return.")
+    end = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:end], argparse.Namespace(flags=words[end + 1 :]))
 
 
 def run(args: argparse.Namespace) -> int:

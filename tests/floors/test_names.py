@@ -13,14 +13,13 @@ FILES = sources(*PACKAGES)
 # Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
 STAYS = {
     "actors/generation/endpoint/verifiers.py Played": "for users of verifiers: docs/agents.md",
-    "actors/generation/endpoint/verifiers.py rows": "a user's --data-source-path",
-    "actors/generation/endpoint/verifiers.py agent": "a user's --custom-agent-function-path",
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
     "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
+CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated"}  # asyncio
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
 CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states", "get_replay_topk"}  # megatron-core
 Use = tuple[str, str]

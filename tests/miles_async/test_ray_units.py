@@ -6,6 +6,7 @@ import pytest
 
 from actors.generation.node import words_of
 from actors.generation.spec import GenerationSpec
+from miles_async.cli.ray import entrypoint, parse
 from miles_async.launcher.ray_units import Unit, no_room, parts_of, units_of
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
@@ -98,3 +99,10 @@ def test_a_refusal_says_what_has_no_place_and_what_there_is() -> None:
 def test_what_ray_cannot_place_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         made(**given)
+
+
+def test_a_job_is_the_train_command_in_its_folder_with_what_stands_behind_the_dashes() -> None:
+    words = ["submit", "my run.toml", "--working-dir", "/shared/me", "--", "--bus-url", "redis://h:1"]
+    assert entrypoint(parse(words)) == (
+        "cd /shared/me && exec python -m miles_async train 'my run.toml' --launcher ray --console plain --bus-url redis://h:1"
+    )

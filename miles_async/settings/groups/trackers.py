@@ -22,19 +22,19 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
     wandb_host: Annotated[str | None, doc("URL of a server of your own.")] = None
     wandb_team: Annotated[str | None, doc("Entity that owns the project.")] = None
     wandb_project: Annotated[str | None, doc("Project. Unset: miles_async.")] = None
-    wandb_group: Annotated[str | None, doc("Group of runs.")] = None
+    wandb_group: Annotated[str | None, doc("Group that the run is shown in.")] = None
     wandb_run_id: Annotated[str | None, doc("Go on in this run. Unset: one id for all starts of the run.")] = None
-    use_mlflow: Annotated[bool, doc("Log to MLflow.")] = False
+    use_mlflow: Annotated[bool, doc("Log the run to MLflow.")] = False
     mlflow_tracking_uri: Annotated[
         str | None, doc("Server, or sqlite:///FILE. Unset: as MLFLOW_TRACKING_URI says, else MLflow's own choice.")
     ] = None
     mlflow_experiment_name: Annotated[str | None, doc("Experiment. Unset: miles_async.")] = None
     mlflow_run_name: Annotated[str | None, doc("Name shown. Unset: the run's.")] = None
     mlflow_run_id: Annotated[str | None, doc("Go on in this run. Unset: one for all starts of the run.")] = None
-    use_trackio: Annotated[bool, doc("Log to Trackio.")] = False
+    use_trackio: Annotated[bool, doc("Log the run to Trackio.")] = False
     trackio_project: Annotated[str | None, doc("Project. Unset: miles_async.")] = None
     use_prometheus: Annotated[bool, doc("Serve /metrics for Prometheus: all actors and streams of the run, one address.")] = False
-    prometheus_port: Annotated[int, doc("Its port.", ge=1, le=65535)] = 9090
+    prometheus_port: Annotated[int, doc("Port of --prometheus-host.", ge=1, le=65535)] = 9090
     prometheus_host: Annotated[
         str, doc("Its address. 0.0.0.0 lets other hosts ask; what it tells are numbers and names, without samples.")
     ] = "127.0.0.1"
