@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the crash matrix, three cases at a time; with MILES_ASYNC_CRASH=all also all variants of
+# Sets everything up in .venv and runs the crash matrix, over hosts too where they can be made (root), three cases at a time; with
+# MILES_ASYNC_CRASH=all also all variants of
 # its cases. Arguments go to pytest, e.g. -k redis
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,4 +8,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 prepare "[test]"
 export MILES_ASYNC_CRASH=${MILES_ASYNC_CRASH:-matrix} OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest -q -n 3 --dist worksteal tests/crash "$@"
+exec .venv/bin/python -m pytest -q -n 3 --dist worksteal tests/crash tests/hosts "$@"

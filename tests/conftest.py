@@ -16,7 +16,7 @@ from hypothesis import Phase, settings
 from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 
-WHOLE_RUNS = {"run_of", "far_run"}  # fixtures
+WHOLE_RUNS = {"run_of", "far_run", "ray_run"}  # fixtures
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

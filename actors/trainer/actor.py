@@ -22,7 +22,7 @@ from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
-from actors.trainer.batch_hooks import SETTINGS, BatchHooks
+from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
@@ -65,13 +65,7 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._followers = Followers(spec.ranks, context.spec.run_dir, spec.train_master)
         self._intake = Intake(context, vocabulary_of(spec.backend.published_as or spec.backend.hf_checkpoint))
-        self._hooks = BatchHooks(
-            context,
-            {name: getattr(spec, name) for name in SETTINGS},
-            deadline_s=spec.batch_hook_timeout_s,
-            model_dir=spec.backend.hf_checkpoint,
-            values=spec.hook_values,
-        )
+        self._hooks = BatchHooks(context, spec)
         self._refused = RefusedBatches(context, self._intake, self._backend, self._in_thread)
         self._saver = Saver(
             context,
@@ -268,7 +262,10 @@ class Trainer:
             return None
         self._refused.worked()
         self._step_knobs, self._step_epoch = self._tuned.used
-        for reason, flagged in result.flags.items():
+        asked_for = set(result.flags.get("removed", ()))  # by a function of the user's, which are counted
+        for reason, found in result.flags.items():
+            if not (flagged := [one for one in found if one not in asked_for]):
+                continue
             shown = ", ".join(flagged[:5])
             await self._context.event(
                 f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"

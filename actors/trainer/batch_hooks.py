@@ -19,6 +19,7 @@ from actors.runtime.context import Context
 from actors.runtime.miles import MilesSample, judged
 from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import Whole, WholeFailed
+from actors.trainer.spec import TrainerSpec
 from bus.messages.groups import GroupKept
 
 FILTER, CONVERT, POSTPROCESS = SETTINGS = (
@@ -44,14 +45,13 @@ class Unfit(Exception):
 
 
 class BatchHooks:
-    """Those that are set. `paths`: setting -> dotted path, empty = none. `values`: the user's, on `args` beside the settings."""
+    """Those that are set."""
 
-    def __init__(
-        self, context: Context, paths: dict[str, str], *, deadline_s: float, model_dir: str, values: dict[str, Any]
-    ) -> None:
-        self._context, self._values = context, values
-        self._decode = decoder_of(model_dir)
-        self._hooks = {name: Whole(context, name, path, deadline_s) for name, path in paths.items() if path}
+    def __init__(self, context: Context, spec: TrainerSpec) -> None:
+        self._context, self._values = context, spec.hook_values
+        self._decode = decoder_of(spec.backend.hf_checkpoint)
+        paths = {name: path for name in SETTINGS if (path := getattr(spec, name))}
+        self._hooks = {name: Whole(context, name, path, spec.batch_hook_timeout_s) for name, path in paths.items()}
 
     async def apply(self, groups: Sequence[GroupKept], samples: Sequence[Any]) -> bool:
         """Ask them about a batch, and change its training samples (in the order of `groups`) as they say. False: one failed, and

@@ -267,16 +267,17 @@ class Tail:
         self._wire = Wire(bus.config.url)
         self._restarts_seen = bus.link.server_restarts
         self._given: dict[str, deque[str]] = {}  # ids of the entries given out last, by stream
+        self._opened: dict[str, str] = {}  # positions at the start
         self.positions: dict[str, str] = {}
 
     async def open(self) -> None:
         """Resolve "$" to the present end, so that nothing written from now on is missed."""
         for stream in self._streams:
             if self._start != "$":
-                self.positions[stream.name] = self._start
+                self.positions[stream.name] = self._opened[stream.name] = self._start
                 continue
             newest = await self._bus.last(stream, SHARED)
-            self.positions[stream.name] = newest[0].id if newest else "0"
+            self.positions[stream.name] = self._opened[stream.name] = newest[0].id if newest else "0"
             self._given[stream.name] = deque((e.id for e in reversed(newest)), maxlen=GIVEN)
 
     async def close(self) -> None:
@@ -314,8 +315,7 @@ class Tail:
                 continue
             while known and not await self._bus.link.run("XRANGE", key, known[-1], known[-1]):
                 known.pop()
-            newest = await self._bus.last(stream) if self._start == "$" else []
-            self.positions[stream.name] = known[-1] if known else newest[0].id if newest else "0"
+            self.positions[stream.name] = known[-1] if known else self._opened.get(stream.name, "0")
 
 
 def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:

@@ -172,6 +172,15 @@ def routing_has_one_source(s: Flat) -> None:
         raise refusal("use_routing_replay", True, why, "Keep one of them.")
     if s.use_rollout_routing_replay and s.supervised:
         raise refusal("use_rollout_routing_replay", True, "no engine makes the responses of supervised training", "Leave it out.")
+    passes = s.num_steps_per_rollout > 1 and not (s.use_rollout_logprobs or s.interpolate_proximal or s.supervised)
+    if s.use_routing_replay and not passes:
+        raise refusal(
+            "use_routing_replay",
+            True,
+            "there is no log-prob pass whose experts the steps could take: the policy before the only step is the policy in it, or "
+            "old log-probs come from elsewhere",
+            "Leave it out, or use several steps per rollout without --use-rollout-logprobs and --interpolate-proximal.",
+        )
 
 
 def variables_are_text(s: Flat) -> None:

@@ -15,6 +15,7 @@ from actors.runtime.refusals import RunEnds
 from actors.trainer.batch_hooks import BatchHooks, Unfit, settled, train_data
 from actors.trainer.convert import to_samples
 from actors.trainer.objective import prepare_batch
+from actors.trainer.spec import TrainerSpec
 from bus import Commit, Out
 from bus.messages.groups import GroupKept
 from bus.messages.policy import StepDone
@@ -24,7 +25,7 @@ from miles_async.launcher.try_hooks import problem_of
 from tests.actors.house import messages, open_bus, put, running, scored, until
 from tests.actors.test_filter import issue
 from tests.actors.test_trainer_trajectories import episode
-from tests.declared import objective_of
+from tests.declared import backend_of, objective_of, room_of
 from tests.miles_async.test_try_hooks import SAMPLE, Ask
 
 FILTER, CONVERT, POST = (
@@ -77,7 +78,8 @@ def puts_back(args: Any, groups: Any, data_source: Any) -> None:
 
 def hooks(context: Context, deadline_s: float = 5.0, **paths: Any) -> BatchHooks:
     named = {name: f"{__name__}.{hook.__name__}" for name, hook in paths.items()}
-    return BatchHooks(context, named, deadline_s=deadline_s, model_dir="", values={"theirs": 1})
+    rest = {"backend": backend_of(hf_checkpoint=""), "weights_dir": "", "num_rollout": 1, "hook_values": {"theirs": 1}}
+    return BatchHooks(context, room_of(TrainerSpec, **rest, batch_hook_timeout_s=deadline_s, **named))
 
 
 def batch() -> tuple[GroupKept, ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.crash.house import Run, Tables, toy_tables
+from tests.crash.house import REPO, WARM, Run, Tables, toy_tables, until
 from tests.crash.toy import make_toy
 
 HERE = Path(__file__).parent
@@ -79,8 +81,24 @@ def toy() -> Iterator[Path]:
         yield make_toy(Path(directory) / "toy")
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Path | None]:
+    """Socket of the warm server; None where there can be none."""
+    if sys.platform != "linux":
+        yield None
+        return
+    with TemporaryDirectory(prefix="ma-warm-") as directory:
+        socket = Path(directory) / "socket"
+        words = [sys.executable, "-P", str(WARM / "server.py"), str(socket), "-" * 2000]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TOKENIZERS_PARALLELISM": "false"}
+        with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as server:  # it ends when its stdin does
+            until("the warm server", socket.exists, seconds=60)
+            yield socket
+            server.communicate(timeout=30)
+
+
 @pytest.fixture
-def run_of(toy: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
+def run_of(toy: Path, warm: Path | None, request: pytest.FixtureRequest) -> Iterator[Launch]:
     """Makes a Run with settings over the usual ones; all its processes are gone at the end."""
     made: list[Run] = []
     with TemporaryDirectory(prefix="ma-crash-") as directory:
@@ -88,7 +106,7 @@ def run_of(toy: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
         def make(settings: Tables | None = None) -> Run:
             home = Path(directory) / str(len(made))
             home.mkdir()
-            made.append(Run(home, toy_tables(toy, home, settings)))
+            made.append(Run(home, toy_tables(toy, home, settings), warm))
             return made[-1]
 
         try:

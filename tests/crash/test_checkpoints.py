@@ -11,7 +11,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import Run, until
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 
 def trained(run: Run) -> Run:

@@ -15,7 +15,7 @@ from tests.crash.house import evaluating, merged, until
 from tests.crash.judge import judge
 from tests.crash.test_stop import PEERS, outlast_a_lease
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 SLICED: dict[str, dict[str, Any]] = {"rollout": {"max_tokens_per_slice": 16}}
 ABORTING: dict[str, dict[str, Any]] = {"sglang": {"pause_generation_mode": "abort"}}

@@ -14,7 +14,7 @@ from tests.crash.house import REPO, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
 from tests.crash.test_detach import command, go_on
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 LONG: Tables = {"rollout": {"num_rollout": 30}}
 LONGER: Tables = {"rollout": {"num_rollout": 50}, "sglang": {"num_generation_workers": 2}}

@@ -18,7 +18,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, Run, Tables, merged, until
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 LONG: Tables = {"rollout": {"num_rollout": 30}}
 

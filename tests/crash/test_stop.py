@@ -13,7 +13,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, until
 from tests.crash.judge import judge
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 PEERS: dict[str, dict[str, Any]] = {
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},

@@ -10,7 +10,7 @@ from tests.crash.judge import judge
 from tests.system.test_colocate import SHARED, turns_alternate
 from tests.system.test_weight_transports import story
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 CASES = [
     pytest.param("trainer:turn_taken:2", id="the-trainer-before-its-memory-is-back"),

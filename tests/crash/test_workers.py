@@ -14,7 +14,7 @@ from tests.crash.house import Run, until
 from tests.crash.judge import judge
 from tests.crash.mischief import join
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 TWO: dict[str, dict[str, Any]] = {
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},

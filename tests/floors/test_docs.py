@@ -56,11 +56,16 @@ def test_every_file_and_function_that_a_page_names_exists(page: Path) -> None:
     assert not missing
 
 
+MADE = ("flags.md", "flags-of-miles.md")  # by scripts/docs_site.py, when the site is built
+
+
 @each(lambda: PAGES)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     broken = []
     for target, anchor in LINK.findall(text_of(page)):
         to = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        if to.name in MADE:
+            continue
         if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to.relative_to(ROOT))):
             broken.append(target + anchor)
     assert not broken

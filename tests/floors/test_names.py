@@ -12,6 +12,9 @@ from tests.floors.tree import PACKAGES, each, parse, sources
 FILES = sources(*PACKAGES)
 # Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
 STAYS = {
+    "actors/generation/endpoint/verifiers.py Played": "for users of verifiers: docs/agents.md",
+    "actors/generation/endpoint/verifiers.py rows": "a user's --data-source-path",
+    "actors/generation/endpoint/verifiers.py agent": "a user's --custom-agent-function-path",
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",

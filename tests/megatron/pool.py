@@ -1,5 +1,5 @@
-"""Four processes that meet over gloo, started once for all files: each job is a function of a file and runs on the first n. They
-are forked from one that has loaded the libraries, which takes longer than their jobs."""
+"""Four processes that meet over gloo, started once for all files: each job is a function of a file and runs on the first n.
+They are forked from one that has loaded the libraries, which takes longer than their jobs."""
 
 from __future__ import annotations
 

@@ -224,6 +224,10 @@ def test_groups_are_trained_in_parts_only_where_that_means_something(policy):
 def test_experts_are_replayed_from_one_source_and_where_there_are_any():
     with pytest.raises(SettingsError, match=r"use_routing_replay.*cannot go together with use_rollout_routing_replay"):
         make(use_routing_replay=True, use_rollout_routing_replay=True)
-    for name in ("use_routing_replay", "use_rollout_routing_replay"):
-        with pytest.raises(SettingsError, match=f"{name}.*the model has no experts"):
-            check_model(make(**{name: True}))
+    several = {"num_steps_per_rollout": 2, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    for without_pass in ({}, several | {"use_rollout_logprobs": True}):
+        with pytest.raises(SettingsError, match=r"use_routing_replay.*there is no log-prob pass"):
+            make(use_routing_replay=True, **without_pass)
+    for settings in ({"use_rollout_routing_replay": True}, several | {"use_routing_replay": True}):
+        with pytest.raises(SettingsError, match=r"routing_replay.*the model has no experts"):
+            check_model(make(**settings))

@@ -179,7 +179,7 @@ async def test_a_rate_is_what_was_appended_and_unknown_after_a_pause(redis_url: 
         assert looks.rate("prompts") is None
 
 
-def test_a_port_that_is_taken_is_refused_in_one_line(
+def test_a_port_that_is_taken_or_none_is_refused_in_one_line(
     redis_url: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run_file(tmp_path / run_name, run=run_name, bus_url=redis_url)
@@ -187,9 +187,10 @@ def test_a_port_that_is_taken_is_refused_in_one_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        status = app.main(["console", run_name, "--runs-dir", str(tmp_path), "--port", str(port)])
-    err = capsys.readouterr().err
-    assert status == 2 and err.count("\n") == 1 and f"--port = {port}: cannot listen on 127.0.0.1:{port}" in err
+        for wanted in (port, 99999):
+            status = app.main(["console", run_name, "--runs-dir", str(tmp_path), "--port", str(wanted)])
+            err = capsys.readouterr().err
+            assert status == 2 and err.count("\n") == 1 and f"--port = {wanted}: cannot listen on 127.0.0.1:{wanted}" in err
 
 
 def test_an_ended_run_is_shown_from_a_copy_and_cannot_be_changed(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def visit(v: Visitor, page: Page, say: Callable[[int], None]) -> None:
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys("2", Keys.ENTER)
     v.sees("#panel-knobs .log", "max_weight_staleness = 2")
+    v.sees("#panel-knobs [role=status]", "epoch 1: max_weight_staleness = 2, at: next")
     v.opens("dead")
     v.sees("#panel-dead article", "no room <b>here</b>")
     v.one("#panel-dead [aria-label='retry g4/0']").send_keys(Keys.ENTER)

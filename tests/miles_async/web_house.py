@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec.structs import replace
 
 from actors.recorder import samples
 from actors.recorder.feed import Feed
@@ -17,7 +18,7 @@ from bus import Bus
 from miles_async.console.live import run_console
 from miles_async.console.web.app import serve
 from miles_async.settings.runs import write_run_file
-from tests.miles_async.console_data import Story, config
+from tests.miles_async.console_data import ROOMS, Story, config, vitals
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> the answer is 4"
 
@@ -55,6 +56,16 @@ class Page:
                         return
 
 
+async def beat(bus: Bus, stop: asyncio.Event) -> None:
+    """Every actor lives on, on a slow host too; woken by time or the end."""
+    actors = [vitals(name) for name in ROOMS] + [vitals(f"generation-{i}", "generation", version=1) for i in range(2)]
+    while not stop.is_set():
+        for actor in actors:
+            await bus.set_vitals(actor.actor, replace(actor, wall=bus.clock.wall()))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+
+
 @asynccontextmanager
 async def console(url: str, run: str, runs_dir: Path, *, read_only: str = "") -> AsyncIterator[Page]:
     """The console of a run on which the whole story has happened; logged in."""
@@ -70,6 +81,7 @@ async def console(url: str, run: str, runs_dir: Path, *, read_only: str = "") ->
         await Story(bus).whole()
         feed = Feed(bus)
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(beat(bus, stop))
             tasks.create_task(run_console(bus, feed, mode="none", total_steps=3, stop=stop))
             tasks.create_task(
                 serve(bus, feed, folder, total_steps=3, port=0, read_only=read_only, stop=stop, say=printed.put_nowait)

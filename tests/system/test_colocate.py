@@ -12,9 +12,9 @@ from bus.messages.policy import Restored, StepDone, Turn
 from tests.crash.conftest import Launch
 from tests.crash.house import merged, until
 from tests.crash.judge import judge
-from tests.system.test_weight_transports import ON_POLICY, story, ways
+from tests.system.test_weight_transports import ON_POLICY, story, travelled, ways
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(1200)
 
 STEPS = 5
 SHARED: dict[str, dict[str, Any]] = {
@@ -50,11 +50,8 @@ def released(events: list[Event]) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
-    """With the bound at 2 behind a router, which may send a request to an engine that has just stood aside."""
-    checked = {"sglang": {"check_weight_update_equal": True, "use_router": staleness == 2}}
-    run = run_of(merged(merged(SHARED, checked), ON_POLICY if staleness == 0 else {}))
+def test_trainer_and_engines_take_turns(run_of: Launch) -> None:
+    run = run_of(merged(merged(SHARED, {"sglang": {"check_weight_update_equal": True}}), ON_POLICY))
     run.start()
     run.finish()
     judge(run)
@@ -62,28 +59,29 @@ def test_trainer_and_engines_take_turns(staleness: int, run_of: Launch) -> None:
     turns_alternate(policy)
     both = {"generation-0", "generation-1"}
     assert all(who == both for who in released(events).values()) and len(released(events)) > 1
-    assert "ipc" in ways(events)
-    steps = [m.metrics for m in policy if isinstance(m, StepDone)]
-    assert len(steps) == STEPS and all("perf/turn_s" in metrics for metrics in steps)
-    if staleness == 0:
-        gaps = [metrics["train/train_rollout_logprob_abs_diff"] for metrics in steps]
-        assert max(gaps) < 1e-4, gaps
+    assert all("perf/turn_s" in m.metrics for m in policy if isinstance(m, StepDone))
+    travelled("ipc", policy, events)
 
 
 def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch) -> None:
-    """At the stop the engines leave for good, so the trainer does not wait for them to save its last step. Before it a worker
-    dies after it gave its memory for a turn, and nobody waits for it."""
-    patient = {"launch": {"drain_timeout_s": 60.0}}
-    run = run_of(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}, **patient}))
+    """With the bound at 2 behind a router, which may send a request to an engine that has just stood aside. At the stop the
+    engines leave for good, so the trainer does not wait for them to save its last step. Before it a worker dies after it gave its
+    memory for a turn, and nobody waits for it."""
+    patient = {"launch": {"drain_timeout_s": 60.0}, "sglang": {"check_weight_update_equal": True, "use_router": True}}
+    run = run_of(merged(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}}), patient))
     run.start(fault="generation-1:released:2:KILL")
     until("a death in a turn", lambda: run.struck)
     run.until_step(2)
     run.drain()
-    stopped_at = run.saved()
+    stopped_at, events_before = run.saved(), len(story(run)[1])
     run.start()
     run.finish()
     judge(run)
-    policy, _ = story(run)
+    policy, events = story(run)
+    both = {"generation-0", "generation-1"}
+    undisturbed = released(events[events_before:])
+    assert all(who == both for who in undisturbed.values()) and len(undisturbed) > 1
+    assert "ipc" in ways(events)
     restored = [m.step for m in policy if isinstance(m, Restored)]
     assert restored[-1] == stopped_at >= 2, restored
     turns_alternate(policy)

@@ -17,7 +17,7 @@ from tests.crash.conftest import Launch
 from tests.crash.house import REPO, Run, Tables, merged
 from tests.crash.judge import judge
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 BEGINNER = replace(
     COLUMNS,

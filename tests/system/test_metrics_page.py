@@ -15,7 +15,7 @@ from miles_async.quickstart.task import WarmStart
 from tests.crash.conftest import Launch
 from tests.crash.house import REPO, merged
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 LESSONS = WarmStart(learn_steps=100, careless_steps=8, batch_size=24, development=50, accepted=(0.0, 1.0))
 BEGINNER = replace(ARITHMETIC, lessons=LESSONS)

@@ -15,7 +15,7 @@ from tests.crash.judge import judge
 from tests.crash.toy import make_toy
 from tests.engine.conftest import engine_process
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 def as_fp8(source: Path, target: Path) -> Path:
     """A copy of a model directory, quantised in blocks that no shape is a multiple of."""

@@ -8,12 +8,14 @@ import pytest
 
 from actors.trainer.record import read_record
 from bus.messages.base import unpack_ints
+from bus.messages.policy import PolicyAnnounced
 from tests.crash.conftest import Launch
 from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
 from tests.system.test_train import command, records
+from tests.system.test_weight_transports import story, ways
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run_of: Launch, toy: Path) -> None:
@@ -23,12 +25,16 @@ def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run
             "rollout": {"num_rollout": 6, "rollout_batch_size": 16, "n_samples_per_prompt": 1, "over_sampling_batch_size": 32},
             "grpo": {"use_tis": False, "loss_type": "sft", "loss_agg_mode": "token-mean"},
             "optimizer": {"lr": 0.01},
+            "sglang": {"update_weight_transport": "ipc", "check_weight_update_equal": True},
         },
     )
     run = run_of(settings)
     run.start()
     assert run.join() == 0, run.story()
     judge(run)
+    policy, events = story(run)
+    assert {m.manifest.transport for m in policy if isinstance(m, PolicyAnnounced)} == {"ipc"} and "ipc" in ways(events)
+    assert all(e.data["compared"] > 5 for e in events if e.kind == "activated" and e.data["transport"] == "ipc")
     losses = [step["metrics"]["train/loss"] for step in records(run, "step")]
     assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
     # The first one was asked for at step 0, and is reported under the version that made most of it, which may be the next.

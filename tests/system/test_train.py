@@ -14,7 +14,7 @@ from tests.crash.house import REPO, evaluating, merged
 from tests.crash.judge import judge
 from tests.crash.test_detach import assert_ended_run_can_be_asked, contents
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 def command(run, *words: str) -> subprocess.CompletedProcess[str]:
     """A miles-async command in the run's home."""
@@ -89,7 +89,7 @@ def test_users_mistakes_are_refused_in_one_line_before_anything_starts(run_of: L
     run = run_of()
     for flags, named in cases.items():
         run.start(flags=flags)
-        assert run.join(seconds=60) == 2, (flags, run.story())
+        assert run.join() == 2, (flags, run.story())
         last = (run.home / "launcher.log").read_text().strip().splitlines()[-1]
         assert named in last, (flags, last)
     log = (run.home / "launcher.log").read_text()

@@ -131,7 +131,15 @@ def test_damaged_experts_cost_their_sample_the_replay_and_nothing_else(moe: Path
     second.experts = second.experts[:, :-1]
     third.experts[0, 0] = EXPERTS
     fourth.experts = fourth.experts[:1]  # the others are not known
-    result = backend_on(moe, use_rollout_routing_replay=True).train_step(batch)
+    logp = []
+    for replays in (False, True):
+        backend = backend_on(moe, use_rollout_routing_replay=replays)
+        packed = backend.core.pack(batch.samples)
+        logp.append(backend.core.score("old_logp", packed, [[((0, 1, 2, 3), packed.micro_batch((0, 1, 2, 3), CPU))]]))
+    first = packed.first_response[3]
+    assert torch.allclose(logp[0][:first], logp[1][:first], atol=1e-5)
+    assert not torch.allclose(logp[0][first:], logp[1][first:], atol=1e-3)
+    result = backend.train_step(batch)
     ids = [s.train.sample_id for s in batch.samples]
     assert {k: v for k, v in result.flags.items() if k.startswith("routing")} == {
         "routing_missing": [ids[0]], "routing_wrong_shape": [ids[1]], "routing_out_of_range": [ids[2]],

@@ -104,6 +104,7 @@ def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -
         raise Refused(f"{path} lacks {len(lost)} tensors of its model, first {lost[0]}. Give complete safetensors.")
     hf = hf.to(torch.float32)
     experts.prepare(hf)
+    hf.get_input_embeddings().padding_idx = None  # or the embedding of the token that pads elsewhere would not be trained
     for p in hf.parameters():
         p.requires_grad_(trainable)
     if trainable and gradient_checkpointing:

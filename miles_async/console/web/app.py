@@ -6,7 +6,6 @@ Always true: a page that reads slowly delays nobody else; it gets the newest sta
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,10 +110,8 @@ async def _listen(runner: web.AppRunner, port: int) -> int:
         try:
             site = web.TCPSite(runner, HOST, wanted)
             await site.start()
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE and not wanted:
-                raise
+        except (OSError, OverflowError):
             continue
         return int(runner.addresses[0][1])
-    why = f"cannot listen on {HOST}:{port}: it is taken, or not yours"
+    why = f"cannot listen on {HOST}:{port}: it is taken, not yours, or none"
     raise SettingsError(why, field="--port", value=port, remedy="Choose another.")

@@ -164,8 +164,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_routing_replay: Annotated[
         bool,
         doc(
-            "Mixture of experts: the steps of a rollout take the experts that the trainer's own log-prob pass chose. Without that "
-            "pass (one step per rollout) nothing is fixed."
+            "Mixture of experts: the steps of a rollout take the experts that the trainer's own log-prob pass chose. Needs "
+            "several steps per rollout."
         ),
     ] = False
     use_opsm: Annotated[

@@ -19,13 +19,14 @@ export class Dead {
 
   opened() {
     this.open = true;
+    this.note = ""; // what was done last; it stays while the list is read again
     this.load();
   }
 
-  async load(said) {
+  async load() {
     try {
       const letters = await ask("/api/dead");
-      this.said.textContent = [said, letters.length ? plural(letters.length, "dead letter") : "no dead letters"].filter(Boolean).join(" · ");
+      this.said.textContent = [this.note, letters.length ? plural(letters.length, "dead letter") : "no dead letters"].filter(Boolean).join(" · ");
       this.list.replaceChildren(...letters.map((letter) => this.letter(letter)));
     } catch (error) {
       this.said.textContent = error.message;
@@ -35,7 +36,8 @@ export class Dead {
   letter(letter) {
     const act = async (what) => {
       try {
-        await this.load((await ask("/api/dead", { id: letter.id, act: what })).text);
+        this.note = (await ask("/api/dead", { id: letter.id, act: what })).text;
+        await this.load();
       } catch (error) {
         this.said.textContent = error.message;
       }

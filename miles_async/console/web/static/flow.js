@@ -55,7 +55,8 @@ export class Flow {
   show(state) {
     const flow = state.flow;
     if (!flow) return;
-    say(this.credit, `${plural(flow.open_groups, "open group")}: freed when trained and active, dropped or dead`);
+    const unsaved = flow.streams.groups.unsaved; // trained: open only until a checkpoint holds their step
+    say(this.credit, `${plural(Math.max(0, flow.open_groups - unsaved), "open group")}: freed when trained and active, dropped or dead`);
     for (const [name, parts] of Object.entries(this.rooms)) {
       const room = flow.rooms[name];
       const many = room && room.alive > 1 ? ` ×${room.alive}` : "";

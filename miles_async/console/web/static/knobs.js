@@ -27,6 +27,7 @@ export class Knobs {
 
   opened() {
     this.open = true;
+    this.note = ""; // what was changed last; it stays while the list is read again
     this.load();
   }
 
@@ -44,7 +45,7 @@ export class Knobs {
       this.said.textContent = error.message;
       return;
     }
-    this.said.textContent = `epoch ${found.epoch}${this.readOnly ? `; ${this.readOnly}` : ""}`;
+    this.said.textContent = [this.note, this.note.startsWith(`epoch ${found.epoch}:`) ? "" : `now epoch ${found.epoch}`, this.readOnly].filter(Boolean).join("; ");
     const names = Object.keys(found.knobs);
     const order = [...FIRST.filter((name) => names.includes(name)), ...names.filter((name) => !FIRST.includes(name))];
     const typed = new Map([...this.list.querySelectorAll(".typed")].map((field) => [field.name, field.value]));
@@ -75,10 +76,8 @@ export class Knobs {
       try {
         const made = await ask("/api/knobs", { values: { [name]: field.value }, reason: this.reason.value });
         field.classList.remove("typed");
-        this.said.textContent = `epoch ${made.epoch}: ${Object.entries(made.values).map(([k, v]) => `${k} = ${v}`).join(", ")}, at: ${knob.applies}`;
-        const said = this.said.textContent;
+        this.note = `epoch ${made.epoch}: ${Object.entries(made.values).map(([k, v]) => `${k} = ${v}`).join(", ")}, at: ${knob.applies}`;
         await this.load();
-        this.said.textContent = said;
       } catch (refused) {
         error.textContent = refused.message;
         field.setAttribute("aria-invalid", "true");
@@ -100,8 +99,8 @@ export class Knobs {
     const back = async () => {
       try {
         const made = await ask("/api/knobs", { revert: patch.epoch, reason: this.reason.value });
-        this.said.textContent = `epoch ${made.epoch}: back to epoch ${patch.epoch}`;
-        this.load();
+        this.note = `epoch ${made.epoch}: back to epoch ${patch.epoch}`;
+        await this.load();
       } catch (refused) {
         this.said.textContent = refused.message;
       }

@@ -11,7 +11,7 @@ import { Events, Drops } from "./events.js";
 import { Dead } from "./dead.js";
 
 const state = { clock: 0 }; // the sections, and the server's wall less ours
-export const now = () => Date.now() / 1000 + state.clock;
+const now = () => Date.now() / 1000 + state.clock;
 
 const go = (name) => tabs.find((tab) => tab.name === name)?.open();
 const parts = {
