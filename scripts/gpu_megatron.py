@@ -268,15 +268,21 @@ def one_case(args: argparse.Namespace, case: str) -> None:
     run = {"tiny": lambda: tiny(args), "resume": lambda: resume(args), "record": lambda: record(args),
            "curve": lambda: curve(args, megatron=rest == "megatron"),
            "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}[kind]  # fmt: skip
+    keep(args.out / f"{case}.json", case, run())
+
+
+def keep(file: Path, case: str, values: Iterator[dict[str, Any]]) -> None:
+    """Writes what a case has found after each number, and how it failed."""
     found: dict[str, Any] = {"case": case, "done": False}
-    file, began = args.out / f"{case}.json", time.monotonic()
+    began = time.monotonic()
     try:
-        for more in run():
+        for more in values:
             found |= more
             file.write_text(json.dumps(found, indent=1))
-            print(case, json.dumps(more)[:600], flush=True)
+            print(case, json.dumps(more)[:700], flush=True)
         found["done"] = True
-    except BaseException:
+    except BaseException as error:
+        found["too_large"] = type(error).__name__ in ("NoRoom", "OutOfMemoryError")
         found["error"] = traceback.format_exc()[-4000:]
         raise
     finally:

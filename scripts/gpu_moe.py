@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,21 +253,7 @@ def one_case(args: argparse.Namespace, case: str) -> None:
     kind, _, rest = case.partition("-")
     run = {"engine": lambda: engine(args), "replay": lambda: replay(args, megatron=rest == "megatron"),
            "speed": lambda: speed(args, megatron=rest == "megatron")}[kind]  # fmt: skip
-    found: dict[str, Any] = {"case": case, "done": False}
-    file, began = args.out / f"{case}.json", time.monotonic()
-    try:
-        for more in run():
-            found |= more
-            file.write_text(json.dumps(found, indent=1))
-            print(case, json.dumps(more)[:700], flush=True)
-        found["done"] = True
-    except BaseException as error:
-        found["too_large"] = type(error).__name__ in ("NoRoom", "OutOfMemoryError")
-        found["error"] = traceback.format_exc()[-4000:]
-        raise
-    finally:
-        found["case_s"] = time.monotonic() - began
-        file.write_text(json.dumps(found, indent=1))
+    runs.keep(args.out / f"{case}.json", case, run())
 
 
 def _too_large(file: Path) -> bool:

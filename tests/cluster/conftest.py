@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash.conftest import toy
+from tests.crash.conftest import leave_out_slow, toy
 from tests.crash.house import REPO
 
 pytest.importorskip("ray")
@@ -20,11 +19,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for."""
-    if os.environ.get("MILES_ASYNC_CRASH", "") in ("matrix", "all"):
-        return
-    left_out = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    leave_out_slow(config, items, HERE)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,11 +37,17 @@ VARIANTS = (
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for."""
+    leave_out_slow(config, items, HERE, VARIANTS)
+
+
+def leave_out_slow(config: pytest.Config, items: list[pytest.Item], folder: Path, variants: Sequence[str] = ()) -> None:
+    """Of a folder's slow tests those that MILES_ASYNC_CRASH does not ask for: `matrix` asks for all but those with one of
+    `variants` in their names, `all` for all."""
     asked = os.environ.get("MILES_ASYNC_CRASH", "")
     if asked == "all":
         return
-    here = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
-    left_out = here if asked != "matrix" else [i for i in here if any(part in i.name for part in VARIANTS)]
+    here = [i for i in items if i.path.is_relative_to(folder) and i.get_closest_marker("slow") is not None]
+    left_out = here if asked != "matrix" else [i for i in here if any(part in i.name for part in variants)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -19,7 +19,7 @@ from bus import Bus, BusConfig
 from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
-from tests.crash.conftest import toy
+from tests.crash.conftest import leave_out_slow, toy
 from tests.crash.house import REPO, Run, Tables, merged, toy_tables, until
 from tests.hosts.net import Host, Net, why_not
 
@@ -29,11 +29,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for."""
-    if os.environ.get("MILES_ASYNC_CRASH", "") in ("matrix", "all"):
-        return
-    left_out = [i for i in items if i.path.is_relative_to(HERE) and i.get_closest_marker("slow") is not None]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    leave_out_slow(config, items, HERE)
 
 
 class FarRun(Run):
