@@ -120,8 +120,11 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                pass  # it died with an order unread
 
 
 def _tell(future: asyncio.Future[Any], value: int | None) -> None:

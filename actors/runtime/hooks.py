@@ -13,7 +13,9 @@ from actors.runtime.run import Refused
 
 
 def load_hook(path: str, kind: Any = None) -> Any:
-    """The function named by `path`; Refused names what is missing."""
+    """The function named by `path`; Refused names what is missing. Its bytecode is not kept: Python would take it for a file that
+    was changed in the same second without growing."""
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         if ".py:" in path:
             file, _, name = path.rpartition(":")
@@ -32,6 +34,8 @@ def load_hook(path: str, kind: Any = None) -> Any:
         raise Refused(
             f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function."
         ) from error
+    finally:
+        sys.dont_write_bytecode = kept
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook

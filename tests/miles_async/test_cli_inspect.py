@@ -14,7 +14,7 @@ import pytest
 
 from actors.recorder.file import FILE
 from bus import Bus
-from bus.topology import POLICY, PROMPTS
+from bus.topology import POLICY, PROMPTS, STREAMS
 from miles_async.cli import app
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
@@ -93,7 +93,7 @@ def test_an_entry_is_found_by_its_sample_alone(whole):
 
 def test_bus_ls_lists_every_stream(whole):
     status, out, _ = whole.ask("bus", "ls")
-    assert (status, len(out.splitlines())) == (0, 18)
+    assert (status, len(out.splitlines())) == (0, len(STREAMS) + 1)
     status, found = whole.ask_json("bus", "ls")
     assert found["streams"]["scored"]["readers"][0]["oldest_owner"] == "filter"
 
