@@ -13,6 +13,7 @@ import msgspec
 from actors.runtime.child import PYTHON, die_with_parent, last_line
 
 BOOT_S = 120.0
+END_S = 5.0
 MOST_BYTES = 100_000  # of an answer: it travels inline on a log
 
 
@@ -75,7 +76,12 @@ class Host:
         return bytes(value)
 
     async def close(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started. What it said last is read away: a full pipe would keep asyncio from seeing its end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        assert self._process.stdout is not None
+        with contextlib.suppress(TimeoutError):  # a process that left the group may hold the pipe
+            async with asyncio.timeout(END_S):
+                while await self._process.stdout.read(1 << 16):
+                    continue
+                await self._process.wait()
