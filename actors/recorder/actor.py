@@ -62,14 +62,15 @@ class Recorder:
         spec: RecorderSpec | None = None,
         *,
         unread: Callable[[str], None] = lambda _: None,
+        opened: Callable[[History], None] = lambda _: None,
     ) -> None:
+        """`opened`: told when the file is ours alone, with what it holds, which is folded further from then on."""
         self._bus = bus
         self._run_dir = run_dir
-        self._unread = unread
+        self._unread, self._opened = unread, opened
         directory = spec.tokenizer_dir if spec is not None else ""
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
-        self.history = History()
 
     async def follow(
         self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
@@ -78,7 +79,7 @@ class Recorder:
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
         feed = Feed(self._bus, file.past, unread=self._unread)
         file.past = []
-        self.history = feed.history
+        self._opened(feed.history)
         try:
             while not stop.is_set():
                 await self._write(file, feed, 0.5)
@@ -149,11 +150,17 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         """From any thread. Where the bus has ended there is nobody to tell."""
         asyncio.run_coroutine_threadsafe(context.event("tracker", text, level="info" if well else "warning"), loop)
 
-    recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning)
-    followers = follow_all(opens(spec.trackers), Path(context.spec.run_dir), say) if spec.trackers else []
-    if spec.exporter is not None:
-        exporter = Exporter(context.bus, spec.exporter, lambda: recorder.history, say)
-        tasks.add(asyncio.create_task(exporter.serve()))
+    followers: list[Follower] = []
+    told: list[History] = []
+
+    def opened(history: History) -> None:
+        told.append(history)
+        if spec.trackers is not None:
+            followers.extend(follow_all(opens(spec.trackers), Path(context.spec.run_dir), say))
+        if spec.exporter is not None:
+            tasks.add(asyncio.create_task(Exporter(context.bus, spec.exporter, lambda: history, say).serve()))
+
+    recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning, opened=opened)
     try:
         with context.waiting("news"):
             await recorder.follow(context.draining, others_end)
@@ -161,7 +168,8 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(_end, followers, recorder.history.finished, context.log.warning)
+        finished = any(history.finished for history in told)
+        await asyncio.to_thread(_end, followers, finished, context.log.warning)
 
 
 def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) -> None:

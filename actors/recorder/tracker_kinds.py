@@ -16,6 +16,7 @@ import msgspec
 
 from actors.recorder.points import Point
 from actors.recorder.trackers import Open
+from bus.private import write_secret
 
 STEP = "train/step"
 
@@ -194,6 +195,6 @@ def _run_id(spec: TrackerSpec) -> str:
         return made.read_text().strip()
     except FileNotFoundError:
         fresh = f"{spec.run}-{os.urandom(4).hex()}"[-64:]
-        made.write_text(fresh + "\n")
+        write_secret(made, fresh + "\n")
         return fresh
 

@@ -33,6 +33,7 @@ from miles_async.launcher.memory import parameters
 from miles_async.launcher.preflight import preflight
 from miles_async.launcher.prepare import open_files_needed
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.redis_need import redis_need
 from miles_async.settings.run import RunSettings
 
 Level = Literal["ok", "note", "wrong"]
@@ -171,7 +172,7 @@ def memory(s: RunSettings) -> Iterator[Finding]:
         cost = "the first saves fail" if tight else "later saves fail"
         yield _room("disk", free, (s.ckpt.keep_last + 1) * each, what, f"{cost}; lower --keep-last, add --no-save-optim, or choose "
                     "another --save", "wrong" if tight else "note")  # fmt: skip
-    wants = _on_bus(s)
+    wants = redis_need(s.flat).n_bytes
     what = f"the bus with {s.flat.max_open_groups} open groups and those since a checkpoint, every answer at its longest"
     if s.bus.bus_url is None:
         yield _room("bus memory", psutil.virtual_memory().available, wants, what, "the server is killed or waits; lower "
@@ -194,7 +195,8 @@ def bus(s: RunSettings) -> Iterator[Finding]:
         return
     yield from (Finding("note", "bus", warning) for warning in facts.warnings)
     if facts.max_memory_bytes:
-        yield _room("bus memory", facts.max_memory_bytes, _on_bus(s), "every answer at its longest", "writers wait for room; "
+        wants = redis_need(s.flat).n_bytes
+        yield _room("bus memory", facts.max_memory_bytes, wants, "every answer at its longest", "writers wait for room; "
                     "raise its maxmemory, or lower --max-weight-staleness or --save-interval", "note")  # fmt: skip
     else:
         yield Finding("ok", "bus", f"{facts.software} {'.'.join(map(str, facts.version))} answers, no maxmemory")
@@ -267,15 +269,6 @@ def _cuda_of_torch() -> str:
 def _room(what: str, free: int, need: int, holds: str, otherwise: str, level: Level) -> Finding:
     text = f"{human_bytes(free)} free, {human_bytes(need)} for {holds}"
     return Finding("ok", what, text) if free >= need else Finding(level, what, f"{text}: {otherwise}")
-
-
-def _on_bus(s: RunSettings) -> int:
-    """Bytes of samples that are open, or trained and in no checkpoint: 9 a response token, 4 a prompt token, twice on its way."""
-    longest = s.rollout.rollout_max_response_len
-    prompt = s.rollout.rollout_max_prompt_len or s.rollout.rollout_max_context_len or longest
-    waiting = 0 if s.ckpt.no_save else s.ckpt.save_interval * s.rollout.rollout_batch_size
-    groups = max(s.flat.max_open_groups, s.rollout.over_sampling_batch_size or 0) + waiting
-    return int(groups * s.rollout.n_samples_per_prompt * 2 * (9 * longest + 4 * prompt + 1024))
 
 
 def _model(s: RunSettings) -> Path:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from actors.runtime.context import Context
-from bus import Out, Tail
+from actors.runtime.logs import fold_log
+from bus import Entry, Out, Tail
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.topology import ENV_ANSWERS, ENV_CALLS
 
@@ -93,10 +94,11 @@ class Worlds:
     async def follow(self) -> None:
         """Until cancelled: waits for answers (woken by the blocking read)."""
         while True:
-            for entry in await self._tail.read(0.5):
-                answer = await self._context.bus.message(entry)
-                if (asked := self._waiting.pop(answer.asked, None)) is not None and not asked.done():
-                    asked.set_result(answer)
+            await fold_log(self._context, await self._tail.read(0.5), self._hear)
+
+    def _hear(self, _entry: Entry, answer: EnvironmentAnswer) -> None:
+        if (asked := self._waiting.pop(answer.asked, None)) is not None and not asked.done():
+            asked.set_result(answer)
 
     async def ask(self, call: EnvironmentCall) -> EnvironmentAnswer:
         """The room's answer; the caller has a deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Rates
 
 
-class CoreBase:
+class CoreBase(ABC):
     """To be inherited; the library's part fills in what is named here."""
 
     config: BackendConfig
@@ -101,9 +102,9 @@ class CoreBase:
         """Bytes on the device between steps, of this rank."""
         return sum(storage.nbytes() for storage in storages(self._resident()))
 
+    @abstractmethod
     def _resident(self) -> Iterable[Tensor]:
         """What lies on the device between steps; copies on the host stay."""
-        raise NotImplementedError
 
     def close(self) -> None:
         return
