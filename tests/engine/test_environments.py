@@ -99,6 +99,12 @@ async def test_an_episode_whose_worker_dies_keeps_its_environment(redis_url: str
         await asyncio.Future()
 
     async with house(redis_url, run_name, "calculator", lease_s=1.0) as (bus, plain), room(bus, tmp_path) as kept:
+
+        async def garbage() -> None:
+            head = ("v", "1", "type", "environment.answer", "body", b"\xff no message")
+            await bus.link.run("XADD", bus.keys.stream(ENV_ANSWERS.name), "*", *head)
+
+        STATE["behind turn 0"] = garbage  # what follows is heard all the same
         spec = msgspec.structs.replace(plain, program=f"{__name__}.adds", environments_s=30.0)
         STATE["behind turn 1"] = hangs
         first = asyncio.create_task(_life(bus, "w0", spec))
