@@ -110,7 +110,13 @@ class Failover:
         was = self.primary
         with redis.Redis(port=self.ports[-1], password=self._secret, socket_timeout=2, **self._tls) as client:
             client.execute_command("SENTINEL", "FAILOVER", NAME)
-        until("the change", lambda: self.primary != was and self.server(was).info("replication")["role"] == "slave", 30)
+        until("the change", lambda: self.primary != was and self._follows(was), 30)
+
+    def _follows(self, n: int) -> bool:
+        try:
+            return bool(self.server(n).info("replication")["role"] == "slave")
+        except redis.ConnectionError:
+            return False  # it hangs up on everybody when it becomes one
 
     def close(self) -> None:
         """End them all."""

@@ -36,6 +36,8 @@ def test_workers_of_two_hosts_whose_clocks_differ_serve_versions_that_they_fetch
     assert [p.name for host in (early, late) for p in host.shm.iterdir()] == [], "nothing is left in their memory"
 
 
+# Nothing of the policy log is trimmed, so that the judge sees all steps.
+LONG = {"rollout": {"num_rollout": 10_000}, "ckpt": {"keep_last": 10_000, "save_interval": 20}}
 WHILE_AWAY: dict[str, Callable[[FarRun], object]] = {
     "the trainer is killed": lambda run: run.kill("trainer"),
     "Redis is restarted": lambda run: run.restart_redis(),
@@ -57,7 +59,7 @@ CASES: dict[str, tuple[str, Callable[[Host], object], float, str]] = {
 def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(far_run: Make, case: str) -> None:
     """A connection is half open meanwhile: no end is told. Clocks differ by three minutes."""
     who, trouble, seconds, meanwhile = CASES[case]
-    run = far_run({"rollout": {"num_rollout": 10_000}})
+    run = far_run(LONG)
     hosts = {"a": run.a, "b": run.net.host("b", skew_s=90), "c": run.net.host("c", skew_s=-90)}
     run.begin()
     for name in "bc":
@@ -80,7 +82,7 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_host_of_the_chain_is_killed(far_run: Make, which: int) -> None:
-    run = far_run({"rollout": {"num_rollout": 10_000}})
+    run = far_run(LONG)
     hosts = [run.net.host(name) for name in "bcd"]
     run.begin()
     for host in hosts:
