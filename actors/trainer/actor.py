@@ -197,6 +197,7 @@ class Trainer:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
+            await self._tuned.begin(self._version.step + 1)
             began = context.clock.monotonic()
             batch = await self._next_batch(tasks)
             if batch is None:
