@@ -165,7 +165,7 @@ def test_tune_plans_for_a_step_shows_what_waits_and_cancels(whole):
     assert plan["values"] == {"lr": 0.5, "max_weight_staleness": 2}
     assert found["knobs"]["lr"]["value"] != 0.5
     assert "planned for step 3 by " in whole.ask("tune")[1]
-    assert "planned for step 3: lr=0.5" in whole.ask("tune", "--log")[1]
+    assert "planned for step 3: max_weight_staleness=2, lr=0.5" in whole.ask("tune", "--log")[1]
     assert whole.ask("tune", "--cancel", "1")[:2] == (0, "epoch 2\nthe plan of epoch 1 is cancelled\n")
     assert whole.ask_json("tune")[1]["planned"] == []
     assert "plan of epoch 1 ended" in whole.ask("tune", "--log")[1]
