@@ -11,7 +11,8 @@ figures of the model in miles_async/console/schedule, which has no overhead, for
 
 A machine with other load adds to every step: see `median_step_s`, `between_steps_ms` and `load_average` of each row.
 `--jobs` runs so many cases at once, on a machine that has the cores for them. `--policy`, `--over-sampling` and `--set
-name=value` go to the settings as they are. Files lie in shared memory and are removed.
+name=value` go to the settings as they are; `--set governor=true --set governor_staleness=1:6` lets the governor move the bound.
+Files lie in shared memory and are removed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from bus.messages.policy import StepDone  # noqa: E402
 from bus.topology import POLICY  # noqa: E402
 from miles_async.console.schedule import Rule, Sample, Setup, simulate  # noqa: E402
 from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
-from scripts.schedule_house import LOADS, Case, prefer, run_of, settings_of, train  # noqa: E402
+from scripts.schedule_house import LOADS, Case, governed, prefer, run_of, settings_of, train  # noqa: E402
 
 STEP_DEADLINE_S = 60.0
 RULES: dict[str, Rule] = {"whole": "whole", "split": "split", "member": "member"}
@@ -89,7 +90,7 @@ def alive(pid: int) -> bool:
 async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
     """Run a case; its row, with the model's figures beside."""
     done: list[StepDone] = []
-    async with run_of(case, folder) as (bus, pids, url):
+    async with run_of(case, folder) as (bus, pids, url), governed(bus) as record:
         tail = Tail(bus, [POLICY], start="0")
         await tail.open()
         first = None
@@ -116,6 +117,8 @@ async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
     log = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     over_sampling = settings_of(case, folder, 0).rollout.over_sampling_batch_size
     row = row_of(case, done, records, {s: (began, ended) for s, began, ended in log}, first, last)
+    moves = [f"{r['values']}: {r['reason']}" for r in record if r["kind"] == "knob" and r["author"] == "governor"]
+    row |= {"governor": moves} if moves else {}
     twice = len(log) - len({sample_id for sample_id, _, _ in log})  # not 0: an engine was given up, or a lease lost
     return row | {"generated_twice": twice, "over_sampling": over_sampling, "model": modelled(case, over_sampling)}
 
@@ -134,9 +137,10 @@ def row_of(
     ages: dict[int, int] = {}
     began: dict[str, float] = {}  # group -> when it was first trained
     ends: dict[str, float] = {}  # group -> end of its last member
-    samples = issued_late = born_late = 0
+    samples = issued_late = born_late = masked = 0
     for record in records[case.warm :]:
         step, starts = record.done.step - 1, record.done.wall - case.train_s
+        bound = int(record.knobs["max_weight_staleness"])
         for group in record.groups:
             for scored in group.samples:
                 task, spans = scored.rollout.task, scored.rollout.response.spans
@@ -144,10 +148,11 @@ def row_of(
                 samples += 1
                 for span in spans:
                     ages[step - span.step] = ages.get(step - span.step, 0) + span.n
+                    masked += span.n * (step - span.step > bound)
                 issued_late += spans[0].step < task.step
                 if (life := lives.get(task.sample_id)) is not None:
                     ends[task.group_id] = max(ends.get(task.group_id, 0.0), life[1])
-                    born_late += sum(d.wall < life[0] for d in done) - spans[0].step > case.bound
+                    born_late += sum(d.wall < life[0] for d in done) - spans[0].step > bound
     tokens = sum(ages.values())
     gone = {r: n - first.dropped.get(r, 0) for r, n in last.dropped.items() if n > first.dropped.get(r, 0)}
     whole = sum(gone.values()) + last.trained - first.trained
@@ -163,7 +168,7 @@ def row_of(
         "running": round((last.area - first.area) / (last.at - first.at), 1),
         "lost_percent": round(100 * sum(gone.values()) / whole, 2),
         "lost_by_reason_percent": {r: round(100 * n / whole, 2) for r, n in gone.items()},
-        "masked_percent": round(100 * sum(n for a, n in ages.items() if a > case.bound) / tokens, 2),
+        "masked_percent": round(100 * masked / tokens, 2),
         "mean_age": round(sum(a * n for a, n in ages.items()) / tokens, 2),
         "max_age": max(ages),
         "ages_percent": {str(a): round(100 * n / tokens, 2) for a, n in sorted(ages.items())},

@@ -18,10 +18,13 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.feed import Feed
+from actors.recorder.records import Record
 from actors.runtime.child import Child, free_port
 from bus import Bus
 from bus.knobs.live import publish_initial
 from bus.server.embedded import EmbeddedRedis
+from miles_async.governor.govern import govern
 from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
 from miles_async.launcher.prepare import live_kinds
 from miles_async.quickstart.arithmetic import ARITHMETIC
@@ -127,6 +130,25 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
         await asyncio.to_thread(server.kill)
 
 
+@asynccontextmanager
+async def governed(bus: Bus) -> AsyncIterator[list[Record]]:
+    """The governor at work on a run, as a launcher has it, and the record, which grows; its settings say whether it is on."""
+    feed, stop, records = Feed(bus), asyncio.Event(), list[Record]()
+
+    async def follow() -> None:
+        while not stop.is_set():
+            records.extend((await feed.read(0.5))[0])
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(follow())
+        tasks.create_task(govern(bus, feed, stop))
+        try:
+            yield records
+        finally:
+            stop.set()
+    await feed.close()
+
+
 def prefer(pids: Sequence[int], nice: int) -> None:
     """Give processes a priority, all their threads and sessions: rooms lower their own, and a machine with other work would
     let them wait. Below 0 this needs root."""
@@ -164,4 +186,4 @@ def train(spec_file: str, train_s: float) -> None:
     run_room(TrainerSpec, room.run)
 
 
-__all__ = ("LOADS", "Case", "prefer", "run_of", "settings_of", "train")
+__all__ = ("LOADS", "Case", "governed", "prefer", "run_of", "settings_of", "train")

@@ -25,6 +25,7 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 
 STATE_FIELD = "governor"
+CATCH_UP = 100  # steps that are looked at again where the bus has forgotten how far this was
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +65,14 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
     """Until `stop`; woken by what the feed takes in. `feed` is read by somebody else."""
     standing = await read_standing(bus)
     told = {(n.kind, n.about) for n in standing.notes} if standing else set()
-    done: tuple[int, int] | None = None  # the decision that was carried out: newest epoch, step
+    after = standing.due if standing else feed.history.furthest - CATCH_UP
     while not stop.is_set():
-        seen = look(feed.history)
-        if seen is not None and (seen.newest.epoch, seen.due) != done:
+        if (seen := look(feed.history, after)) is not None:
             decision = await asyncio.to_thread(decide, seen)
             try:
                 await _carry_out(bus, seen, decision, told)
-                done = (seen.newest.epoch, seen.due)
+                after = seen.due
+                continue
             except (BusUnreachable, BusFull):
                 pass  # the actors meet the same; decided again with the next step
         waiting = [asyncio.ensure_future(feed.heard()), asyncio.ensure_future(stop.wait())]

@@ -2,7 +2,8 @@
 
 A change holds from the first step whose knob epoch has it. The steps after it until all open samples are its own (bound + 1
 versions) are left out; then every `governor_interval` steps are one measurement, and one decision is due at the last of them.
-A decision depends on steps up to that one and on changes that hold there, so that it may be made late, or again, and is the same.
+A decision depends on steps up to that one and on changes that hold there, and all are made in their order, so that the record
+alone says what was decided, however late or often one looks.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def knobs_of(values: dict[str, Any], changes: Sequence[Change]) -> list[Knob]:
     return found
 
 
-def look(history: History) -> Look | None:
-    """The newest decision that is due; None where none is, or the governor is off."""
+def look(history: History, after: int = 0) -> Look | None:
+    """The first decision that is due after the one of step `after`; None where none is, or the governor is off."""
     changes = changes_of(history) if history.steps else []
     values: dict[str, Any] = {}
     for change in changes:
@@ -134,8 +135,8 @@ def look(history: History) -> Look | None:
     restored = int(history.restores[-1]["step"]) + 1 if history.restores else 0
     settling = (int(values["max_weight_staleness"]) + 1) * int(values["update_weights_interval"])
     begin, size = max(changes[-1].first, restored) + settling, int(values["governor_interval"])
-    due = begin - 1 + (history.steps[-1].step - begin + 1) // size * size
-    if due < begin + size - 1:
+    due = begin - 1 + max(1, (after - begin + 1) // size + 1) * size
+    if due > history.steps[-1].step:
         return None
     steps = between(history, due - size + 1, due)
     usable = [

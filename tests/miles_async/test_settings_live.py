@@ -3,6 +3,7 @@ what was accepted the trainer takes."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -17,14 +18,21 @@ from actors.reward.rules import RULES
 from actors.reward.scorer import BOXED, OTHERS
 from actors.trainer.objective_estimators import ESTIMATORS
 from actors.trainer.training.ranked import LIBRARIES
+from bus import Bus
+from bus.errors import KnobRejected
 from bus.knobs.kinds import checked
+from bus.knobs.live import pending, propose, publish_initial, read_history, values_at
+from bus.knobs.plans import plan
+from bus.topology import KNOBS
 from miles_async.launcher.plan import objective_config
 from miles_async.launcher.prepare import live_kinds
 from miles_async.settings.catalog import catalog, live_fields
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, SeveralErrors
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.load import settings_from
+from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
+from tests.miles_async.console_data import config
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
@@ -132,6 +140,44 @@ def test_a_start_and_a_patch_have_one_verdict_and_what_passes_the_trainer_takes(
         checked(name, value, live_kinds())
     live = {name: value for name, value in changes.items() if name in objective_config(settings).__struct_fields__}
     assert msgspec.structs.replace(objective_config(settings), **live) == objective_config(after)
+
+
+GARBAGE: tuple[tuple[str, Any], ...] = (
+    *(("nonsense", 1), ("lr", "fast"), ("lr", None), ("n_samples_per_prompt", 3), ("rm_type", "os.system"), ("", "")),
+    *(("max_weight_staleness", -1), ("staleness_policy", 7), ("rollout_batch_size", 1 << 70), ("wandb_key", "x")),
+)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_of_hundreds_of_random_patches_no_invalid_one_has_any_effect(redis_url: str, run_name: str, seed: int) -> None:
+    draw, accepted, refusals = random.Random(seed), 0, 0
+    async with Bus(config(redis_url, run_name)) as bus:
+        await publish_initial(bus, values_of(use_tis=True, max_weight_staleness=1), live_kinds())
+        history = await read_history(bus)
+        for _ in range(120):
+            names = draw.sample(sorted(LIVE), draw.randint(1, 3))
+            patch = {name: draw.choice(LIVE[name]) for name in names}
+            if draw.random() < 0.3:
+                patch |= [draw.choice(GARBAGE)]
+            before, state = await bus.scan_all(KNOBS), await bus.state("knob_epoch")
+            at_step = draw.choice((None, None, draw.randint(2, 9)))
+            say = {"author": "me", "check": check_patch}
+            try:
+                made = await (propose(bus, patch, **say) if at_step is None else plan(bus, patch, at_step=at_step, **say))
+            except (SettingsError, KnobRejected) as error:
+                refusals += 1
+                assert "\n" not in str(error) or isinstance(error, SeveralErrors)
+                assert (await bus.scan_all(KNOBS), await bus.state("knob_epoch")) == (before, state)
+                continue
+            accepted += 1
+            history.append(made)
+            live = values_at(history, made.epoch).values
+            for waiting in pending(history):  # the whole holds now, and after each plan
+                check_rules(whole(live))
+                live = {**live, **(waiting.planned or {})}
+            check_rules(whole(live))
+        assert await read_history(bus) == history
+    assert accepted > 20 and refusals > 40, "the draw is no test of either"
 
 
 def test_a_clip_below_its_lower_bound_is_refused_before_the_trainer_sees_it() -> None:
