@@ -70,7 +70,7 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
         if (seen := look(feed.history, after)) is not None:
             decision = await asyncio.to_thread(decide, seen)
             try:
-                await _carry_out(bus, seen, decision, told)
+                await act(bus, seen, decision, told)
                 after = seen.due
                 continue
             except (BusUnreachable, BusFull):
@@ -81,7 +81,7 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
             task.cancel()
 
 
-async def _carry_out(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str]]) -> None:
+async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str]]) -> None:
     """Patch, events, standing. A note is told when it comes up, and again only after it had gone."""
     move, notes, last = decision.move, list(decision.notes), ""
     if move is not None:

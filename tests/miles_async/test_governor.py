@@ -28,8 +28,8 @@ from bus.topology import EVENTS, KNOBS, POLICY
 from miles_async.console.doctor import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.governor.decide import REST, Decision, decide
-from miles_async.governor.govern import govern, read_standing
-from miles_async.governor.look import AUTHOR, look
+from miles_async.governor.govern import act, govern, read_standing
+from miles_async.governor.look import AUTHOR, Look, look
 from miles_async.launcher.prepare import live_kinds
 from miles_async.settings.live import check_patch
 from tests.actors.house import messages, until
@@ -77,6 +77,7 @@ class Play:
         self.records: list[Record] = []
         self.history = History()
         self.values, self.truth = dict(values), truth
+        self.looks: list[Look] = []
         self.decisions: list[Decision] = []
         self._draw, self._noise, self._step, self._wall = random.Random(seed), noise, 0, 0.0
         self._live = dict(values)  # of the step under way, which a patch of this moment does not reach
@@ -107,6 +108,7 @@ class Play:
                 self.patch(given, "me@host", "by hand")
             if (found := look(self.history, self._after)) is not None:
                 self._after = found.due
+                self.looks.append(found)
                 self.decisions.append(decide(found))
                 if (move := self.decisions[-1].move) is not None:
                     self.patch({move.knob: move.value}, AUTHOR, move.reason)
@@ -327,3 +329,13 @@ async def test_on_a_bus_it_patches_as_anybody_does_and_goes_on_after_a_restart(
         events = [e for e in await messages(bus, EVENTS) if isinstance(e, Event)]
         assert [e.kind for e in events] == ["governor", "governor/hand"]
         assert events[0].text.startswith(f"epoch 1 after step 6: {KNOB}=2 (idle: ")
+
+
+async def test_who_tunes_while_it_thinks_is_not_overruled(redis_url: str, run_name: str) -> None:
+    play = Play(settings_with()).run(8)
+    assert play.moves == [("idle", 2)]
+    async with Bus(config(redis_url, run_name)) as bus:
+        await publish_initial(bus, settings_with(), live_kinds())
+        await propose(bus, {KNOB: 3}, author="me@host", check=check_patch)
+        await act(bus, play.looks[0], play.decisions[0], set())
+        assert [p.author for p in await read_history(bus)] == ["launcher", "me@host"]
