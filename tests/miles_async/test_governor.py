@@ -214,6 +214,14 @@ def test_nothing_is_decided_while_a_change_settles_or_the_governor_is_off() -> N
     assert Play(settings_with(governor=False)).run(30).decisions == []
 
 
+def test_who_is_behind_makes_all_decisions_in_their_order() -> None:
+    play = Play(settings_with(max_weight_staleness=2, governor_staleness="2:2")).run(24)
+    made: list[Decision] = []
+    while (found := look(play.history, made[-1].due if made else 0)) is not None:
+        made.append(decide(found))
+    assert [d.due for d in made] == [7, 11, 15, 19, 23] and made == play.decisions
+
+
 def test_metrics_that_are_no_numbers_are_told_and_the_others_are_used() -> None:
     play = Play(settings_with()).run(20, ess=math.nan)
     assert play.moves == [("idle", 2)] and play.notes == [("unusable", "train/ess_ratio")]
