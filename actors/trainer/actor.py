@@ -187,9 +187,12 @@ class Trainer:
     async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
         """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
         marker = f"{self._version.step}:{self._version.id}:{type(message).__name__}"
-        await self._context.bus.commit(
-            Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
-        )
+        said = Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
+        try:
+            await self._context.bus.commit(said)
+        except InvariantBroken:
+            await self._check_bus()  # which has another name for it where the server lost writes
+            raise
         self._marker = marker
 
     # -- steps --------------------------------------------------------------------------------------------------
