@@ -355,8 +355,8 @@ class Trainer:
         if not self._turns.shared:
             await self._courier.publish(tasks, self._version)
 
-    async def _give_turn(self, tasks: asyncio.TaskGroup) -> None:
-        if self._lender.lends and await self._lender.look(publishes=self._unpublished):
+    async def _give_turn(self, tasks: asyncio.TaskGroup, *, last: bool = False) -> None:
+        if not last and await self._lender.look(publishes=self._unpublished):
             self._unpublished = False
         if not self._turns.shared or not self._turns.held:
             return
@@ -387,7 +387,7 @@ class Trainer:
         if spec.save and self._saver.saved_step < step:
             await self._save(tasks)
             await self._saver.wait()
-        await self._give_turn(tasks)
+        await self._give_turn(tasks, last=True)
         await self._courier.wait(last=True)
         if spec.save and self._saver.saved_step < step:
             raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")

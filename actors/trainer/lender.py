@@ -38,6 +38,8 @@ class Lender:
 
     def begin(self) -> None:
         """A wait for a batch begins."""
+        if not self._returns:
+            self._costs.fade()
         self._began, self._returns = self._context.clock.monotonic(), 0
 
     async def look(self, *, publishes: bool) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import deque
 
 KEPT = 5  # newest measurements of each cost
-FIRST_S = 5.0  # a cost that was not measured yet
+FIRST_S = 1.0  # a cost that was not measured yet; the floor guards the first lending
+FADES = 0.95  # of a cost in each step in which nothing was lent: one bad measurement is not for ever
 EARLY_S = 0.5  # the trainer looks as seldom as this while nothing arrives
 SPARE = 1.25  # of the time that taking back took: it is begun that much earlier
 
@@ -72,6 +73,12 @@ class Costs:
 
     def taken(self, seconds: float) -> None:
         self._take.append(seconds)
+
+    def fade(self) -> None:
+        """A step went by without lending."""
+        for found in (self._lend, self._take):
+            for i, seconds in enumerate(found):
+                found[i] = seconds * FADES
 
     @property
     def lend_s(self) -> float:
