@@ -39,6 +39,7 @@ from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
+from actors.trainer.lender import Lender
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
@@ -85,8 +86,9 @@ class Trainer:
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._lender = Lender(context, spec.turns, self._turns, self._intake)
         self._tuned = TunedSteps(context, self._backend, self._in_thread)
-        self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
+        self._unpublished = False  # since the engines on our GPUs had their turn last
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
         self._skipped_before: tuple[str, ...] = ()
@@ -108,7 +110,7 @@ class Trainer:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()
                 tasks.create_task(self._followers.watch(), name="ranks")
-                await self._turns.take()  # engines that are up already make room for the model
+                await self._turns.take(first=True)  # engines that are up already make room for the model
                 with self._context.waiting("model and optimizer to load"):
                     await self._in_thread(self._backend.setup, self._spec.backend)
                     await self._in_thread(lower_to, COMPUTE_NICE)
@@ -201,10 +203,11 @@ class Trainer:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
             began = context.clock.monotonic()
+            self._lender.begin()
             batch = await self._next_batch(tasks)
             if batch is None:
                 return
-            await self._turns.take()
+            await self._lender.take()
             waited = context.clock.monotonic()
             result = await self._step(batch)
             if result is None:
@@ -288,8 +291,7 @@ class Trainer:
             raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
 
     async def _skipped(self, batch: Batch) -> None:
-        """A step whose gradient was not finite changed nothing. Its groups stay and are tried once more; a second time
-        they are given up with that reason, so that one bad batch cannot hold the run."""
+        """A gradient that is not finite changed nothing: its groups are tried once more, then given up, so that none holds the run."""
         ids = batch.keys
         again = ids == self._skipped_before
         self._skipped_before = () if again else ids
@@ -312,7 +314,7 @@ class Trainer:
         metrics = {
             **result.metrics,
             **batch_metrics(groups, step=step, bound=batch.bound),
-            **self._turns.times,
+            **self._lender.metrics(),
             "perf/wait_s": waited - began,
             "perf/train_s": trained - waited,
             "perf/step_s": trained - began,
@@ -352,12 +354,13 @@ class Trainer:
 
     async def _publish(self, tasks: asyncio.TaskGroup) -> None:
         """The weights as they are now; where engines are aside until the end of our turn, then."""
-        if self._turns.shared:
-            self._unpublished = True
-        else:
+        self._unpublished = True
+        if not self._turns.shared:
             await self._courier.publish(tasks, self._version)
 
-    async def _give_turn(self, tasks: asyncio.TaskGroup) -> None:
+    async def _give_turn(self, tasks: asyncio.TaskGroup, *, last: bool = False) -> None:
+        if not last and await self._lender.look(publishes=self._unpublished):
+            self._unpublished = False
         if not self._turns.shared or not self._turns.held:
             return
         news, self._unpublished = self._unpublished, False
@@ -387,7 +390,7 @@ class Trainer:
         if spec.save and self._saver.saved_step < step:
             await self._save(tasks)
             await self._saver.wait()
-        await self._give_turn(tasks)
+        await self._give_turn(tasks, last=True)
         await self._courier.wait(last=True)
         if spec.save and self._saver.saved_step < step:
             raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
