@@ -53,6 +53,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),
     Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
+    Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
     Command(
         "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
