@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from statistics import fmean, pstdev, variance
+from statistics import fmean, pstdev
 
 import msgspec
 
@@ -29,7 +29,7 @@ from miles_async.settings.live import whole
 
 LOOKED_AT = 200  # newest steps
 FEWEST = 8
-ALIKE = 0.1  # spread of a batch's tokens, over their mean, below which their effect on the trainer's seconds is not seen
+SURE = 0.25  # standard error of what a token costs the trainer, over the cost if all its time were for tokens
 SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a change of makes other samples
 ASKED = (
     *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size", "rollout_batch_size"),
@@ -242,10 +242,7 @@ def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence
 def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], settings: Flat, notes: list[str]) -> Pace:
     tokens, seconds = [s.get("rollout/tokens") for s in steps], [s.get("perf/train_s") for s in steps]
     middle, typical = fmean(tokens), fmean(seconds)
-    a_token = typical / middle if middle else 0.0  # unless the record tells more
-    if variance(tokens) > (ALIKE * middle) ** 2:
-        shared = sum((t - middle) * (y - typical) for t, y in zip(tokens, seconds, strict=True)) / (len(steps) - 1)
-        a_token = min(a_token, max(0.0, shared / variance(tokens)))
+    a_token = _slope(tokens, seconds)
     base = typical - a_token * middle
     if not any("perf/turned_s" in s.metrics for s in steps):
         notes.append("the record does not tell how long the trainer waits for the filter's turn: taken as no time")
@@ -262,8 +259,22 @@ def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], se
         turned_s=tuple(s.get("perf/turned_s") for s in steps),
         publish_s=tuple(max(0.0, wall_of(str(r["entry"]).partition("@")[2]) - told[int(r["version"])]) for r in loads) or (0.0,),
         pause_s=tuple(float(r["pause_s"]) for r in loads) or (0.0,),
+        # The filter's word is two messages away from the trainer's own; mostly it comes after others that take time.
+        hop_s=min(s.get("perf/turned_s") for s in steps) / 2,
         slowdown=slowdown_of(steps),
     )
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """What one of `x` adds to `y`, between nothing and all of it; all where the record does not tell it to a quarter."""
+    middle, typical = fmean(x), fmean(y)
+    every = typical / middle if middle else 0.0
+    spread = sum((a - middle) ** 2 for a in x)
+    if not spread:
+        return every
+    found = sum((a - middle) * (b - typical) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - typical - found * (a - middle)) ** 2 for a, b in zip(x, y, strict=True)) / (len(x) - 2)
+    return min(every, max(0.0, found)) if math.sqrt(rest / spread) < SURE * every else every
 
 
 # -- samples ---------------------------------------------------------------------------------------------------------------

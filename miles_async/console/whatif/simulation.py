@@ -70,7 +70,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """What takes time, in seconds; each list is drawn from at random. A training step takes `train_s + train_token_s * tokens`
     and one of `train_noise_s`; `between_s` pass from its end to the next look for a batch, `turned_s` until the filter has let go;
-    a version is served `publish_s` after its step; then its engine stands still for `pause_s`."""
+    a version is served `publish_s` after its step; then its engine stands still for `pause_s`. From one room to the next it takes `hop_s`."""
 
     train_s: float = 0.0
     train_token_s: float = 0.0
@@ -79,6 +79,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     turned_s: tuple[float, ...] = (0.0,)
     publish_s: tuple[float, ...] = (0.0,)
     pause_s: tuple[float, ...] = (0.0,)
+    hop_s: float = 0.0
     slowdown: float = 0.0
 
 
@@ -127,7 +128,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._now = 0.0
-        self._step = self._issued = self._scored = 0
+        self._step = self._issued = self._on_way = self._scored = 0
         self._training, self._turned, self._free_at = False, True, 0.0
         self._starts = self._warm = 0
         self._news = False  # since the last look for a batch
@@ -182,7 +183,7 @@ class Simulation:
             steps_left=NO_END,
         )
         if credits:
-            room = engine_room(slots=engines.slots, under_way=engines.under_way, group=group)
+            room = engine_room(slots=engines.slots, under_way=engines.under_way + self._on_way, group=group)
             for _ in range(min(credits, -(-max(0, room) // group))):
                 self._issue(group)
         engines.fill()
@@ -195,6 +196,11 @@ class Simulation:
         self._progress.issued(opened)
         self._untrained[name] = n
         self._away[opened.step] += n
+        self._on_way += n
+        self._in(self._pace.hop_s, partial(self._arrive, opened, drawn))
+
+    def _arrive(self, opened: OpenGroup, drawn: DrawnGroup) -> None:
+        self._on_way -= len(drawn.members)
         for index, draw in enumerate(drawn.members):
             self._engines.issue(Running(opened, index, draw))
 
@@ -202,7 +208,7 @@ class Simulation:
         run = self._engines.end(worker)
         if run is not None:
             self._seen.work += run.draw.seconds
-            self._in(run.draw.score_s, partial(self._judge, run))
+            self._in(2 * self._pace.hop_s + run.draw.score_s, partial(self._judge, run))
 
     def _activate(self, worker: Worker, step: int) -> None:
         if step <= worker.step:
@@ -210,7 +216,8 @@ class Simulation:
         self._engines.load(worker, step, self._one(self._pace.pause_s) if step else 0.0, abort=self._knobs.aborts)
         serving = {w.name: w.step + 1 for w in self._engines.workers if w.step >= 0}
         newest = max(serving.values())
-        self._progress.fold(PolicyActive(version=PolicyVersion(newest, newest - 1), serving=serving))
+        said = PolicyActive(version=PolicyVersion(newest, newest - 1), serving=serving)
+        self._in(self._pace.hop_s if step else 0.0, partial(self._progress.fold, said))
 
     # -- filter ---------------------------------------------------------------------------------------------------------
 
@@ -243,17 +250,22 @@ class Simulation:
         self._progress.fold(
             GroupVerdict(group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members)
         )
-        self._away[half.opened.step] -= len(samples)
         if reason:
+            self._away[half.opened.step] -= len(samples)
             self._gone(group_id, reason, len(samples))
         else:
             known = () if whole else tuple(half.known.values())
             key = group_id if whole else part_key(group_id, indexes)
             kept = GroupKept(group_id=group_id, prompt_id="", samples=samples, part="" if whole else key, known=known)
-            self._ready[key] = Part.of(kept, came=self._step + self._training)
-            self._n_ready += len(samples)
-            self._news = self._n_ready >= self._knobs.size or self._rule == "drop"
+            self._in(self._pace.hop_s if came is not None else 0.0, partial(self._keep, key, kept, half.opened.step))
         self._table.release(half, indexes, basis)
+
+    def _keep(self, key: str, kept: GroupKept, issued: int) -> None:
+        """A group or part reaches the trainer."""
+        self._ready[key] = Part.of(kept, came=self._step + self._training)
+        self._away[issued] -= len(kept.samples)
+        self._n_ready += len(kept.samples)
+        self._news = self._n_ready >= self._knobs.size or self._rule == "drop"
 
     def _gone(self, group_id: str, reason: str, n: int) -> None:
         self._seen.drop(reason, n)
