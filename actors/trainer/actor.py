@@ -45,6 +45,7 @@ from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.spread import lives_of
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
@@ -316,6 +317,7 @@ class Trainer:
             **batch_metrics(groups, step=step, bound=batch.bound),
             **self._lender.metrics(),
             "perf/wait_s": waited - began,
+            "perf/turned_s": self._batches.turned_s,
             "perf/train_s": trained - waited,
             "perf/step_s": trained - began,
             "perf/tokens_per_s": sum(result.trained_tokens) / max(1e-9, trained - began),
@@ -334,6 +336,7 @@ class Trainer:
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
             wall=context.clock.wall(),
+            lives=lives_of(groups),
         )
         if self._spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)

@@ -52,6 +52,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
     Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),
     Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
+    Command("whatif", "miles_async.cli.whatif", "Simulate a run under other settings, from its record."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
