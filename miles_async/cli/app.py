@@ -43,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
         "Show a run again as its launcher did; Ctrl-C ends only the view.",
         draws=True,
     ),
+    Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
