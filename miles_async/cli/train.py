@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
+from miles_async.cli.from_miles import take_script
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import config_path, load
@@ -21,6 +22,7 @@ The same command again resumes from the last checkpoint. Relative paths start at
   --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.
   --help GROUP      The flags of one table.            --help all      All of them.
   --help WORD       Flags with that word in their name or meaning, e.g. --help staleness.
+  --from-miles FILE Take the flags of a launch script of Miles, which is read and not run, and print what each became.
   --help miles      Each flag of Miles: ours, or why not.
 
 A list takes all words up to the next flag. A boolean also takes =true or =false. `none` unsets an optional value. Flags marked
@@ -29,9 +31,11 @@ live may be changed while the run goes on, with miles-async tune.
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Namespace(help, topic, dry_run, config, values, refused)."""
+    """Namespace(help, topic, dry_run, config, values, told, refused)."""
     refused = Refusals()
-    parsed = parse_flags(words, frozenset((*HELP, DRY_RUN)), refused)
+    switches = frozenset((*HELP, DRY_RUN))
+    script = take_script(words, refused, switches)
+    parsed = parse_flags(script.words, switches, refused)
     if len(parsed.positional) > 1:
         raise SettingsError(
             f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags."
@@ -41,7 +45,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         topic=parsed.positional[0] if parsed.positional else "",
         dry_run=DRY_RUN in parsed.switches,
         config=config_path(parsed.positional[0]) if parsed.positional else None,
-        values=parsed.values,
+        values=(*script.values, *parsed.values),
+        told=script.told,
         notes=parsed.notes,
         refused=refused,
     )
@@ -52,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.help:
         print(flags_help(args.topic) if args.topic else f"{USAGE}\n{groups_help()}")
         return 0
+    for line in args.told:
+        print(f"# {line}" if args.dry_run else line)
     refused: Refusals = args.refused
     loaded = refused.attempt(load, args.config, args.values, refused)
     if loaded is None:
