@@ -45,6 +45,11 @@ def _flags() -> dict[str, tuple[FieldSpec, bool]]:
     return found
 
 
+def known_flags() -> dict[str, FieldSpec]:
+    """Every flag of a setting, other names and negations included."""
+    return {flag: spec for flag, (spec, _) in _flags().items()}
+
+
 def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | None = None) -> Parsed:
     """Split a command line. `switches` are bare flags that are not settings, such as --dry-run. SettingsError with all that is
     wrong, or it is left in `found`."""
