@@ -36,7 +36,7 @@ class TunedSteps:
         context, live = self._context, self._context.live_knobs
         live.step = step
         for planned in pending(live.history()):
-            if planned.at_step > step:
+            if planned.from_step > step:
                 return
             try:
                 made = await carry_out(context.bus, planned, step=step)

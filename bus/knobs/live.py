@@ -95,7 +95,7 @@ def values_at(history: Sequence[KnobPatch], epoch: int) -> KnobValues:
 def pending(history: Sequence[KnobPatch]) -> list[KnobPatch]:
     """Plans that are neither due nor cancelled (pure), in the order in which they are to hold."""
     ended = {patch.plan for patch in history}
-    return sorted((p for p in history if p.planned and p.epoch not in ended), key=lambda p: (p.at_step, p.epoch))
+    return sorted((p for p in history if p.planned and p.epoch not in ended), key=lambda p: (p.from_step, p.epoch))
 
 
 def leaves_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch], check: Check | None) -> None:
@@ -300,7 +300,7 @@ class LiveKnobs:
         if self._before is None or self._before[:2] != key:
             current: KnobValues | None = None
             for patch in self._history:
-                if patch.plan is msgspec.UNSET or patch.at_step is msgspec.UNSET or patch.at_step <= self.step:
+                if patch.plan is msgspec.UNSET or patch.from_step <= self.step:
                     current = fold(current, patch)
             assert current is not None
             self._before = (*key, current)

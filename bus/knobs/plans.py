@@ -39,11 +39,11 @@ async def plan(
         plans = pending(history)
         values: dict[str, Any] = dict(live.values)
         for earlier in plans:
-            if earlier.at_step <= at_step:
+            if earlier.from_step <= at_step:
                 values |= earlier.planned or {}
         there = msgspec.structs.replace(live, values=values)
         changes = changed(there, patch, check)
-        leaves_plans({**values, **changes}, [p for p in plans if p.at_step > at_step], check)
+        leaves_plans({**values, **changes}, [p for p in plans if p.from_step > at_step], check)
         return KnobPatch(epoch=0, values={}, planned=changes, at_step=at_step, author=author, reason=reason)
 
     return await append_made(bus, make)

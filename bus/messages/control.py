@@ -44,6 +44,11 @@ class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
     at_step: int | msgspec.UnsetType = msgspec.UNSET
     plan: int | msgspec.UnsetType = msgspec.UNSET
 
+    @property
+    def from_step(self) -> int:
+        """The training step that it holds from; 0 = it does not say."""
+        return 0 if self.at_step is msgspec.UNSET else self.at_step
+
     def header(self) -> Header:
         shown = f"{len(self.values)} values" if self.kinds else ",".join(f"{k}={v}" for k, v in self.values.items())
         if self.planned:

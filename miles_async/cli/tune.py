@@ -123,7 +123,7 @@ def applied_text(made: "KnobPatch", before: Any) -> str:
         spec = catalog().get(name)
         when = "follows" if spec is None or spec.follows else spec.live
         if made.planned and spec is not None and spec.live:
-            when = planned_when(spec, int(made.at_step or 0))
+            when = planned_when(spec, made.from_step)
         rows.append([name, f"{shown_value(before.get(name), spec)} -> {shown_value(value, spec)}", when])
     return f"epoch {made.epoch}\n" + table(["setting", "change", "takes effect at"], rows)
 

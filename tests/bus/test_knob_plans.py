@@ -139,10 +139,10 @@ def test_each_step_has_the_values_of_the_newest_patch_or_plan_that_was_due(found
             history.append(KnobPatch(epoch=epoch, values={}, plan=gone.epoch))
         elif act == "step":
             step += 1
-            for due in [p for p in pending(history) if p.at_step <= step]:
+            for due in [p for p in pending(history) if p.from_step <= step]:
                 assert due in table
                 table.remove(due)
                 history.append(KnobPatch(epoch=len(history), values=due.planned or {}, plan=due.epoch, at_step=step))
                 live = (due.planned or {})["clip_grad"]
-        assert pending(history) == sorted(table, key=lambda p: (p.at_step, p.epoch))
+        assert pending(history) == sorted(table, key=lambda p: (p.from_step, p.epoch))
         assert values_at(history, history[-1].epoch).clip_grad == live

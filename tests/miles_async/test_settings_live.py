@@ -158,10 +158,10 @@ async def test_of_hundreds_of_random_patches_no_invalid_one_has_any_effect(redis
             names = draw.sample(sorted(LIVE), draw.randint(1, 3))
             patch = {name: draw.choice(LIVE[name]) for name in names}
             if draw.random() < 0.3:
-                patch |= [draw.choice(GARBAGE)]
+                patch |= dict([draw.choice(GARBAGE)])
             before, state = await bus.scan_all(KNOBS), await bus.state("knob_epoch")
             at_step = draw.choice((None, None, draw.randint(2, 9)))
-            say = {"author": "me", "check": check_patch}
+            say: dict[str, Any] = {"author": "me", "check": check_patch}
             try:
                 made = await (propose(bus, patch, **say) if at_step is None else plan(bus, patch, at_step=at_step, **say))
             except (SettingsError, KnobRejected) as error:
@@ -171,10 +171,10 @@ async def test_of_hundreds_of_random_patches_no_invalid_one_has_any_effect(redis
                 continue
             accepted += 1
             history.append(made)
-            live = values_at(history, made.epoch).values
+            live = dict(values_at(history, made.epoch).values)
             for waiting in pending(history):  # the whole holds now, and after each plan
                 check_rules(whole(live))
-                live = {**live, **(waiting.planned or {})}
+                live |= waiting.planned or {}
             check_rules(whole(live))
         assert await read_history(bus) == history
     assert accepted > 20 and refusals > 40, "the draw is no test of either"
