@@ -5,6 +5,7 @@ Steps after a restore point are a lost future: they leave `steps` and are counte
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,8 +128,9 @@ class History:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
-        # JSON has no NaN: the file has null where the bus has it.
-        metrics = {str(k): float("nan" if v is None else v) for k, v in record.get("metrics", {}).items()}
+        # A NaN, or an infinity, which JSON does not have, is null in the file. It is as missing here, whoever reads what.
+        found = {str(k): float(v) for k, v in record.get("metrics", {}).items() if v is not None}
+        metrics = {name: value for name, value in found.items() if math.isfinite(value)}
         n_groups = len(record.get("groups", ()))
         for _, reason in record.get("dropped", ()):
             self._drop(str(reason))

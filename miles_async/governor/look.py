@@ -8,7 +8,6 @@ alone says what was decided, however late or often one looks.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,9 +138,6 @@ def look(history: History, after: int = 0) -> Look | None:
     if due > history.steps[-1].step:
         return None
     steps = between(history, due - size + 1, due)
-    usable = [
-        s for s in steps if all(math.isfinite(v) for n, v in s.metrics.items() if n.startswith(("perf/", "rollout/")))
-    ]
     active = history.activations[-ACTIVATIONS:]
     return Look(
         values=values,
@@ -150,7 +146,7 @@ def look(history: History, after: int = 0) -> Look | None:
         due=due,
         steps=tuple(steps),
         before=tuple(between(history, changes[-1].first - size, changes[-1].first - 1)),
-        seen=replace(history, steps=usable, knobs=[{"values": values}], activations=active),
+        seen=replace(history, steps=steps, knobs=[{"values": values}], activations=active),
     )
 
 
@@ -163,7 +159,7 @@ def between(history: History, first: int, last: int) -> list[Step]:
 def read(steps: Sequence[Step]) -> Reading:
     """What these steps show."""
     timed = [s for s in steps if s.gap_s > 0 and not s.resumed]
-    usable = {name: [v for s in steps if math.isfinite(v := s.get(name, math.nan))] for name in (WAIT, MASKED, ESS)}
+    usable = {name: [s.get(name) for s in steps if name in s.metrics] for name in (WAIT, MASKED, ESS)}
     mean = {name: fmean(values) if 2 * len(values) > len(steps) else None for name, values in usable.items()}
     whole_s = fmean(s.gap_s for s in timed) if timed else 0.0
     waited, masked = mean[WAIT], mean[MASKED]

@@ -133,8 +133,10 @@ def test_samples_that_always_run_in_equal_numbers_do_not_show_what_more_would_co
         run_of(10)[1:],
         run_of(10, more={"perf/turn_s": 1.0}),
         [{"kind": "step", "wall": float(n), "step": n, "groups": [], "metrics": {}} for n in range(20)],
+        run_of(10, more={"perf/wait_s": None}),  # how a file has NaN
+        run_of(10, more={"perf/wait_s": float("inf")}),
     ],
-    ids=["nothing", "few steps", "no knobs", "shared GPUs", "steps of another release"],
+    ids=["nothing", "few steps", "no knobs", "shared GPUs", "steps of another release", "NaN", "infinity"],
 )
 def test_a_run_that_tells_too_little_gets_no_advice(records):
     assert advise(history_of(records)) is None
@@ -187,6 +189,12 @@ def test_a_spread_is_read_both_ways():
     assert (spread.below(-1.0), spread.below(10.0)) == (0.0, 1.0)
     equal = Spread((4.0,) * 7)
     assert (equal.below(3.9), equal.below(4.0), equal.at(0.3)) == (0.0, 1.0, 4.0)
+
+
+def test_a_report_is_written_where_a_metric_is_no_number(tmp_path):
+    records = run_of(more={"train/loss": None, "rollout/raw_reward": None})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "<h2>Scheduling</h2>" in write_report(tmp_path).read_text("utf-8"), "the steps were left out"
 
 
 def test_shares_are_said_as_they_are_read():

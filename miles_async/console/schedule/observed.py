@@ -101,6 +101,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     running at most."""
     knobs = live_knobs(history)
     steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
+    steps = [s for s in steps if {"perf/wait_s", f"{SECONDS}/mean"} <= s.metrics.keys()]
     read = [(s, Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
     seen = [(s, lengths, seconds) for s, lengths, seconds in read if lengths is not None and seconds is not None]
     if len(seen) < FEWEST or not knobs:
@@ -144,7 +145,8 @@ def _number(value: Any) -> float:
 def slowdown_of(steps: Sequence[Step]) -> float:
     """How much one sample more on a worker slows its others, as a share of a lone one's pace, from the samples of all these
     steps together; 0 where they do not tell: too alike, or no slower."""
-    told = [s for s in steps if f"{RUNNING}/variance" in s.metrics]
+    wanted = {f"{RUNNING}/variance", f"{RUNNING}/mean", f"{PACE}/mean", f"{PACE}/per_running"}
+    told = [s for s in steps if wanted <= s.metrics.keys()]
     if not told:
         return 0.0
     running, pace = [s.get(f"{RUNNING}/mean") for s in told], [s.get(f"{PACE}/mean") for s in told]
