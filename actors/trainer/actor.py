@@ -288,7 +288,7 @@ class Trainer:
             raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
 
     async def _skipped(self, batch: Batch) -> None:
-        """A gradient that is not finite changed nothing: its groups are tried once more, then given up, so that none holds the run."""
+        """A gradient that is not finite changed nothing: its groups are tried once more, then given up, lest they hold the run."""
         ids = batch.keys
         again = ids == self._skipped_before
         self._skipped_before = () if again else ids
