@@ -45,6 +45,7 @@ from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import checks_made, failures
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.spread import lives_of
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
@@ -189,9 +190,12 @@ class Trainer:
     async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
         """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
         marker = f"{self._version.step}:{self._version.id}:{type(message).__name__}"
-        await self._context.bus.commit(
-            Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
-        )
+        said = Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
+        try:
+            await self._context.bus.commit(said)
+        except InvariantBroken:
+            await self._check_bus()  # which has another name for it where the server lost writes
+            raise
         self._marker = marker
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -313,6 +317,7 @@ class Trainer:
             **batch_metrics(groups, step=step, bound=batch.bound),
             **self._lender.metrics(),
             "perf/wait_s": waited - began,
+            "perf/turned_s": self._batches.turned_s,
             "perf/train_s": trained - waited,
             "perf/step_s": trained - began,
             "perf/tokens_per_s": sum(result.trained_tokens) / max(1e-9, trained - began),
@@ -331,6 +336,7 @@ class Trainer:
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
             wall=context.clock.wall(),
+            lives=lives_of(groups),
         )
         if self._spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from bus.messages.base import Header, Message
+from bus.messages.base import Header, Message, Packed
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import Parcel
 
@@ -103,7 +103,8 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
 
     `step` is the number of the step just done (1-based): the weights now hold `step` updates. `samples` are in training
     order, `groups` and `prompts` are their groups by first appearance. `dropped` pairs group id and reason for groups the
-    trainer gave up while cutting this batch.
+    trainer gave up while cutting this batch. `lives`: int32 [n, 4], for each of the samples or a share of them the position of its
+    group in `groups`, tokens made, milliseconds on engines, milliseconds of scoring; UNSET = not told.
     """
 
     step: int
@@ -119,6 +120,7 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     weights_hash: str = ""
     wall: float = 0.0
     dropped: tuple[tuple[str, str], ...] = ()
+    lives: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         return Header(
