@@ -253,7 +253,7 @@ def test_whatever_a_run_does_the_governor_keeps_inside_rests_and_is_what_its_rec
 ) -> None:
     def wild(values: dict[str, Any]) -> dict[str, float]:
         step_s, wait, masked, ess = by_bound[values[KNOB]]
-        return {"step_s": step_s, "wait": wait * step_s, "masked": masked, "ess": max(ess, 0.55)}
+        return {"step_s": step_s, "wait": wait * step_s, "masked": masked, "ess": ess}
 
     small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "sglang_server_concurrency": 3}  # the model's time
     values = settings_with(max_weight_staleness=low, governor_staleness=f"{low}:{high}", **small)
@@ -261,7 +261,10 @@ def test_whatever_a_run_does_the_governor_keeps_inside_rests_and_is_what_its_rec
     assert all(low <= bound <= high for _, bound in play.moves)
     bounds = [low, *(bound for _, bound in play.moves)]
     for at, (purpose, bound) in enumerate(play.moves):  # 40 steps are no more than REST decisions
-        assert (purpose == "back" and bound == bounds[at - 1]) or bound not in bounds[: at + 1], play.moves
+        if purpose == "back":
+            assert bound == bounds[at - 1], play.moves
+        elif purpose != "old":  # data that are too old go before rest
+            assert bound not in bounds[: at + 1], play.moves
     assert replayed(play.records) == [(*next(iter(p["values"].items())), p["reason"]) for p in play.patches]
     if play.decisions and play.decisions[-1].move is None:
         again = look(history_of(play.records), play.decisions[-1].due - 1)
