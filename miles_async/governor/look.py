@@ -131,6 +131,8 @@ def look(history: History, after: int = 0) -> Look | None:
         values |= change.values
     if not values.get("governor") or not changes[-1].first:
         return None
+    if history.steps[-1].knob_epoch > int(history.knobs[-1]["epoch"]):
+        return None  # the two logs are read one after the other: the change that this step was made under is still to come
     restored = int(history.restores[-1]["step"]) + 1 if history.restores else 0
     settling = (int(values["max_weight_staleness"]) + 1) * int(values["update_weights_interval"])
     begin, size = max(changes[-1].first, restored) + settling, int(values["governor_interval"])
