@@ -21,7 +21,7 @@ from actors.recorder.records import Record
 from actors.runtime.snapshot import Snapshot, read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
-from miles_async.console.text import duration, percent, shorten
+from miles_async.console.text import duration, knob_text, percent, shorten
 from miles_async.console.view import screen, step_line
 
 Mode = Literal["live", "plain", "none"]
@@ -134,10 +134,8 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
         case "restored" if record["step"] > 0 or record["checkpoint"]:
             return f"restored to step {record['step']} from {record['checkpoint'] or 'the beginning'}"
         case "knob" if record["epoch"] > 0:
-            at = f" planned for step {record['at_step']}" if record.get("planned") else ""
-            shown = ", ".join(f"{k}={v}" for k, v in (record.get("planned") or record["values"]).items())
             why = f" ({record['author']}: {record['reason']})" if record.get("reason") else ""
-            return f"knob epoch {record['epoch']}{at}: {shown or 'nothing new'}{why}"
+            return f"knob epoch {record['epoch']}: {knob_text(record)}{why}"
         case "fault":
             return f"{record['level']}: {record['actor']}: {record['event']}: {record['text']}"
         case "dead":

@@ -24,7 +24,7 @@ from bus.ledger import Accounts, accounts_of
 from miles_async.console import charts
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.schedule.advice import advise, share
-from miles_async.console.text import duration, human_count, percent, plural
+from miles_async.console.text import duration, human_count, knob_text, percent, plural
 
 FILE = "report.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
@@ -280,15 +280,8 @@ def _events(history: History) -> str:
     ]
     for r in history.knobs:
         if int(r["epoch"]) > 0:
-            values = ", ".join(f"{k} = {v}" for k, v in r["values"].items())
-            rows.append(
-                (
-                    float(r["wall"]),
-                    "",
-                    f"knob epoch {r['epoch']}",
-                    values + (f" ({r['reason']})" if r.get("reason") else ""),
-                )
-            )
+            why = f" ({r['reason']})" if r.get("reason") else ""
+            rows.append((float(r["wall"]), "", f"knob epoch {r['epoch']}", knob_text(r) + why))
     for r in history.restores[1:]:
         rows.append((float(r["wall"]), "warning", "trainer restored", f"to step {r['step']} {r.get('checkpoint', '')}"))
     if not rows:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from bus.errors import printable
 
@@ -106,3 +107,11 @@ def shorten(text: str, width: int) -> str:
     """One line of at most `width` characters."""
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(1, width - 1)] + "…"
+
+
+def knob_text(record: Mapping[str, Any]) -> str:
+    """What a record of kind `knob` changed, planned for a step, or ended."""
+    values = ", ".join(f"{k}={v}" for k, v in (record.get("planned") or record["values"]).items())
+    if record.get("planned"):
+        return f"planned for step {record['at_step']}: {values}"
+    return values or (f"plan of epoch {record['plan']} ended" if "plan" in record else "nothing new")

@@ -21,6 +21,7 @@ from miles_async.console.text import (
     duration,
     human_bytes,
     human_count,
+    knob_text,
     percent,
     plural,
     progress_bar,
@@ -250,9 +251,8 @@ def _accounts(snapshot: Snapshot, history: History, width: int) -> list[Renderab
     if dead := snapshot.streams["dead"].length:
         lines.append(_labelled("dead", Text(f"{plural(dead, 'dead letter')}: miles-async bus dead list", style="red")))
     if snapshot.knob_epoch > 0 and history.knobs:
-        patch = history.knobs[-1]
-        values = ", ".join(f"{k}={v}" for k, v in patch["values"].items())
-        lines.append(_labelled("knobs", Text(shorten(f"epoch {snapshot.knob_epoch}: {values}", width - 12))))
+        text = f"epoch {snapshot.knob_epoch}: {knob_text(history.knobs[-1])}"
+        lines.append(_labelled("knobs", Text(shorten(text, width - 12))))
     return lines
 
 

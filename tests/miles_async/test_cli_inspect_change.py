@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from actors.recorder.history import History
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
+from miles_async.console.live import plain_line
 from tests.miles_async.console_data import ROOMS, task, vitals
 
 DEADLINE_S = 20.0
@@ -169,6 +171,19 @@ def test_tune_plans_for_a_step_shows_what_waits_and_cancels(whole):
     assert whole.ask("tune", "--cancel", "1")[:2] == (0, "epoch 2\nthe plan of epoch 1 is cancelled\n")
     assert whole.ask_json("tune")[1]["planned"] == []
     assert "plan of epoch 1 ended" in whole.ask("tune", "--log")[1]
+
+
+def test_views_tell_a_change_a_plan_and_its_end():
+    head = {"kind": "knob", "epoch": 4, "author": "governor", "reason": "idle: 30%", "values": {}}
+    said = [
+        plain_line(head | more, History(), total_steps=9)
+        for more in ({"values": {"lr": 0.5}}, {"planned": {"lr": 0.5}, "at_step": 7}, {"plan": 3})
+    ]
+    assert said == [
+        "knob epoch 4: lr=0.5 (governor: idle: 30%)",
+        "knob epoch 4: planned for step 7: lr=0.5 (governor: idle: 30%)",
+        "knob epoch 4: plan of epoch 3 ended (governor: idle: 30%)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def _marks(history: History, settings: dict[str, dict[str, Any]]) -> State:
     knobs = [
         [step_at(float(r["wall"])), ", ".join(f"{k} = {v}" for k, v in r["values"].items())]
         for r in history.knobs[-50:]
-        if int(r["epoch"]) > 0
+        if int(r["epoch"]) > 0 and r["values"]  # a plan bends nothing
     ]
     restarts = [[int(r["step"]), f"restored to step {r['step']}"] for r in history.restores[1:][-50:]]
     return {"knobs": knobs, "restarts": restarts, "bounds": staleness_bounds(history, settings)}
