@@ -77,6 +77,8 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     yield "dead_letters", "counter", "entries that failed for good", [({}, float(len(history.dead)))]
     yield "faults", "counter", "events of level warning or error", [({}, float(len(history.faults)))]
     yield "restores", "counter", "starts of the trainer", [({}, float(len(history.restores)))]
+    used = [({"source": source, "value": name}, n) for source, r in history.system.items() for name, n in r["values"].items()]
+    yield "system", "gauge", "what a host or Redis uses", used
     if history.steps:
         for name, value in history.steps[-1].metrics.items():
             yield plain(name), "gauge", f"{name} of the newest step", [({}, value)]

@@ -16,6 +16,7 @@ AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
 MOST_DROPS = 200
+SYSTEM_S, MOST_OF_SYSTEM = 10.0, 4
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class History:
     checkpoints: list[Record] = field(default_factory=list)
     restores: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
+    system: dict[str, Record] = field(default_factory=dict)  # the newest of each host and of Redis
     ledger: dict[str, int] = field(default_factory=dict)
     first_wall: float = 0.0
     last_wall: float = 0.0
@@ -116,8 +118,19 @@ class History:
                 self.samples.append(record)
                 if len(self.samples) > MOST_SAMPLES:
                     del self.samples[: MOST_SAMPLES // 2 : 2]
+            case "system":
+                self.system[str(record["source"])] = {**record, "values": {str(k): float(v) for k, v in record["values"].items()}}
             case "finished":
                 self.finished = True
+
+    def wants(self, record: Record) -> bool:
+        """False for the use of hosts where it is told more often than a record should hold: of all of them together at most
+        MOST_OF_SYSTEM lines in SYSTEM_S."""
+        if record.get("kind") != "system":
+            return True
+        last = self.system.get(str(record.get("source")))
+        apart = SYSTEM_S * max(1.0, len(self.system) / MOST_OF_SYSTEM)
+        return last is None or float(record["wall"]) - float(last["wall"]) > 0.9 * apart
 
     def _step(self, record: Record, wall: float) -> None:
         number = int(record["step"])
