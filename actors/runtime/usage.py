@@ -43,25 +43,33 @@ class HostUsage:
         self._directory = directory
         self._gpus: dict[str, float] = {}
         self._gpus_at = 0.0
-        self._before = self._counters()
+        self._before, self._busy = self._counters(), self._processors()
         self._at = time.monotonic()
-        psutil.cpu_percent(None)
 
     def look(self) -> dict[str, float]:
         """Blocks for some milliseconds, with GPUs for up to GPU_DEADLINE_S."""
         memory, now = psutil.virtual_memory(), time.monotonic()
         counters, passed = self._counters(), max(1e-3, now - self._at)
         rates = {f"{name}_bytes_s": max(0.0, (n - self._before.get(name, n)) / passed) for name, n in counters.items()}
-        self._before, self._at = counters, now
+        busy, every = self._processors()
+        share = (busy - self._busy[0]) / max(1e-3, every - self._busy[1])
+        self._before, self._at, self._busy = counters, now, (busy, every)
         if now >= self._gpus_at:
             self._gpus, self._gpus_at = gpu_usage(), now + GPUS_EVERY_S
         return {
-            "cpu_share": psutil.cpu_percent(None) / 100,
+            "cpu_share": min(1.0, max(0.0, share)),
             "memory_bytes": float(memory.total - memory.available),
             "disk_free_bytes": float(shutil.disk_usage(self._directory).free),
             **rates,
             **self._gpus,
         }
+
+    @staticmethod
+    def _processors() -> tuple[float, float]:
+        """Seconds in use, and all of them. psutil's own share is counted by thread, and looks come from any."""
+        times = psutil.cpu_times()._asdict()
+        every = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))  # user holds them
+        return every - times["idle"] - times.get("iowait", 0.0), every
 
     @staticmethod
     def _counters() -> dict[str, int]:

@@ -102,7 +102,7 @@ function linesOf(spec) {
   if (spec.pauses) return all.flatMap((run) => (run.pauses.columns.pause_s ? [drawn(run, run.pauses, "pause_s", "pause", run.hue)] : []));
   if (spec.group === "Hosts and Redis") return all.flatMap((run, r) => Object.entries(run.system).flatMap(([source, table]) =>
     Object.keys(table.columns).filter((name) => spec.key.test(name)).map((name) => [run, table, name, source, r]))).map(([run, table, name, source, r], i) =>
-    drawn(run, table, name, `${source} ${name.replace(/_(share|bytes|bytes_s|s|w|util_share|memory_bytes|power_w)$/, "").replaceAll("_", " ")}`, HUES[(i + 4) % HUES.length], { dash: DASHES[r % 4] }));
+    drawn(run, table, name, `${source} ${name.replace(/^redis_/, "").replace(/_(share|bytes|bytes_s|s|w|util_share|memory_bytes|power_w)$/, "").replaceAll("_", " ")}`, HUES[(i + 4) % HUES.length], { dash: DASHES[r % 4] }));
   if (spec.stacked) return stackOf(spec, lead).map((s) => drawn(lead, lead.curves, s.key, s.label, s.colour, { low: null, high: null }));
   const lines = all.flatMap((run) => spec.series.filter((s) => run.curves.columns[s.key]).map((s, i) =>
     drawn(run, run.curves, s.key, s.label, all.length > 1 ? run.hue : s.colour, { dash: all.length > 1 ? DASHES[i % 4] : undefined })));

@@ -160,7 +160,9 @@ def thinned(rows: Iterable[Mapping[str, float]], n: int, xs: Sequence[str], most
             if not values:
                 continue
             many = taken if name.startswith(COUNTED) else len(values)
-            parts["columns"].setdefault(name, [None] * points)[at] = float(f"{total / many:.5g}")
+            parts["columns"].setdefault(name, [0.0 if name.startswith(COUNTED) else None] * points)[at] = float(
+                f"{total / many:.5g}"
+            )
             if stride > 1:
                 for part, one in (("low", min), ("high", max)):
                     parts[part].setdefault(name, [None] * points)[at] = float(f"{one(values):.5g}")

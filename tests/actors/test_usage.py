@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from actors.recorder.history import History
 from actors.recorder.points import Points
 from actors.recorder.records import Record, records_of
 from actors.runtime.context import Context
-from actors.runtime.usage import PERIOD_S, RedisUsage, gpu_usage, tell_usage
+from actors.runtime.usage import PERIOD_S, HostUsage, RedisUsage, gpu_usage, tell_usage
 from bus import Bus
 from bus.knobs.live import LiveKnobs
 from bus.topology import EVENTS
@@ -50,6 +52,15 @@ async def test_one_actor_of_a_host_looks_and_the_next_one_takes_over(redis_url, 
     assert redis["redis_memory_bytes"] > 1e5 and redis["redis_clients"] >= 1
     names = [pattern(name) for name in section((REPO / "docs" / "metrics.md").read_text(), "What hosts and Redis use")]
     assert [name for name in (*host, *redis) if not any(p.fullmatch(name) for p in names)] == []
+
+
+def test_processors_in_use_are_seen_from_any_thread(tmp_path):
+    usage = HostUsage(str(tmp_path))
+    began = time.thread_time()
+    while time.thread_time() - began < 0.1:
+        pass
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(usage.look).result()["cpu_share"] > 0
 
 
 def test_gpus_are_told_as_far_as_they_tell(tmp_path):
