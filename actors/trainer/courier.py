@@ -147,8 +147,9 @@ class Courier:
                 self._ready.add(event.actor)
             case "activated" | "transport failed":
                 self._reported.add(event.actor)
-                shown = ", ".join(f"{k} {event.data[k]}" for k in ("transport", "pause_s", "total_s") if k in event.data)
-                self._tell(f"{event.actor} {event.kind}: version {self._version.id}, {shown}")
+                took = ", ".join(f"{k} {float(event.data[k]):.3f}" for k in ("pause_s", "total_s") if k in event.data)
+                how = event.data.get("transport", "?")
+                self._tell(f"{event.actor} {event.kind}: version {self._version.id}, transport {how}, {took}")
 
     def stop(self) -> None:
         """Let `follow` end."""

@@ -35,7 +35,10 @@ PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors",
             "sglang", "sglang-router", "megatron-core", "ray")  # fmt: skip
 HERE = Path(__file__).parent
 STATIC = HERE / "web" / "static"
-SCRIPTS = (*(STATIC / f"{name}.js" for name in ("format", "dom", "chartlist", "samples")), HERE / "report.js")
+SCRIPTS = (
+    *(STATIC / f"{name}.js" for name in ("format", "dom", "chartlist", "samples")),
+    *(HERE / f"{name}.js" for name in ("report_charts", "report")),
+)
 """Modules of the web console and the report's own, each after those that it imports."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}"
 LATER = "<noscript><p>Curves and samples need a browser that runs scripts; the tables below do not.</p></noscript>"
