@@ -6,8 +6,9 @@ Steps after a restore point are a lost future: they leave `steps` and are counte
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.recorder.records import Record
 
@@ -16,6 +17,15 @@ AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
 MOST_DROPS = 200
+NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "fault": {"wall": float, "actor": str, "event": str, "text": str, "level": str},
+    "dead": {"wall": float, "stream": str, "error": str},
+    "knob": {"wall": float, "epoch": int, "values": dict},
+    "activated": {"wall": float, "step": int, "actor": str, "pause_s": float, "total_s": float},
+    "checkpoint": {"wall": float, "step": int},
+    "restored": {"wall": float, "step": int},
+}
+"""What readers of a history take from its records, which lie in it as they are."""
 SYSTEM_S, MOST_OF_SYSTEM = 10.0, 4
 
 
@@ -90,6 +100,8 @@ class History:
             self.left_out += 1
 
     def _take(self, record: Record) -> None:
+        for name, kind in NEEDED.get(record.get("kind", ""), {}).items():
+            kind(record[name])
         wall = float(record.get("wall", 0.0))
         self.first_wall = min(self.first_wall, wall) if self.first_wall else wall
         self.last_wall = max(self.last_wall, wall)

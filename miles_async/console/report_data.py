@@ -257,17 +257,22 @@ def samples_of(run: Run, n_bytes: int) -> list[dict[str, Any]]:
     return chosen
 
 
-def _kept(run: Run) -> Iterable[dict[str, Any]]:
+def _kept(run: Run) -> Iterator[dict[str, Any]]:
+    """Those of the files of samples; of a run without, those that were news. What is none of ours is left out."""
     found = False
-    for sample in read_samples((run.dir / OLDER, run.dir / FILE)):
-        found = True
-        yield _bounded(sample)
-    if not found:
-        yield from (_bounded(r) for r in run.history.samples)
+    for source in (read_samples((run.dir / OLDER, run.dir / FILE)), run.history.samples):
+        for sample in () if found and source is run.history.samples else source:
+            try:
+                yield _bounded(sample)
+                found = True
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
 
 
 def _bounded(sample: dict[str, Any]) -> dict[str, Any]:
     shown = {name: sample[name] for name in SHOWN_SAMPLE if name in sample}
+    shown |= {"step": int(sample["step"]), "reward": float(sample["reward"]), "tokens": int(sample.get("tokens", 0))}
+    shown["rewards"] = {str(name): float(value) for name, value in sample.get("rewards", {}).items()}
     for name in ("label", "prompt", "response"):
         shown[name] = bounded(str(shown.get(name, "")), TEXT_CHARS)
     if isinstance(shown.get("turns"), list):

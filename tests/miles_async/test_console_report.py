@@ -195,6 +195,35 @@ def test_a_run_that_ended_early_has_a_report_too(tmp_path, records):
     assert page.endswith("</html>\n")
 
 
+BENT = [  # one field of each is missing, or of another type
+    {k: v for k, v in record.items() if k != left} | ({left: ["?"]} if bent else {})
+    for record in (
+        {"kind": "fault", "wall": 5.0, "actor": "x", "event": "e", "text": "t", "level": "error"},
+        {"kind": "dead", "wall": 5.0, "stream": "s", "error": "e"},
+        {"kind": "knob", "wall": 5.0, "epoch": 1, "values": {"lr": 1}},
+        {"kind": "activated", "wall": 5.0, "step": 1, "actor": "x", "pause_s": 0.1, "total_s": 0.2},
+        {"kind": "checkpoint", "wall": 5.0, "step": 1},
+        {"kind": "restored", "wall": 5.0, "step": 0},
+        {"kind": "drop", "wall": 5.0, "reason": "r"},
+        {"kind": "step", "wall": 5.0, "step": 2, "metrics": {"x": 1}},
+        {"kind": "eval", "wall": 5.0, "step": 0, "name": "e", "metrics": {"eval/e": 0.5}},
+        {"kind": "ledger", "wall": 5.0, "accounts": {"issued": 1}},
+        {"kind": "system", "wall": 5.0, "source": "h", "values": {"cpu_share": 0.1}},
+        SAMPLE,
+    )
+    for left in record
+    for bent in (False, True)
+    if left != "kind"
+]
+
+
+def test_a_damaged_record_has_a_report_too(tmp_path):
+    lines(tmp_path, [*some_steps(3), *BENT])
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in BENT))
+    page = write_report(tmp_path).read_text("utf-8")
+    assert data_in(page)[0]["curves"]["x"]["step"][:3] == [1, 2, 3]
+
+
 def test_lost_steps_are_told(tmp_path):
     records = [
         *some_steps(10),
