@@ -270,7 +270,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
         lines.append(
             f"<tr{total}>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kinds, row, strict=True)) + "</tr>"
         )
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _trainer(history: History) -> str:
@@ -323,7 +323,7 @@ def _events(history: History) -> str:
         for wall, level, what, text in sorted(rows)[-40:]
     )
     head = "<thead><tr><th>after</th><th>what</th><th></th></tr></thead>"
-    table = f'<div class="scroll"><table>{head}<tbody>{lines}</tbody></table></div>'
+    table = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{lines}</tbody></table></div>'
     return _card("Events", "Faults, restarts and knob changes; the newest last.", table)
 
 
