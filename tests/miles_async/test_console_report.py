@@ -15,6 +15,7 @@ from actors.recorder.file import read_records
 from actors.recorder.history import history_of
 from bus import Bus
 from bus.topology import POLICY
+from miles_async.cli.app import main
 from miles_async.console.report import package_versions, write_report
 from miles_async.console.report_data import SAMPLES_BYTES, read_run, samples_of, staleness_bounds, thinned
 from miles_async.settings.dump import dump_toml
@@ -222,6 +223,20 @@ def test_a_damaged_record_has_a_report_too(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in BENT))
     page = write_report(tmp_path).read_text("utf-8")
     assert data_in(page)[0]["curves"]["x"]["step"][:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["here", "away"], "away"), (["here", "--output", "no/such/folder/x.html"], "no/such/folder is no directory")],
+)
+def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path, capsys, arguments, said):
+    (tmp_path / "here").mkdir()
+    lines(tmp_path / "here", some_steps(2))
+    (tmp_path / "here" / "run.json").write_text(json.dumps({"run": "here", "bus_url": "redis://localhost:1/0"}))
+    assert main(["report", *arguments, "--runs-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert not (tmp_path / "here" / "report.html").exists()
 
 
 def test_lost_steps_are_told(tmp_path):
