@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bus.errors import MilesAsyncError
+from bus.errors import BusUnreachable, MilesAsyncError
+from bus.knobs.live import read_history
 from bus.private import private_directory
 from miles_async.api.opened import Run
 from miles_async.settings.dump import dump_toml
@@ -39,7 +40,7 @@ class RunEnded(MilesAsyncError):
 def run(
     config: str | Path | Mapping[str, Any] | None = None, *, wait: bool = True, start_s: float = 900.0, **settings: Any
 ) -> StartedRun:
-    """Start (or resume) a run, and wait for its end; with `wait=False` until its bus is up, at most `start_s` seconds.
+    """Start (or resume) a run, and wait for its end; with `wait=False` until it can be asked, at most `start_s` seconds.
 
     `config`: a settings file, the name of one that ships ("quickstart"), or a table of settings. `settings` count over it, each
     under its name in `miles-async train --help`: `run("quickstart", num_rollout=20)`. SettingsError tells all that is wrong, before
@@ -102,10 +103,10 @@ class StartedRun(Run):
         return 0
 
     def until_up(self, start_s: float) -> None:
-        """Wait until its bus is up, or it has ended, which is judged; at most `start_s` seconds."""
+        """Wait until it can be asked, or has ended, which is judged; at most `start_s` seconds."""
         until = time.monotonic() + start_s
         with self._drained():
-            while self.running and _changed(self._file) == self._before:
+            while self.running and not self._is_up():
                 if time.monotonic() > until:
                     self._process.terminate()
                     raise RunEnded(f"run {self.name} did not start within {start_s:g} s; it said: {self._last()}", 1)
@@ -113,6 +114,15 @@ class StartedRun(Run):
         if not self.running:
             self._judge()
         self._ref = read_run_file(self._file)
+
+    def _is_up(self) -> bool:
+        """Whether its bus holds its settings: what is asked of it has an answer."""
+        if _changed(self._file) == self._before:
+            return False
+        try:
+            return bool(self._ask(read_history, look=False))
+        except BusUnreachable:
+            return False
 
     @contextmanager
     def _drained(self) -> Iterator[None]:

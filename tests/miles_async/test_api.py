@@ -83,18 +83,18 @@ def test_what_the_launcher_refuses_is_raised_and_an_interrupt_drains(
     with pytest.raises(BusRefused, match=r"cannot use .*Choose another folder"):
         miles_async.run("quickstart", runs_dir=tmp_path / "file")
 
+    log = tmp_path / "runs" / "quickstart" / "logs" / "launcher.log"
+
     def interrupt() -> None:
-        file = tmp_path / "runs" / "quickstart" / "run.json"
         until = time.monotonic() + 60
-        while not file.exists() and time.monotonic() < until:
+        while "step 1/" not in log.read_text() and time.monotonic() < until:
             time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         start(hf_checkpoint=make_toy(tmp_path / "toy") / "model", num_rollout=10_000)
-    said = (tmp_path / "runs" / "quickstart" / "logs" / "launcher.log").read_text()
-    assert "run quickstart stopped; the same command goes on" in said
+    assert "run quickstart stopped; the same command goes on" in log.read_text()
 
 
 async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, tmp_path: Path) -> None:
