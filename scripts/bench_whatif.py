@@ -1,5 +1,5 @@
-"""How well `miles-async whatif` foresees a run that it did not see: real rooms over a real Redis with scripted engines, recorded under
-some settings, predicted for others, and measured under those.
+"""How well `miles-async whatif` foresees a run that it did not see: real rooms over a real Redis with scripted engines, recorded
+under some settings, predicted for others, and measured under those.
 
     .venv/bin/python scripts/bench_whatif.py --out whatif.json
 
@@ -75,8 +75,12 @@ def measure(case: Case) -> tuple[list[Record], float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bound", type=int, nargs="+", default=[1, 2, 4], help="recorded at the first, predicted for the others")
-    parser.add_argument("--slots", type=int, nargs="*", default=[48], help="of the engine; predicted too, at the second bound")
+    parser.add_argument(
+        "--bound", type=int, nargs="+", default=[1, 2, 4], help="recorded at the first, predicted for the others"
+    )
+    parser.add_argument(
+        "--slots", type=int, nargs="*", default=[48], help="of the engine; predicted too, at the second bound"
+    )
     parser.add_argument("--lengths", choices=LENGTHS, default="lognormal")
     parser.add_argument("--load", choices=list(LOADS), default="R=T")
     parser.add_argument("--median-s", type=float, default=1.0, help="of a sample's seconds")
@@ -90,9 +94,14 @@ def main() -> int:
         lengths=args.lengths, load=args.load, bound=args.bound[0], policy="split", median_s=args.median_s, proportional=True,
         steps=args.steps, train=case.train_s,
     )  # fmt: skip
-    asked: list[tuple[dict[str, Any], Case]] = [({"max_weight_staleness": b}, replace(first, bound=b)) for b in args.bound[1:]]
+    asked: list[tuple[dict[str, Any], Case]] = [
+        ({"max_weight_staleness": b}, replace(first, bound=b)) for b in args.bound[1:]
+    ]
     asked += [
-        ({"max_weight_staleness": args.bound[1], "sglang_server_concurrency": n}, replace(first, bound=args.bound[1], slots=n))
+        (
+            {"max_weight_staleness": args.bound[1], "sglang_server_concurrency": n},
+            replace(first, bound=args.bound[1], slots=n),
+        )
         for n in args.slots
     ]
     rows: list[dict[str, Any]] = []
@@ -116,7 +125,8 @@ def main() -> int:
             args.keep.mkdir(parents=True, exist_ok=True)
             name = "_".join(map(str, patch.values())) or "recorded"
             (args.keep / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in own))
-    facts = {"date": date.today().isoformat(), "command": "scripts/bench_whatif.py " + " ".join(sys.argv[1:]), "train_s": first.train}
+    command = "scripts/bench_whatif.py " + " ".join(sys.argv[1:])
+    facts = {"date": date.today().isoformat(), "command": command, "train_s": first.train}
     if args.out:
         args.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     return 0
