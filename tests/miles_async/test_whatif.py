@@ -51,7 +51,7 @@ def knobs(**more) -> Knobs:
     return Knobs(**(plain | {"slots": SLOTS} | more))
 
 
-def play(given: Knobs, *, pace: Pace | None = None, steps: int = 40, **drawn):
+def play(given: Knobs, *, pace: Pace | None = None, steps: int = 24, **drawn):
     drawn_groups = groups(5, size=given.n_samples_per_prompt, **drawn)
     return Simulation(given, pace or Pace(train_s=ROLLOUT_S), drawn_groups, random.Random(1)).play(steps, 15)
 

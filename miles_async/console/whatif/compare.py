@@ -10,7 +10,7 @@ import msgspec
 
 from actors.runtime.seeds import rng_for
 from miles_async.console.text import percent, plural, table
-from miles_async.console.whatif.recorded import ASKED, Recorded, knobs_of
+from miles_async.console.whatif.recorded import Recorded, knobs_of
 from miles_async.console.whatif.setup import Knobs
 from miles_async.console.whatif.simulation import Outcome, Simulation, Stands
 from miles_async.settings.errors import Refusals, SettingsError
@@ -19,7 +19,6 @@ from miles_async.settings.rules import check_rules
 
 STEPS, FEWEST_STEPS, MOST_SAMPLES = 60, 16, 32_000
 TRUSTED = 0.1  # relative difference of the run's own step time; above it there is a warning
-ELSEWHERE = ("num_generation_workers", "rollout_num_gpus")  # rules on where engines run, not on how many there may be
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -48,11 +47,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def changed(recorded: Recorded, patch: Mapping[str, Any]) -> Knobs:
     """The run's knobs with a patch. SettingsError with all rules that it breaks."""
     before = recorded.settings
-    after = before.changed(patch)
-    stood, found = {str(error) for error in _broken(before)}, Refusals()
-    found.found = [e for e in _broken(after) if e.field not in ELSEWHERE and str(e) not in stood]
+    after, own = before.changed(patch), recorded.knobs
+    workers = {name: value for name, value in patch.items() if name == "num_generation_workers"}
+    # Where more engines would run is no question here.
+    stood, found = {str(error) for error in [*_broken(before), *_broken(before.changed(workers))]}, Refusals()
+    found.found = [error for error in _broken(after) if str(error) not in stood]
     found.raise_all()
-    own = recorded.knobs
     return knobs_of(after, workers=patch.get("num_generation_workers", own.num_generation_workers), slots=own.slots)
 
 
@@ -152,6 +152,3 @@ def _cell(figure: Figure | None, shown: Callable[[float], str], zero: bool) -> s
     if figure is None:
         return shown(0.0) if zero else "-"
     return shown(figure.mean) + (f" ± {shown(figure.spread)}" if figure.spread else "")
-
-
-__all__ = ("ASKED", "Comparison", "compare", "text")

@@ -1,4 +1,4 @@
-"""What a run's record shows of its samples, engines and trainer, in the terms of the simulation (pure).
+"""What a run's record shows of its samples, engines and trainer, in the terms of the simulation.
 
 Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run
 is still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give

@@ -1,4 +1,4 @@
-"""A run in simulated time (pure): what is issued, let go, trained and dropped is decided by the rooms' own code
+"""A run in simulated time: what is issued, let go, trained and dropped is decided by the rooms' own code
 (actors.sampler.admission and progress, actors.filter.groups, actors.trainer.cut); this file brings time.
 
 Times come from `Pace`, samples from an endless iterator. Not simulated: failures, evaluations, checkpoints other than as
