@@ -145,6 +145,18 @@ def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[i
     return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
 
 
+def reward_spec(settings: RunSettings, model_dir: str) -> RewardSpec:
+    """How samples are scored."""
+    return told(
+        RewardSpec,
+        settings.flat,
+        skip_special_tokens=settings.rollout.rollout_skip_special_tokens,
+        max_retries=settings.rollout.reward_max_retries,
+        tokenizer_dir=model_dir,
+        teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
+    )
+
+
 def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
     """What the recorder writes, and who else is told."""
     s, t = settings.flat, settings.trackers
@@ -194,6 +206,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 activation_deadline_s=settings.sglang.update_weight_deadline_s,
                 serve_at=settings.bus.weights_address or "",
                 weights_token=place.weights_token,
+                lent=settings.flat.lent_workers,
             ),
         ),
         (
@@ -230,14 +243,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             ),
         ),
     ]
-    reward = told(
-        RewardSpec,
-        settings.flat,
-        skip_special_tokens=r.rollout_skip_special_tokens,
-        max_retries=r.reward_max_retries,
-        tokenizer_dir=place.model_dir,
-        teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
-    )
+    reward = reward_spec(settings, place.model_dir)
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
     rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:
