@@ -220,6 +220,7 @@ def test_a_group_that_was_trained_in_parts_is_one_group_and_one_at_the_edge_is_l
 
 def test_what_the_filter_dropped_is_dropped_again_with_its_lengths():
     lines = record()
+    lines[0]["values"] = lines[0]["values"] | {"sglang_server_concurrency": 2 * SLOTS}
     for step in range(1, 31):
         wall = 100 + STEP_S * step
         for _ in range(4):
@@ -230,6 +231,8 @@ def test_what_the_filter_dropped_is_dropped_again_with_its_lengths():
     gone = [d.tokens for g in drawn if g.reason for d in g.members]
     assert len(gone) / len(drawn) / N == pytest.approx(0.2, abs=0.03)
     assert sum(gone) / len(gone) == pytest.approx(50, rel=0.05)
+    busy = GROUPS * N + 4 * N * 50 / 100  # samples a step, as many as have tokens of a whole one
+    assert seen.measured.idle == pytest.approx(1 - busy * MEAN_S / STEP_S / SLOTS / 2, abs=0.03)
 
 
 def test_records_of_older_releases_are_simulated_with_a_note():
@@ -342,7 +345,7 @@ def test_a_run_without_a_record_says_so(tmp_path, capsys):
 def test_records_are_sifted_line_by_line():
     good = record(2)
     bad = [
-        {"kind": "step", "step": 1},
+        good[1] | {"entry": "policy@now"},
         {"kind": "drop", "wall": "x", "reason": "a"},
         {"kind": "activated", "actor": "w"},
     ]

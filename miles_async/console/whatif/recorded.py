@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from statistics import fmean, pstdev
+from typing import Annotated
 
 import msgspec
 
@@ -38,13 +39,16 @@ ASKED = (
 """Settings that the simulation knows."""
 
 
+Told = Annotated[str, msgspec.Meta(pattern=r"@\d+-\d+$")]  # <stream>@<entry id>
+
+
 class _Step(msgspec.Struct):
     step: int
     wall: float
     version: int
     metrics: dict[str, float]
     groups: list[str] = []
-    entry: str = "policy@0-0"
+    entry: Told = "policy@0-0"
     knob_epoch: int = 0
     lives: list[tuple[int, int, int, int]] = []
 
@@ -54,7 +58,7 @@ class _Activated(msgspec.Struct):
     wall: float
     version: int
     pause_s: float
-    entry: str
+    entry: Told
 
 
 class _Drop(msgspec.Struct):
@@ -148,14 +152,16 @@ def recorded(records: Sequence[Record]) -> Recorded:
     knobs = knobs_of(settings, workers=_workers(history), slots=_slots(history, settings, records, steps, notes))
     size = settings.samples_per_rollout
     step_s = fmean(s.gap_s for s in steps)
-    running = size * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
+    dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
+    judged = size * len(steps) + dropped.total()
+    of_one = max(1.0, fmean(s.get("rollout/tokens") for s in steps) / size)
+    thrown = sum(dropped[reason] * mean / of_one for reason, mean in tokens.items()) / len(steps)
+    running = (size + thrown) * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
     on_worker = fmean(s.get(f"{RUNNING}/mean", running / knobs.num_generation_workers) for s in steps)
     pace = _pace(history, records, steps, settings, notes)
     stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
     alone = (1 - stands) / (1 + pace.slowdown * on_worker)
     pool = _pool(lines, steps, settings, alone, notes)
-    dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
-    judged = size * len(steps) + dropped.total()
     return Recorded(
         settings=settings,
         knobs=knobs,
