@@ -10,7 +10,7 @@ import msgspec
 
 from actors.runtime.seeds import rng_for
 from miles_async.console.text import percent, plural, table
-from miles_async.console.whatif.recorded import Recorded, knobs_of
+from miles_async.console.whatif.record import Recorded, knobs_of
 from miles_async.console.whatif.setup import Knobs
 from miles_async.console.whatif.simulation import Outcome, Simulation, Stands
 from miles_async.settings.errors import Refusals, SettingsError

@@ -299,18 +299,13 @@ def _pool(
     first, last = steps[0].step, steps[-1].step
     found: dict[str, list[Draw]] = {}
     began: dict[str, int] = {}
-    ended: dict[str, int] = {}
     for number in range(first - edge, last + 1):
         for name, draw in _lives(lines.get(number, {}), alone):
             found.setdefault(name, []).append(draw)
             began.setdefault(name, number)
-            ended[name] = number
-    pool = [
-        tuple(draws)
-        for name, draws in found.items()
-        # Of a group at the edge of what is looked at, members may be outside of it: those that took longest.
-        if len(draws) == n or (began[name] >= first and ended[name] <= last - edge)
-    ]
+    # Of groups that began at the end of what is looked at, the members that took longest may be missing.
+    pool = [tuple(draws) for name, draws in found.items() if first <= began[name] <= last - edge]
+    pool = pool or [tuple(draws) for name, draws in found.items() if began[name] >= first and len(draws) == n]
     if pool:
         return tuple(pool)
     notes.append(
