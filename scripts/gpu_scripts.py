@@ -108,7 +108,7 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
              "--eval-max-response-len", "64" if args.rehearse else "256", "--n-samples-per-eval-prompt", "1",
              "--rm-type", "deterministic_random", "--name", name, "--runs-dir", str(home / "runs"),
              "--console", "plain", "--no-report"]  # fmt: skip
-    words += ["--engine", "embedded"] if args.rehearse else []
+    words += ["--engine", "embedded"] if args.rehearse else args.flags.split()
     log, metrics = args.out / f"{name}.log", home / "runs" / name / "metrics.jsonl"
     with log.open("wb") as file:
         command = [sys.executable, "-m", "miles_async", "train", "--from-miles", str(script), *words]
@@ -125,8 +125,8 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
     names = ("perf/step_s", "perf/train_s", "train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff")
     steps = [{key: row["metrics"].get(key) for key in names} for row in done]
     shutil.rmtree(home / "saved", ignore_errors=True)
-    return {"exit": code, "prepared_s": round(prepared_s, 1), "s": round(time.monotonic() - began, 1), "steps": steps,
-            "said": log.read_text(errors="replace")[-600:] if code else ""}  # fmt: skip
+    return {"flags": args.flags, "exit": code, "prepared_s": round(prepared_s, 1), "s": round(time.monotonic() - began, 1),
+            "steps": steps, "said": log.read_text(errors="replace")[-600:] if code else ""}  # fmt: skip
 
 
 def main() -> int:
@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--scripts", default=",".join(SHAPE))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget-s", type=float, default=500)
+    parser.add_argument("--flags", default="", help="of train, in one word: what is to differ from the script, such as one GPU for two")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
