@@ -358,7 +358,7 @@ class _Seen:
             step_s=took / steps,
             efficiency=max(trains_s, engines_s) * steps / took,
             wait=self.wait / took,
-            idle=1 - (engines.area - self._area) / (took * engines.slots),
+            idle=max(0.0, 1 - (engines.area - self._area) / (took * engines.slots)),
             masked=self._masked / max(1, tokens),
             mean_age=sum(age * n for age, n in self._ages.items() if age <= bound) / max(1, tokens - self._masked),
             max_age=max(self._ages, default=0),
