@@ -29,6 +29,7 @@ ELSEWHERE = {
     "worker": "tests/crash/test_workers.py starts workers, tests/hosts on other hosts",
     "attach": "tests/crash/test_detach.py watches a run to its end",
     "console": "tests/miles_async/test_web_console.py starts one as a process",
+    "whatif": "tests/miles_async/test_whatif.py asks it of a record",
     "stop": "tests/crash/test_detach.py stops runs with and without a launcher",
 }
 
