@@ -75,18 +75,20 @@ async def _go(
             print("\n".join(as_text(summary)), flush=True)
 
     comparer = _comparer(plan, settings, model)
-    if not offline and plan.what != "loss":
+    live = not offline and plan.what != "loss"
+    if live:
         try:
             async with attached(ref) as bus:
-                status = await follow(plan, Tap(bus, share=plan.share), comparer, Results(run_dir, plan.label), say)
+                with Results(run_dir, plan.label) as results:
+                    status = await follow(plan, Tap(bus, share=plan.share), comparer, results, say)
         except BusUnreachable:
             if last:
                 raise
-            offline = True
-    if offline or plan.what == "loss":
-        status = await follow(
-            plan, _recorded(plan, run_dir, settings[0], model), comparer, Results(run_dir, plan.label), say
-        )
+            live = False
+    if not live:
+        source = _recorded(plan, run_dir, settings[0], model)
+        with Results(run_dir, plan.label) as results:
+            status = await follow(plan, source, comparer, results, say)
     if as_json:
         print_json(last[0])
     return status

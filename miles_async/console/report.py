@@ -24,6 +24,7 @@ from bus.ledger import Accounts, accounts_of
 from miles_async.console import charts
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.schedule.advice import advise, share
+from miles_async.console.shadow.results import notes as shadow_notes
 from miles_async.console.text import duration, human_count, percent, plural
 
 FILE = "report.html"
@@ -37,7 +38,7 @@ def write_report(run_dir: Path) -> Path:
     """Make the report of a run from what it left in its folder; works during the run and after any end of it."""
     history = history_of(read_records(run_dir))
     settings = read_settings(run_dir)
-    page = render(run_dir.name, history, settings)
+    page = render(run_dir.name, history, settings, notes=shadow_notes(run_dir))
     path = run_dir / FILE
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(page, "utf-8")
@@ -54,14 +55,14 @@ def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
 
 
-def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> str:
-    """The whole page."""
+def render(name: str, history: History, settings: dict[str, dict[str, Any]], *, notes: Sequence[str] = ()) -> str:
+    """The whole page. `notes`: lines of others, at the top."""
     css = (Path(__file__).parent / "report.css").read_text("utf-8")
     accounts = _accounts(history)
     body = "\n".join(
         [
             _header(name, history),
-            _notes(history, accounts),
+            _notes(history, accounts, notes),
             _tiles(history, accounts),
             '<div class="grid">',
             *_charts(history, settings, accounts),
@@ -99,8 +100,8 @@ def _header(name: str, history: History) -> str:
     return f"<header><h1>{escape(name)}</h1><p>{steps} steps in {took}, started {began}, {end}</p></header>"
 
 
-def _notes(history: History, accounts: Accounts | None) -> str:
-    notes: list[tuple[str, str]] = []
+def _notes(history: History, accounts: Accounts | None, others: Sequence[str]) -> str:
+    notes: list[tuple[str, str]] = [("", text) for text in others]
     if history.lost_steps:
         times = plural(len(history.restores) - 1, "restart")
         notes.append(("", f"{plural(history.lost_steps, 'step')} lost with the trainer and done again ({times})."))

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import msgspec
-import torch
 
 from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend
 from actors.trainer.backends import open_backend
@@ -161,8 +160,7 @@ def _without_model(cfg: ObjectiveConfig, batch: StepBatch) -> dict[str, float]:
     )
     samples = [sample.train for sample in batch.samples]
     prepared = prepare_batch(cfg, samples, current_version=batch.step)
-    logp = torch.cat([torch.as_tensor(sample.rollout_logp) for sample in samples])
     norm = prepared.norm()
-    _, sums = policy_loss(cfg, prepared.micro_batch(range(len(samples)), logp), norm)
+    _, sums = policy_loss(cfg, prepared.micro_batch(range(len(samples)), prepared.fields["rollout_logp"]), norm)
     found = {**prepared.metrics, **finish(sums, norm, per_token=cfg.reduction == "per_token")}
     return {f"train/{name}": value for name, value in found.items()}

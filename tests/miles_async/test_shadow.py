@@ -1,0 +1,347 @@
+"""Shadows: another reward, filter or loss on a run's samples. The run must not notice, and what is told must be so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from contextlib import aclosing
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from actors.filter.actor import FilterSpec
+from actors.filter.actor import run as filter_room
+from actors.reward.actor import RewardSpec
+from actors.reward.sample import Sample
+from actors.runtime.prompts import Tokenizer as Words
+from actors.runtime.readable import readable
+from actors.trainer.record import RecordedBatch, write_record
+from bus import Bus, Commit
+from bus.client import PASSWORD, connect
+from bus.errors import InvariantBroken
+from bus.messages.base import pack_ints
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
+from bus.messages.policy import Finished
+from bus.messages.versions import PolicyVersion
+from bus.topology import GROUPS, POLICY, SCORED, STREAMS, VERDICTS
+from miles_async.console.report import write_report
+from miles_async.console.shadow.compare import Filter, Rewards, ShadowEnds
+from miles_async.console.shadow.paired import Paired
+from miles_async.console.shadow.results import Results, last_summary
+from miles_async.console.shadow.tap import Tap
+from miles_async.console.shadow.units import Unit, chosen
+from miles_async.settings.dump import dump_toml
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from miles_async.settings.runs import write_run_file
+from tests.actors.house import messages, open_bus, put, rollout, running, scored, until
+from tests.declared import room_of
+from tests.miles_async.console_data import SETTINGS, Story, step_done
+
+READ_ONLY = (
+    "ACL SETUSER looker on >PASSWORD resetkeys %R~ma:* resetchannels -@all +ping +info +time +select +script|load +exists "
+    "+hgetall +hget +lindex +xlen +xrange +xrevrange +xread +scan"
+)
+
+
+# -- the run does not notice ---------------------------------------------------------------------------------------------
+
+
+async def through_the_filter(bus: Bus, n: int) -> list[object]:
+    """`n` groups of two through the real filter, in an order of arrival that mixes them; what the run is left with."""
+    opened = {
+        f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=2)) for g in range(n)
+    }
+    await bus.commit(Commit(open_groups=opened, ledger={"issued": 2 * n, "tokens/generated": 6 * n}))
+    members = [scored(g, i, float(i and g % 3 > 0)) for g in range(n) for i in range(2)]
+    random.Random(7).shuffle(members)
+    async with running(bus, "filter", filter_room, FilterSpec()):
+        for start in range(0, len(members), 6):
+            await put(bus, SCORED, *members[start : start + 6])
+        await until(lambda: _judged(bus, n))
+    small = await bus.snapshot()
+    return [small.ledger, small.open_groups, [g.key for g in await messages(bus, GROUPS) if isinstance(g, GroupKept)]]
+
+
+async def _judged(bus: Bus, n: int) -> bool:
+    return await bus.length(VERDICTS) == n
+
+
+async def drawn(tap: Tap, *, pause_s: float = 0.0) -> list[Unit]:
+    """All that a tap gives out."""
+    found = []
+    async with aclosing(tap.units()) as units:
+        async for unit in units:
+            found.append(unit)
+            await asyncio.sleep(pause_s)
+    return found
+
+
+@pytest.mark.parametrize("hop_limit_bytes", [16_384, 16], ids=["in the entry", "aside"])
+async def test_three_shadows_that_may_only_read_see_every_group_and_the_run_is_left_with_the_same(
+    private_redis, run_name: str, hop_limit_bytes: int, monkeypatch
+) -> None:
+    n, url = 40, private_redis.url
+    async with connect(url) as client:
+        await client.execute_command(*READ_ONLY.replace("PASSWORD", "secret").split())
+    async with open_bus(
+        url, f"{run_name}-alone", hop_limit_bytes=hop_limit_bytes, inline_limit_bytes=hop_limit_bytes
+    ) as bus:
+        alone = await through_the_filter(bus, n)
+    async with open_bus(url, run_name, hop_limit_bytes=hop_limit_bytes, inline_limit_bytes=hop_limit_bytes) as bus:
+        monkeypatch.setenv(PASSWORD, "secret")
+        config = msgspec.structs.replace(bus.config, url=f"unix://looker@{private_redis.socket_path}")
+        async with Bus(config) as one, Bus(config) as two, Bus(config) as dead:
+            with pytest.raises(InvariantBroken, match="no permissions"):
+                await one.commit(Commit(state={"mine": "1"}))
+            taps = [Tap(one, share=1.0), Tap(two, share=0.5), Tap(dead, share=1.0)]
+            asked = [asyncio.create_task(drawn(tap, pause_s=p)) for tap, p in zip(taps, (0.0, 0.02, 0.0), strict=True)]
+            await until(lambda: _three_wait(bus))
+            asked[2].cancel()
+            together = await through_the_filter(bus, n)
+            await put(bus, POLICY, Finished(step=1, version=PolicyVersion(2, 1)))
+            full, half = await asyncio.gather(*asked[:2])
+        verdicts = {v.group_id: v for v in await messages(bus, VERDICTS)}
+        keys = {
+            key.decode().rpartition("}:")[2].partition(":")[0]
+            for key in await bus.link.run("KEYS", f"ma:{{{run_name}}}:*")
+        }
+    assert together[:2] == alone[:2] and sorted(together[2]) == sorted(alone[2])
+    for tap, units, share in ((taps[0], full, 1.0), (taps[1], half, 0.5)):
+        wanted = {group for group in verdicts if chosen(group, share)}
+        assert len(units) + tap.missed.total() == len(wanted), "each is compared or counted"
+        assert len(units) >= 0.7 * len(wanted), tap.missed
+        for unit in units:
+            assert [m.rollout.task.index for m in unit.members] == [0, 1] and not unit.part
+            assert (unit.kept, unit.reason) == (verdicts[unit.group].kept, verdicts[unit.group].reason)
+    own = {"state", "ledger", "bytes", "marks", "blob", "vitals", "heard", "open"}
+    assert keys <= own | {stream.name for stream in STREAMS}, "no key of a shadow's"
+
+
+async def _three_wait(bus: Bus) -> bool:
+    info = (await bus.link.run("INFO", "clients")).decode()
+    return int(info.partition("blocked_clients:")[2].split()[0]) >= 3
+
+
+async def test_what_is_gone_before_it_is_read_is_counted_and_a_slow_comparison_does_not_hold_up_the_reading(
+    redis_url: str, run_name: str, monkeypatch
+) -> None:
+    monkeypatch.setattr("miles_async.console.shadow.tap.MOST_WAITING", 2)
+    async with open_bus(redis_url, run_name) as bus:
+        tap = Tap(bus, share=1.0)
+        asked = asyncio.create_task(drawn(tap, pause_s=0.2))
+        await asyncio.sleep(0.1)
+        await put(bus, VERDICTS, GroupVerdict(group_id="g9", prompt_id="p9", kept=True, n_samples=2))
+        for group in range(12):
+            await put(bus, SCORED, scored(group, 0, 1.0), scored(group, 1, 0.0))
+        await put(
+            bus, VERDICTS, *(GroupVerdict(group_id=f"g{g}", prompt_id="p", kept=True, n_samples=2) for g in range(8))
+        )
+        await put(bus, POLICY, Finished(step=1, version=PolicyVersion(2, 1)))
+        found = await asked
+    assert tap.missed["gone before it was read"] == 1
+    assert 2 <= len(found) <= 4 and tap.missed["comparing is slower than the run"] == 9 - 1 - len(found) + (
+        0 if "g9" not in {u.group for u in found} else 1
+    )
+
+
+# -- what is told is so --------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_covers_the_true_difference_as_often_as_it_says_and_counts_groups_not_samples() -> None:
+    rng, hits, rounds = np.random.default_rng(5), 0, 800
+    for _ in range(rounds):
+        paired = Paired()
+        for common in rng.normal(0.1, 0.5, size=6):  # what samples of one prompt share
+            paired.add([(0.0, float(common + own)) for own in rng.normal(0, 0.05, size=8)])
+        hits += abs(paired.difference - 0.1) <= paired.half
+    assert 0.93 <= hits / rounds <= 0.97
+    assert (paired.groups, paired.pairs) == (6, 48)
+    assert Paired().as_dict()["low"] is None
+
+
+SETTING = """
+import time, sys
+def odd(sample):
+    index = int(sample["sample_id"].rpartition("/")[2])
+    if index == 0: raise ValueError("no unit test")
+    if index == 1: time.sleep(60)
+    if index == 2: sys.stdout.write("x" * 2_000_000)
+    return float(index)
+def never(sample):
+    raise ValueError("no unit test")
+def hangs(samples):
+    time.sleep(60)
+def torn(samples):
+    raise KeyError("unit")
+"""
+
+
+def unit(group: str, n: int) -> Unit:
+    """A group of texts."""
+    samples = tuple(Sample(sample_id=f"{group}/{i}", prompt="1+1=", response="2", label="2") for i in range(n))
+    return Unit(group=group, samples=samples, rewards=tuple(float(i) for i in range(n)))
+
+
+async def test_a_reward_that_raises_hangs_or_floods_is_counted_and_one_that_never_works_ends_the_shadow(
+    tmp_path,
+) -> None:
+    (tmp_path / "odd.py").write_text(SETTING)
+    spec = room_of(RewardSpec, tokenizer_dir="", custom_rm_path=f"{tmp_path / 'odd.py'}:odd", n_workers=2)
+    async with Rewards(spec, 0.5) as rewards:
+        rows = await rewards.compare(unit("g1", 4))
+        assert [(row["sample"], row["shadow"]) for row in rows] == [("g1/2", 2.0), ("g1/3", 3.0)]
+        assert rewards.left_out == {"raised": 1, "late": 1, "lost": 0}
+    async with Rewards(msgspec.structs.replace(spec, custom_rm_path=f"{tmp_path / 'odd.py'}:never"), 0.5) as rewards:
+        with pytest.raises(ShadowEnds, match=r"16 times in a row.*no unit test"):
+            for group in range(8):
+                await rewards.compare(unit(f"g{group}", 4))
+
+
+async def test_a_filter_is_compared_group_by_group_and_one_that_raises_or_hangs_ends_the_shadow_alone(tmp_path) -> None:
+    (tmp_path / "odd.py").write_text(SETTING)
+    whole = Unit(group="g1", members=(scored(1, 0, 1.0), scored(1, 1, 1.0)), kept=True)
+    other = Unit(group="g2", members=(scored(2, 0, 1.0), scored(2, 1, 0.0)), kept=False, reason="too_easy")
+    shipped = Filter("check_reward_nonzero_std", 5.0)
+    rows = [
+        *await shipped.compare(whole),
+        *await shipped.compare(other),
+        *await shipped.compare(msgspec.structs.replace(other, part=True)),
+    ]
+    assert [(row["run"], row["shadow"]) for row in rows] == [("kept", "zero_std_1"), ("too_easy", "kept")]
+    assert shipped.left_out == {"left in parts": 1} and shipped.more()["kept"]["by the run alone"] == 1
+    with pytest.raises(ShadowEnds, match=r"did not end within 0\.2 s on group g1"):
+        await Filter(f"{tmp_path / 'odd.py'}:hangs", 0.2).compare(whole)
+    torn = Filter(f"{tmp_path / 'odd.py'}:torn", 5.0)
+    with pytest.raises(ShadowEnds, match="KeyError: 'unit'"):
+        for _ in range(16):
+            await torn.compare(whole)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+WORDS = ["<eos>", *"0123456789+="]
+
+
+@pytest.fixture
+def settled(run, tmp_path, monkeypatch):
+    """The run with its settings and a tokenizer whose first id is a special one."""
+    monkeypatch.setattr("os.nice", lambda by: 0)  # of the tests' own process
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="="))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    values = {**SETTINGS.flat.values, "hf_checkpoint": str(model), "rm_type": "exact_match"}
+    values["save_debug_rollout_data"] = str(tmp_path / "batches" / "{rollout_id}.msgpack")
+    (run.dir / "settings.toml").write_text(dump_toml(settings_from(**values)))
+    return run
+
+
+def shadow(run, table: str, *words: str):
+    """(status, stdout, stderr) of a shadow with this table."""
+    file = run.dir.parent / "other.toml"
+    file.write_text(f"[shadow]\n{table}")
+    return run.ask("shadow", str(file), "--run", run.name, *words)
+
+
+def test_a_shadow_of_a_live_run_compares_sample_by_sample_and_is_in_the_report(settled, tmp_path) -> None:
+    settled.tell(Story.begin)
+    over = threading.Event()
+
+    async def groups(story):
+        for k in range(10_000):
+            if over.is_set():
+                return
+            await story.issue(f"g{k}")
+            await story.generate()
+            await story.score()
+            await story.judge(f"g{k}", "" if k % 2 else "zero_std_1")
+
+    living = threading.Thread(target=settled.tell, args=(groups,))
+    living.start()
+    try:
+        status, out, err = shadow(
+            settled, 'what = "reward"\nrm_type = "f1"\ngroups = 5\nshare = 0.9\nlabel = "overlap"'
+        )
+    finally:
+        over.set()
+        living.join()
+    assert (status, err) == (0, "")
+    assert "reward overlap, run" in out and "5 groups, 10 pairs" in out
+    lines = [json.loads(line) for line in (settled.dir / "shadow-overlap.jsonl").read_text().splitlines()]
+    pairs = [line for line in lines if "sample" in line]
+    assert len(pairs) == 10 and {pair["run"] for pair in pairs} == {1.0} and {pair["shadow"] for pair in pairs} == {0.5}
+    found = last_summary(settled.dir / "shadow-overlap.jsonl")
+    assert found is not None
+    assert (found["groups"], found["difference"], found["low"], found["high"]) == (5, -0.5, -0.5, -0.5)
+    page = write_report(settled.dir).read_text()
+    assert "Shadow reward overlap" in page and "difference -0.5 (95 %: -0.5 to -0.5)" in page
+
+
+def test_of_a_finished_run_batches_or_texts_are_compared(settled, tmp_path) -> None:
+    write_run_file(settled.dir, run=settled.name, bus_url=settled.url, finished=3)
+    good, bad = (
+        msgspec.structs.replace(scored(1, i, reward), rollout=_said(i, said))
+        for i, reward, said in ((0, 1.0, "7"), (1, 0.0, "8"))
+    )
+    texts = [readable(one, Words(str(tmp_path / "model")).decode) | {"step": 1} for one in (good, bad)]
+    assert "<eos>" in texts[0]["response"], "as the recorder keeps it"
+    (settled.dir / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(text) + b"\n" for text in texts))
+    status, out, err = shadow(settled, 'what = "reward"\nrm_type = "exact_match"')
+    assert (status, err) == (0, "") and "samples.jsonl" in out and "2 of 2 pairs equal" in out
+    status, _, err = shadow(settled, 'what = "filter"\ndynamic_sampling_filter_path = "no_truncation"')
+    assert status == 2 and "has no recorded batch. Train with --save-debug-rollout-data" in err
+    group = GroupKept(group_id="g1", prompt_id="p1", samples=(good, bad))
+    write_record(
+        str(tmp_path / "batches" / "{rollout_id}.msgpack"),
+        RecordedBatch(done=step_done(1, ["g1"]), groups=(group,), knobs={}),
+    )
+    for table, said in (
+        ('what = "reward"\nreward_key = "x"', "2 of 2 pairs equal"),
+        ('what = "filter"\ndynamic_sampling_filter_path = "none"', "by both 1"),
+    ):
+        status, out, err = shadow(settled, table)
+        assert (status, err) == (0, "") and "1 recorded batches" in out and said in out
+
+
+def _said(index: int, word: str):
+    made = rollout(1, index, tokens=2)
+    return msgspec.structs.replace(
+        made, response=msgspec.structs.replace(made.response, tokens=pack_ints([WORDS.index(word), 0]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("", "what = (unset)"),
+        ('what = "rewards"\nrm_type = "f1"', "must be reward, filter or loss"),
+        ('what = "reward"', "differs in nothing. Set one of custom_rm_path, rm_type"),
+        ('what = "reward"\nrm_typ = "f1"', "rm_typ is not a setting. Did you mean rm_type?"),
+        ('what = "reward"\nlr = 1.0', "lr is nothing in which a shadow reward can differ"),
+        ('what = "reward"\nrm_type = "f2"', "no such name. It must be"),
+        ('what = "reward"\nrm_type = "f1"\nshare = 0', "share = 0: must be above 0"),
+        ('what = "reward"\nrm_type = "f1"\ngroups = -1', "groups = -1"),
+        ('what = "reward"\nrm_type = "f1"\nlabel = "../x"', "label = '../x'"),
+        ('what = "reward"\nrm_type = "remote_rm"', "rm_url = (unset): rm_type remote_rm asks a service"),
+        ('what = "loss"\neps_clip = 2.0', "eps_clip"),
+        ('what = "filter"\ndynamic_sampling_filter_path = "json.nothing"', "cannot be loaded"),
+        ("what = ", "is not valid TOML"),
+    ],
+)
+def test_a_table_that_will_not_do_is_refused_in_one_line_with_status_2(settled, table: str, said: str) -> None:
+    status, out, err = shadow(settled, table)
+    assert (status, out, len(err.splitlines())) == (2, "", 1) and said in err
+    assert not list(settled.dir.glob("shadow-*"))
+
+
+def test_two_shadows_of_one_label_do_not_write_into_one_file(tmp_path) -> None:
+    with Results(tmp_path, "a"), pytest.raises(SettingsError, match="another shadow writes"):
+        Results(tmp_path, "a")
+    with Results(tmp_path, "a"):
+        pass
