@@ -4,7 +4,7 @@ A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry i
 then what the kind has:
 
 step        step, version, trained_on, knob_epoch, groups, members (of groups trained in part: indexes by group), dropped,
-            metrics
+            metrics, lives (of each sample or a share of them: which of `groups`, tokens, ms on engines, ms of scoring)
 eval        step, version, name, n_samples, duration_s, metrics, versions (tokens by version), error
 announced   step, version, prepare_s, n_bytes
 activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
@@ -32,6 +32,7 @@ from typing import Any
 from actors.runtime.readable import readable
 from bus import Entry
 from bus.inspect import wall_of
+from bus.messages.base import Packed, unpack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
@@ -73,10 +74,16 @@ def _step(m: StepDone) -> Made:
                 **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
                 "dropped": [list(pair) for pair in m.dropped],
                 "metrics": dict(m.metrics),
+                **({"lives": _lives(m.lives)} if isinstance(m.lives, memoryview) else {}),
                 **({"wall": m.wall} if m.wall else {}),
             },
         )
     ]
+
+
+def _lives(packed: Packed) -> list[list[int]]:
+    numbers = unpack_ints(packed[: len(packed) // 16 * 16])
+    return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
 
 def _in_part(samples: Sequence[str]) -> dict[str, list[int]]:

@@ -11,6 +11,8 @@ from bus.messages.base import Header, Message
 ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
 BOOTING = "the engine to boot"
 """What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
+UNLENT = "the trainer to lend its GPUs"
+"""What a worker on the trainer's GPUs waits for (--lend-trainer-gpus): it serves nothing, gets no version, and nothing is wrong."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
-from miles_async.settings.load import load
+from miles_async.settings.load import config_path, load
 
 HELP = ("-h", "--help")
 DRY_RUN = "--dry-run"
@@ -15,7 +14,8 @@ DRY_RUN = "--dry-run"
 USAGE = """\
 usage: miles-async train [CONFIG] [--flag value ...]
 
-Train a policy. CONFIG is a TOML file with the tables named below; every field is also a flag, and a flag wins over the file.
+Train a policy. CONFIG is a TOML file with the tables named below, or the name of one that ships, such as quickstart; every field
+is also a flag, and a flag wins over the file.
 The same command again resumes from the last checkpoint. Relative paths start at the current folder.
 
   --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.
@@ -40,7 +40,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help=bool(parsed.switches.intersection(HELP)),
         topic=parsed.positional[0] if parsed.positional else "",
         dry_run=DRY_RUN in parsed.switches,
-        config=Path(parsed.positional[0]) if parsed.positional else None,
+        config=config_path(parsed.positional[0]) if parsed.positional else None,
         values=parsed.values,
         notes=parsed.notes,
         refused=refused,

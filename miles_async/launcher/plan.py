@@ -206,6 +206,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 activation_deadline_s=settings.sglang.update_weight_deadline_s,
                 serve_at=settings.bus.weights_address or "",
                 weights_token=place.weights_token,
+                lent=settings.flat.lent_workers,
             ),
         ),
         (
