@@ -15,7 +15,7 @@ from miles_async.console.shadow.results import Results
 from miles_async.console.shadow.units import Source
 
 SAY_S = 5.0
-NICE = 15  # below all of a run: what computes there has 10
+NICE = 5
 
 
 async def follow(
