@@ -12,7 +12,7 @@ activated   step, version, actor, pause_s, total_s, transport, requests (kept | 
 slots       actor, slots, why                                      samples at once on its engine, by auto
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
-knob        epoch, values, author, reason
+knob        epoch, values, author, reason, planned and at_step (of a plan), plan (epoch of the one that it ends)
 drop        group, prompt, reason, samples, tokens, reward, members (indexes; absent = all of it)
                                                                    what of a prompt group will not be trained
 dead        stream, sample, group, actor, error
@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from actors.runtime.readable import readable
 from bus import Entry
@@ -156,6 +158,11 @@ def _given_up(m: GroupsGivenUp) -> Made:
     ]
 
 
+def _knob(m: KnobPatch) -> Made:
+    plan = {name: value for name in ("planned", "at_step", "plan") if (value := getattr(m, name)) is not msgspec.UNSET}
+    return [("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason, **plan})]
+
+
 def _dead(m: DeadLetter) -> Made:
     fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
     return [("dead", fields)]
@@ -172,7 +179,5 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
     Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
     Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
     Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
-    KnobPatch: lambda m: [
-        ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})
-    ],
+    KnobPatch: _knob,
 }

@@ -18,7 +18,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
-from actors.runtime.run import Refused, RunEnds
+from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
@@ -43,7 +43,7 @@ from actors.trainer.lender import Lender
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
-from actors.trainer.selfcheck import checks_made, failures
+from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.spread import lives_of
 from actors.trainer.tuned import TunedSteps
@@ -203,6 +203,7 @@ class Trainer:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
+            await self._tuned.begin(self._version.step + 1)
             began = context.clock.monotonic()
             self._lender.begin()
             batch = await self._next_batch(tasks)
@@ -219,7 +220,7 @@ class Trainer:
             trained = context.clock.monotonic()
             await self._done(batch, result, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
-                await self._check_first_step(result.metrics)
+                await tell(context, result.metrics, ends=spec.ci_test)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
                 await self._publish(tasks)
             if self._save_due():
@@ -278,18 +279,6 @@ class Trainer:
                 f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"
             )
         return result
-
-    async def _check_first_step(self, metrics: dict[str, float]) -> None:
-        """Say what the first step's self-check found; with ci_test the run ends with it, nothing acknowledged."""
-        context, found = self._context, failures(metrics)
-        for line in found:
-            await context.event("self-check", f"step 1: {line}", level="error")
-        if not found and metrics:
-            made = checks_made(metrics)
-            unchecked = "step 1 is done again and trains on what lost weights made: not checked"
-            await context.event("self-check", f"step 1 passed its {made} checks" if made else unchecked)
-        if found and self._spec.ci_test:
-            raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
 
     async def _skipped(self, batch: Batch) -> None:
         """A gradient that is not finite changed nothing: its groups are tried once more, then given up, so that none holds the run."""

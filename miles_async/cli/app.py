@@ -43,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
         "Show a run again as its launcher did; Ctrl-C ends only the view.",
         draws=True,
     ),
+    Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
@@ -60,6 +61,7 @@ COMMANDS: tuple[Command, ...] = (
         "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
     ),
     Command("ray", "miles_async.cli.ray", "Start a run as a job on a Ray cluster."),
+    Command("completion", "miles_async.cli.completion", "Make a shell complete all this: bash, zsh or fish."),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
 )
 

@@ -276,6 +276,12 @@ def first_step(scene: Scene) -> Iterator[Finding]:
         yield Finding("info", "self-check", "trainer", f"step 1 passed the {made} checks of its self-check")
 
 
+def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
+    """What would serve lies outside of what the user allows, or is left to hands."""
+    for note in scene.governor.notes if scene.governor is not None and scene.knobs.get("governor") else ():
+        yield Finding("info", f"governor {note.kind}", "governor", f"the governor is held up: {note.text}")
+
+
 RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     missing_rooms,
     no_launcher,
@@ -291,4 +297,5 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     incomplete_groups,
     dead_letters,
     first_step,
+    governor_at_its_edge,
 )
