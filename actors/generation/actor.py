@@ -10,8 +10,8 @@ after the lease, which goes on from the last saved prefix. A sample's first toke
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 
 import msgspec
 from msgspec import UNSET
@@ -44,6 +44,12 @@ from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, RO
 
 # Of `policy` only these: steps are large, and not for workers.
 FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", TURN)
+
+
+def once() -> Callable[[], bool]:
+    """False at the first call alone: who gives up after one try asks it."""
+    calls = count()
+    return lambda: next(calls) > 0
 
 
 class Worker:
@@ -150,9 +156,8 @@ class Worker:
             await link.check()
             sharing.look()
             if sharing.is_to_boot() and link.absent:
-                tries = itertools.count()
                 with self._context.waiting(BOOTING):
-                    await link.boot(lambda: next(tries) > 0)
+                    await link.boot(once())
             if sharing.aside:
                 self._changed.clear()
                 with self._context.waiting(sharing.waits_for, first=sharing.lent):

@@ -92,7 +92,6 @@ class Trainer:
         self._unpublished = False  # since the engines on our GPUs had their turn last
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
-        self._skipped_before: tuple[str, ...] = ()
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         try:
@@ -215,7 +214,7 @@ class Trainer:
             if result is None:
                 continue
             if result.skipped and not spec.replay_from:
-                await self._skipped(batch)
+                await self._refused.skipped(batch.keys, self._version.step + 1)
                 continue
             trained = context.clock.monotonic()
             await self._done(batch, result, began=began, waited=waited, trained=trained)
@@ -279,20 +278,6 @@ class Trainer:
                 f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"
             )
         return result
-
-    async def _skipped(self, batch: Batch) -> None:
-        """A gradient that is not finite changed nothing: its groups are tried once more, then given up, so that none holds the run."""
-        ids = batch.keys
-        again = ids == self._skipped_before
-        self._skipped_before = () if again else ids
-        await self._context.event(
-            "step skipped",
-            f"step {self._version.step + 1}: gradient not finite, weights unchanged; its {len(ids)} groups are "
-            + ("given up" if again else "tried again"),
-            level="error",
-        )
-        if again:
-            await self._intake.give_up(tuple((g, "nonfinite_gradient") for g in ids), reissue=False)
 
     async def _done(
         self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float

@@ -43,8 +43,8 @@ class Lender:
         self._began, self._returns = self._context.clock.monotonic(), 0
 
     async def look(self, *, publishes: bool) -> bool:
-        """Lend, take back, or leave it as it is; whether the GPUs were lent by this look. `publishes`: a version that the engines do
-        not have was announced."""
+        """Lend, take back, or leave it as it is; whether the GPUs were lent by this look. `publishes`: a version that the engines
+        do not have was announced."""
         now = self._context.clock.monotonic()
         if not self.lends or self._context.draining.is_set() or now - self._looked < LOOK_S:
             return False
@@ -56,9 +56,14 @@ class Lender:
 
         def wanted(unread: bool) -> bool:
             return should_be_lent(
-                lent=lent, wait_s=wait_s, lend_s=costs.lend_s, take_s=costs.take_s, floor_s=self._spec.after_s,
-                returns=self._returns, unread=unread,
-            )  # fmt: skip
+                lent=lent,
+                wait_s=wait_s,
+                lend_s=costs.lend_s,
+                take_s=costs.take_s,
+                floor_s=self._spec.after_s,
+                returns=self._returns,
+                unread=unread,
+            )
 
         if lent and not wanted(True):
             await self.take_back()

@@ -58,6 +58,12 @@ class _Flag(NamedTuple):
             return f"{self.name} ***"
         return textwrap.shorten(" ".join(word.text for word in (self.word, *self.values)), SHOWN, placeholder=" ...")
 
+MEANT = (
+    ("--engine", "sglang", "Miles has no other; --engine embedded is for a CPU"),
+    ("--dynamic-sampling-filter-path", "none", "Miles filters no group unless told to"),
+)
+"""Flag, value and reason where the shipped default differs from what a script that says nothing means."""
+
 
 def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -> Taken:
     """The flags of the script that a command line names; what cannot be taken is left in `refused`. What the command line itself
@@ -78,10 +84,11 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
         said, use = _outcome(flag, own, refused)
         rows.append((flag.shown, said, flag.word.where))
         known += [flag.word.text, *(word.text for word in flag.values)] if use else []
-    parsed = parse_flags(["--engine", "sglang", *known], frozenset(), refused)
+    ours = [pair for pair in MEANT if not any(flag.name == pair[0] for flag in flags)]
+    parsed = parse_flags([*(word for pair in ours for word in pair[:2]), *known], frozenset(), refused)
     hint = "Is a value with a space not quoted, or a flag given two values?"
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
-    rows.append(("", "--engine sglang: Miles has no other; --engine embedded is for a CPU", ""))
+    rows += [("", f"{flag} {value}: {why}", "") for flag, value, why in ours]
     head = f"{path}: {len(flags)} flags of {script.program}, at {script.where}"
     return Taken(rest, parsed.values, (head, *_table(rows), *_beside(script)))
 

@@ -109,6 +109,15 @@ def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
         head.append(governor.text())
     from miles_async.console.text import duration, human_bytes, plural, table
 
+    for trainer in snapshot.of_role("trainer"):
+        if times := trainer.vitals.counters.get("lend/times"):
+            counters = trainer.vitals.counters
+            lent_s, waited_s, tokens = (counters.get(f"lend/{name}", 0.0) for name in ("s", "waited_s", "tokens"))
+            head.append(
+                f"the trainer's GPUs: lent {plural(int(times), 'time')}, {duration(lent_s)} in all, {int(tokens)} tokens were made "
+                f"on them, the trainer waited {waited_s:.1f} s for them"
+            )
+
     rows = []
     for actor in snapshot.actors:
         v = actor.vitals

@@ -27,8 +27,8 @@ AUTO_MAX_RUNNING = 512
 def generation_spec(
     settings: RunSettings, place: Place, *, engine_url: str = "", gpus: Sequence[int] = (), shares: bool = False
 ) -> GenerationSpec:
-    """One worker's settings; also what an elastic worker gets (all GPUs of its host). `shares`: the trainer's GPUs, in turns or when
-    it lends them."""
+    """One worker's settings; also what an elastic worker gets (all GPUs of its host). `shares`: the trainer's GPUs, in turns or
+    when it lends them."""
     s = settings.sglang
     lent = shares and s.lend_trainer_gpus
     return GenerationSpec(
@@ -124,7 +124,7 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings.flat) else ()
     return TurnSpec(
         workers=settings.flat.lent_workers or names,
-        offload=s.offload_train,
+        offload=s.offload_train or s.lend_trainer_gpus,  # where its memory goes then: backend_config
         deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s,
         lends=s.lend_trainer_gpus,
         after_s=s.lend_after_s,

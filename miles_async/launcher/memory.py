@@ -63,6 +63,7 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     g, ranks, params = s.sglang, s.flat.train_ranks, trainer.sizes.total
     lent = g.lend_trainer_gpus
     field = "lend_mem_fraction" if lent else "sglang_mem_fraction_static"
+    apart = "add --offload-train, or leave out --lend-trainer-gpus" if lent else "or use GPUs apart (leave out --colocate)"
     fraction = memory_fraction(s.flat)
     engine = int(fraction * total)
     awake = trainer.bytes()
@@ -85,7 +86,7 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
                 f"the {turn}'s turn on a shared GPU needs {_gib(need)} of {_gib(total)} ({parts}, weights on their way "
                 f"{_gib(copy)}, train_memory_margin_bytes {_gib(margin)}; offload_train = {show(g.offload_train)}, "
                 f"offload_rollout = {show(g.offload_rollout)})",
-                f"{lower}, {'add --offload-train, or leave out --lend-trainer-gpus' if lent else 'or use GPUs apart (leave out --colocate)'}.",
+                f"{lower}, {apart}.",
             )
 
 

@@ -127,6 +127,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
+        offload_train_target="stay" if s.lend_trainer_gpus and not s.offload_train else s.offload_train_target,
         own=told(MegatronConfig if s.train_backend == "megatron" else TorchConfig, s),
     )
 

@@ -109,7 +109,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_gives_what_its_flags_give(name: str, tmp_path: Path) -> None:
     args = parse(["--from-miles", str(as_script(tmp_path, name)), "--num-rollout", "7"])
     direct = parse_flags(
-        f"--engine sglang --hf-checkpoint MODEL {SCRIPTS[name]} --num-rollout 7".split(), frozenset()
+        f"--engine sglang --dynamic-sampling-filter-path none --hf-checkpoint MODEL {SCRIPTS[name]} --num-rollout 7".split(),
+        frozenset(),
     ).values
     assert args.refused.found == []
     got, wanted = ({value.typed: value.words for value in values} for values in (args.values, direct))

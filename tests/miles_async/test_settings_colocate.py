@@ -81,7 +81,8 @@ def test_lent_gpus_have_engines_beside_those_of_the_run(tmp_path: Path, offload:
     specs: Any = rooms(tmp_path, f"{flags} --lend-return-s 8 {offload}")
     lent = ["lent-0", "lent-1"]
     turns = specs["trainer"]["turns"]
-    assert (turns["workers"], turns["offload"], turns["lends"], turns["return_s"]) == (lent, bool(offload), True, 8.0)
+    assert (turns["workers"], turns["offload"], turns["lends"], turns["return_s"]) == (lent, True, True, 8.0)
+    assert specs["trainer"]["backend"]["offload_train_target"] == ("cpu" if offload else "stay")
     assert specs["publisher"]["lent"] == lent and specs["trainer"]["courier"]["keep_copy"] is bool(offload)
     assert [specs[name]["gpus"] for name in (*lent, "generation-0", "generation-1")] == [[0], [1], [2], [3]]
     for name in lent:

@@ -22,6 +22,7 @@ from bus.messages.policy import (
     Send,
     SendFailed,
     StepDone,
+    Turn,
     WeightManifest,
     WeightsReady,
 )
@@ -83,6 +84,7 @@ EXAMPLES: tuple[Message, ...] = (
         groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
     ),
     _more(Restored, samples=("g0000041/0",)),
+    _more(Turn, boots=True),
     _more(StepDone, lives=pack_ints([0, 812, 4031, 12])),
     PolicyActive(
         version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5

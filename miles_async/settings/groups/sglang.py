@@ -59,7 +59,9 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         ),
     ] = False
     offload: Annotated[bool, doc("Both offload_train and offload_rollout.", derived="colocate")]
-    offload_train: Annotated[bool, doc("The trainer's memory leaves the GPU in the engines' turn, or while it is lent.", derived="offload")]
+    offload_train: Annotated[
+        bool, doc("The trainer's memory leaves the GPU in the engines' turn, or while it is lent.", derived="offload")
+    ]
     offload_rollout: Annotated[
         bool,
         doc(
@@ -78,8 +80,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     lend_trainer_gpus: Annotated[
         bool,
         doc(
-            "Engines on the trainer's GPUs too, beside those of its own run: they work while the trainer waits long for a batch, and "
-            "give the GPUs back, their samples to peers, before it is complete."
+            "Engines on the trainer's GPUs too: they work while the trainer waits long for a batch, and give the GPUs back, their "
+            "samples to peers, before it is complete."
         ),
     ] = False
     lend_after_s: Annotated[
