@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from redis import Redis
 from tokenizers import Tokenizer, models
 
 from actors.filter.actor import FilterSpec
@@ -43,6 +49,7 @@ from tests.actors.house import messages, open_bus, put, rollout, running, scored
 from tests.declared import room_of
 from tests.miles_async.console_data import SETTINGS, Story, step_done
 
+OWN = {"state", "ledger", "bytes", "marks", "blob", "vitals", "heard", "open"} | {stream.name for stream in STREAMS}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 
 
@@ -123,8 +130,7 @@ async def test_three_shadows_that_may_only_read_see_every_group_and_the_run_is_l
         for unit in units:
             assert [m.rollout.task.index for m in unit.members] == [0, 1] and not unit.part
             assert (unit.kept, unit.reason) == (verdicts[unit.group].kept, verdicts[unit.group].reason)
-    own = {"state", "ledger", "bytes", "marks", "blob", "vitals", "heard", "open"}
-    assert keys <= own | {stream.name for stream in STREAMS}, "no key of a shadow's"
+    assert keys <= OWN, "no key of a shadow's"
 
 
 async def _three_wait(bus: Bus) -> bool:
@@ -218,6 +224,7 @@ async def test_a_filter_is_compared_group_by_group_and_one_that_raises_or_hangs_
         *await shipped.compare(msgspec.structs.replace(other, part=True)),
     ]
     assert [(row["run"], row["shadow"]) for row in rows] == [("kept", "zero_std_1"), ("too_easy", "kept")]
+    assert shipped.more()["differ"] == ["g1", "g2"]
     assert shipped.left_out == {"left in parts": 1} and shipped.more()["kept"]["by the run alone"] == 1
     with pytest.raises(ShadowEnds, match=r"did not end within 0\.2 s on group g1"):
         await Filter(f"{tmp_path / 'odd.py'}:hangs", 0.2).compare(whole)
@@ -254,43 +261,94 @@ def shadow(run, table: str, *words: str):
     return run.ask("shadow", str(file), "--run", run.name, *words)
 
 
-def test_a_shadow_of_a_live_run_compares_sample_by_sample_and_is_in_the_report(settled, monkeypatch) -> None:
+@pytest.fixture
+def living(settled):
+    """The run, at work: each group of two gets rewards of 1, every other group is dropped."""
     settled.tell(Story.begin)
-    write_run_file(settled.dir, run=settled.name, bus_url=asyncio.run(a_user_who_may_only_read(settled.url)))
-    monkeypatch.setenv(PASSWORD, "secret")
     over = threading.Event()
 
     async def groups(story):
-        for k in range(10_000):
-            if over.is_set():
-                return
+        k = 0
+        while not over.is_set():
             await story.issue(f"g{k}")
             await story.generate()
             await story.score()
             await story.judge(f"g{k}", "" if k % 2 else "zero_std_1")
+            k += 1
 
-    living = threading.Thread(target=settled.tell, args=(groups,))
-    living.start()
-    try:
-        status, out, err = shadow(
-            settled, 'what = "reward"\nrm_type = "f1"\ngroups = 5\nshare = 0.9\nlabel = "overlap"'
-        )
-    finally:
-        over.set()
-        living.join()
+    life = threading.Thread(target=settled.tell, args=(groups,))
+    life.start()
+    yield settled
+    over.set()
+    life.join()
+
+
+LIVE = 'what = "reward"\nrm_type = "f1"\nshare = 0.9\nlabel = "overlap"\n'
+
+
+def test_a_shadow_of_a_live_run_compares_sample_by_sample_and_is_in_the_report(living, monkeypatch) -> None:
+    write_run_file(living.dir, run=living.name, bus_url=asyncio.run(a_user_who_may_only_read(living.url)))
+    monkeypatch.setenv(PASSWORD, "secret")
+    status, out, err = shadow(living, f"{LIVE}groups = 5")
     assert (status, err) == (0, "")
     assert "reward overlap, run" in out and "5 groups, 10 pairs" in out
-    lines = [json.loads(line) for line in (settled.dir / "shadow-overlap.jsonl").read_text().splitlines()]
-    pairs = [line for line in lines if "sample" in line]
+    pairs = [line for line in lines_of(living) if "sample" in line]
     assert len(pairs) == 10 and {pair["run"] for pair in pairs} == {1.0} and {pair["shadow"] for pair in pairs} == {0.5}
-    found = last_summary(settled.dir / "shadow-overlap.jsonl")
+    found = last_summary(living.dir / "shadow-overlap.jsonl")
     assert found is not None
     assert (found["groups"], found["difference"], found["low"], found["high"]) == (5, -0.5, -0.5, -0.5)
     for words in (("status",), ("bus", "tail", "verdicts", "--no-follow")):
-        status, out, err = settled.ask(*words, "--run", settled.name)
+        status, out, err = living.ask(*words, "--run", living.name)
         assert (status, err) == (0, "") and out, "this user may look with these too"
-    page = write_report(settled.dir).read_text()
+    page = write_report(living.dir).read_text()
     assert "Shadow reward overlap" in page and "difference -0.5 (95 %: -0.5 to -0.5)" in page
+
+
+def test_ctrl_c_ends_a_shadow_with_its_summary_and_kill_9_leaves_nothing(living) -> None:
+    file = living.dir / "shadow-overlap.jsonl"
+
+    def when_it_has_compared(then) -> threading.Thread:
+        def wait() -> None:
+            until_s = time.monotonic() + 40
+            while time.monotonic() < until_s and not (file.exists() and file.read_bytes().count(b'"sample"') >= 4):
+                time.sleep(0.02)
+            then()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return thread
+
+    config = living.dir.parent / "other.toml"
+    config.write_text(f"[shadow]\n{LIVE}groups = 0")
+    words = [
+        sys.executable,
+        "-m",
+        "miles_async",
+        "shadow",
+        str(config),
+        "--run",
+        living.name,
+        "--runs-dir",
+        str(living.runs_dir),
+    ]
+    child = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    when_it_has_compared(child.kill).join()
+    assert child.wait() == -signal.SIGKILL
+    with Redis.from_url(living.url) as client:
+        keys = {key.decode().partition("}:")[2].partition(":")[0] for key in client.keys(f"ma:{{{living.name}}}:*")}
+        groups = {row["name"] for row in client.xinfo_groups(f"ma:{{{living.name}}}:scored")}
+    assert keys <= OWN and groups == {b"filter"}
+    file.unlink()
+    asking = when_it_has_compared(lambda: os.kill(os.getpid(), signal.SIGINT))
+    status, out, err = shadow(living, f"{LIVE}groups = 0", "--json")
+    asking.join()
+    assert (status, err) == (0, "") and json.loads(out)["groups"] >= 2 and json.loads(out)["error"] == ""
+    assert lines_of(living)[-1]["kind"] == "summary"
+
+
+def lines_of(run):
+    """The shadow's file."""
+    return [json.loads(line) for line in (run.dir / "shadow-overlap.jsonl").read_text().splitlines()]
 
 
 def test_of_a_finished_run_batches_or_texts_are_compared(settled, tmp_path) -> None:

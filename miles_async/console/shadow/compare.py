@@ -23,6 +23,7 @@ from miles_async.console.shadow.paired import Paired
 from miles_async.console.shadow.units import Unit
 
 MOST_FAILED = 16  # in a row
+SHOWN = 8  # groups that differ; the file has all
 Row = dict[str, Any]
 
 
@@ -155,6 +156,7 @@ class Filter:
         self._failures = Failures(f"filter {path}")
         self.paired = Paired()
         self.left_out: Counter[str] = Counter()
+        self._differ: list[str] = []
         self._kept = Counter({"by both": 0, "by the run alone": 0, "by the shadow alone": 0, "by neither": 0})
 
     async def __aenter__(self) -> Self:
@@ -180,6 +182,8 @@ class Filter:
             return []
         self._failures.worked()
         kept = reason is None
+        if kept != unit.kept and len(self._differ) < SHOWN:
+            self._differ.append(unit.group)
         self.paired.add([(float(unit.kept), float(kept))])
         both = {(True, True): "by both", (True, False): "by the run alone", (False, True): "by the shadow alone"}
         self._kept[both.get((unit.kept, kept), "by neither")] += 1
@@ -193,4 +197,4 @@ class Filter:
         ]
 
     def more(self) -> dict[str, Any]:
-        return {"kept": dict(self._kept)}
+        return {"kept": dict(self._kept), "differ": self._differ}

@@ -84,6 +84,11 @@ def as_text(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"run {s['run']:.4g}, shadow {s['shadow']:.4g}, difference {s['difference']:+.4g} ({sure}).")
     if "kept" in s:
         lines.append(f"groups kept {', '.join(f'{who} {n}' for who, n in s['kept'].items())}.")
+        lines += (
+            [f"they differ at {', '.join(s['differ'])}{' ...' if len(s['differ']) >= 8 else ''}."]
+            if s["differ"]
+            else []
+        )
     if "equal" in s and s["pairs"]:
         lines.append(f"{s['equal']} of {plural(s['pairs'], 'pair')} equal.")
     for name, (mean, shadow, half) in s.get("metrics", {}).items():
