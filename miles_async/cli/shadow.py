@@ -14,11 +14,13 @@ Of a run that has ended, or with --offline, it compares on recorded batches (--s
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.cli.inspection import print_json
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import RunRef, finished_run
 
@@ -40,11 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 when the shadow's own function does not work, 2 refused."""
+    from actors.reward.verifier import NICE as HOOK_NICE
     from miles_async.console.shadow.plan import read_plan, shadow_settings
+    from miles_async.console.shadow.units import NICE
     from miles_async.launcher.prepare import model_dir
 
+    os.environ[HOOK_NICE] = str(NICE)
     plan, ref = read_plan(args.config), chosen_run(args)
-    run_dir = ref.run_dir or args.runs_dir / str(ref.run)
+    if ref.run is None:
+        raise SettingsError("a shadow needs the run's folder and the settings in it", remedy="Give --run and --runs-dir.")
+    run_dir = ref.run_dir or args.runs_dir / ref.run
     before, settings = shadow_settings(plan, run_dir)
     model = model_dir(settings, run_dir)
     offline = args.offline or finished_run(run_dir) is not None

@@ -242,7 +242,7 @@ WORDS = ["<eos>", *"0123456789+="]
 @pytest.fixture
 def settled(run, tmp_path, monkeypatch):
     """The run with its settings and a tokenizer whose first id is a special one."""
-    monkeypatch.setattr("os.nice", lambda by: 0)  # of the tests' own process
+    monkeypatch.setenv("MILES_ASYNC_HOOK_NICE", "0")  # the command sets it for its process, which is the tests'
     model = tmp_path / "model"
     model.mkdir()
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="="))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, Self
 
-from actors.filter.judges import JUDGES, Judge, judge
+from actors.filter.judges import JUDGES, Judge, Member, judge
 from actors.reward.actor import RewardSpec, scorers_of, text_by
 from actors.reward.sample import Sample, sample_of, settle
 from actors.reward.scorer import Scorers
@@ -20,7 +20,7 @@ from bus.errors import DeadlineExceeded, MilesAsyncError, Poison, Transient
 from bus.messages.base import Packed
 from bus.messages.samples import Scored
 from miles_async.console.shadow.paired import Paired
-from miles_async.console.shadow.units import Unit
+from miles_async.console.shadow.units import Unit, step_back
 
 MOST_FAILED = 16  # in a row
 SHOWN = 8  # groups that differ; the file has all
@@ -171,7 +171,7 @@ class Filter:
             return []
         try:
             reason = await asyncio.wait_for(
-                asyncio.wrap_future(called(judge, (unit.members, self._judge))), self._deadline_s
+                asyncio.wrap_future(called(self._judged, (unit.members,))), self._deadline_s
             )
         except TimeoutError:
             late = f"filter {self._path} did not end within {self._deadline_s:g} s on group {unit.group}"
@@ -195,6 +195,10 @@ class Filter:
                 "differs": unit.kept != kept,
             }
         ]
+
+    def _judged(self, members: Sequence[Member]) -> str | None:
+        step_back()
+        return judge(members, self._judge)
 
     def more(self) -> dict[str, Any]:
         return {"kept": dict(self._kept), "differ": self._differ}

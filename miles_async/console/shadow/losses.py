@@ -30,6 +30,7 @@ from actors.trainer.training.step import settle_objective
 from miles_async.console.shadow.compare import Row
 from miles_async.console.shadow.paired import Paired
 from miles_async.console.shadow.recorded import Recorded
+from miles_async.console.shadow.units import step_back
 from miles_async.settings.errors import SettingsError
 
 LOSS = "train/loss"
@@ -74,7 +75,9 @@ class Losses:
                 f"this loss cannot be compared here: {why}", remedy="Without correction, KL and entropy it needs none."
             )
         self._backends: tuple[TrainBackend, ...] = ()
-        self._thread = ThreadPoolExecutor(1)  # backends want one, and signals are heard meanwhile
+        self._thread = ThreadPoolExecutor(
+            1, initializer=step_back
+        )  # backends want one, and signals are heard meanwhile
         self._at = 0  # updates inside the weights of the first backend
         self._folder = TemporaryDirectory(prefix="miles-async-shadow-")
         self.paired, self.metrics = Paired(), {name: Paired() for name in SHOWN}

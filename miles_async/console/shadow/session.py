@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from miles_async.console.shadow.results import Results
 from miles_async.console.shadow.units import Source
 
 SAY_S = 5.0
-NICE = 5
 
 
 async def follow(
@@ -26,7 +24,6 @@ async def follow(
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    os.nice(max(0, NICE - os.nice(0)))
     results.write(
         [{"kind": "shadow", "what": plan.what, "label": plan.label, "source": source.told, "settings": plan.own}]
     )

@@ -102,7 +102,7 @@ class Tap:
         """Its message; None of one that is no message, or whose body was gone or lies on another host."""
         try:
             found: Member = await self._bus.message(entry)
-        except (BadMessage, FileNotFoundError):
+        except (BadMessage, BusUnreachable, FileNotFoundError):
             return None
         return found
 
