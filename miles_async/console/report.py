@@ -28,6 +28,7 @@ from miles_async.console.explain import meaning
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.report_data import Run, data_of, read_run
 from miles_async.console.schedule.advice import advise, share
+from miles_async.console.shadow.results import notes as shadow_notes
 from miles_async.console.text import duration, human_bytes, human_count, percent, plural
 
 FILE, COMPARED = "report.html", "report-compared.html"
@@ -71,7 +72,7 @@ def render(runs: Sequence[Run]) -> str:
     body = "\n".join(
         [
             _header(first.name, history),
-            _notes(history, accounts),
+            _notes(history, accounts, shadow_notes(first.dir)),
             _tiles(history, accounts),
             CURVES,
             _card("Samples", "What the policy wrote: kept now and then, whole groups.",
@@ -122,8 +123,8 @@ def _header(name: str, history: History) -> str:
     return f"<header><h1>{escape(name)}</h1><p>{steps} steps in {took}, started {began}, {end}</p></header>"
 
 
-def _notes(history: History, accounts: Accounts | None) -> str:
-    notes: list[tuple[str, str]] = []
+def _notes(history: History, accounts: Accounts | None, others: Sequence[str]) -> str:
+    notes: list[tuple[str, str]] = [("", text) for text in others]
     if history.lost_steps:
         times = plural(len(history.restores) - 1, "restart")
         notes.append(("", f"{plural(history.lost_steps, 'step')} lost with the trainer and done again ({times})."))

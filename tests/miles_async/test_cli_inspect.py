@@ -16,9 +16,12 @@ from actors.recorder.file import FILE
 from bus import Bus
 from bus.topology import POLICY, PROMPTS, STREAMS
 from miles_async.cli import app
+from miles_async.cli.bus_verbs import tail
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
 
+COME = "return redis.call('XADD', KEYS[1], '*', 'id', ARGV[1])"
+COME_AND_GO = "return redis.call('XDEL', KEYS[1], redis.call('XADD', KEYS[1], '*', 'id', ARGV[1]))"
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 
@@ -122,6 +125,32 @@ def test_tail_prints_readable_fields(whole):
 def listen_to_ctrl_c():
     """As in a terminal: what a shell starts in the background, these tests perhaps, ignores it, and so do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+async def test_tail_shows_entries_that_are_gone_a_moment_after_they_came_and_counts_those_it_missed(
+    redis_url, run_name, capsys, monkeypatch
+):
+    monkeypatch.setattr("miles_async.cli.bus_verbs.LOOK_S", 0.0)
+    monkeypatch.setattr("miles_async.cli.bus_verbs.FOLLOW_S", 0.1)
+    shown, said = [], ""
+    async with Bus(config(redis_url, run_name)) as bus:
+        key = bus.keys.stream(PROMPTS.name)
+        followed = asyncio.create_task(tail(bus, PROMPTS, n=1, follow=True, as_json=True))
+        try:
+            for number in range(20):
+                await asyncio.sleep(0.02)
+                await bus.link.run("EVAL", COME, 1, key, f"g1/{number}")
+                await bus.link.run("XTRIM", key, "MAXLEN", 0)
+            await bus.link.run("EVAL", COME_AND_GO, 1, key, "g2/0")
+            async with asyncio.timeout(DEADLINE_S):
+                while f"so far {21 - len(shown)} entr" not in said:
+                    await asyncio.sleep(0.05)
+                    out, err = capsys.readouterr()
+                    shown, said = shown + out.splitlines(), said + err
+        finally:
+            followed.cancel()
+            await asyncio.gather(followed, return_exceptions=True)
+    assert len(shown) >= 15 and {json.loads(line)["id"] for line in shown} <= {f"g1/{n}" for n in range(20)}
 
 
 def test_tail_follows_until_ctrl_c(whole):
