@@ -1,6 +1,7 @@
 """The cockpit of a run in the terminal: alarms, flow, curves, engines, samples, knobs, dead letters, events, the doctor.
 
-Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. Keys stand in the last line.
+Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. The last line
+names the keys.
 """
 
 import argparse
@@ -31,8 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_terminal() -> None:
     term, remedy = os.environ.get("TERM", ""), "Use miles-async attach --console plain, or miles-async status."
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise SettingsError("top needs a terminal for its input and its output", remedy=remedy)
+    if not all(
+        stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.__stderr__)
+    ):  # drawn on the last
+        raise SettingsError("top needs a terminal for its input, output and errors", remedy=remedy)
     if term in ("", "dumb", "unknown"):
         raise SettingsError("this terminal cannot place text on a screen", field="TERM", value=term, remedy=remedy)
 
@@ -43,7 +46,11 @@ def _ended(folder: Path | None) -> str:
     from miles_async.console.attach import launcher_pid
 
     pid = launcher_pid(folder)
-    return "its launcher has ended; leave with q, then miles-async top shows what it kept" if pid and not is_alive(pid) else ""
+    return (
+        "its launcher has ended; leave with q, then miles-async top shows what it kept"
+        if pid and not is_alive(pid)
+        else ""
+    )
 
 
 async def _top(ref: RunRef, read_only: bool) -> int:

@@ -15,8 +15,8 @@ LEVELS = ("error", "warning")
 
 @dataclass(slots=True)
 class Alarm:
-    """`since`: wall seconds at which it began, of a fault on record when it was told last. `now`: it still is so. `times`: how often
-    it was told."""
+    """`since`: wall seconds at which it began, of a fault on record when it was told last. `now`: it still is so. `times`:
+    how often it was told."""
 
     who: str
     level: str
@@ -61,7 +61,9 @@ class Alarms:
     def _told(self, who: str, record: dict[str, Any]) -> None:
         known = self._all.get((who, "on record"))
         times = known.times + 1 if known is not None and not known.seen else 1
-        self._all[who, "on record"] = Alarm(who, record["level"], record["text"], record["wall"], now=False, times=times)
+        self._all[who, "on record"] = Alarm(
+            who, record["level"], record["text"], record["wall"], now=False, times=times
+        )
 
     def open(self) -> list[Alarm]:
         """Those nobody has acknowledged: errors first, then the newest."""

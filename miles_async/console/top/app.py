@@ -6,6 +6,7 @@ Always true: it looks at the run as often as one page of the web console does, w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -48,6 +49,7 @@ class Top(App[None]):
         self.alarms = Alarms()
         self._shown_alarms: list[Alarm] = []
         self._state: dict[str, Any] = {}
+        self._drawing = asyncio.Lock()
         self._columns: tuple[int, dict[str, Any]] = (-1, {"step": [], "columns": {}})
 
     def compose(self) -> ComposeResult:
@@ -83,9 +85,13 @@ class Top(App[None]):
 
     def look(self) -> None:
         """Draw again now."""
-        self.run_worker(self._draw(), group="draw", exclusive=True)
+        self.run_worker(self._draw())
 
     async def _draw(self) -> None:
+        async with self._drawing:
+            await self._show()
+
+    async def _show(self) -> None:
         state, wall = self._state, max(self.hub.wall, 0.0)
         if "run" not in state:
             if silent := state.get("silent"):
@@ -100,15 +106,17 @@ class Top(App[None]):
         board.display = bool(lines)
         board.update(lines)
         tabs = self.query_one(TabbedContent)
-        if dead := state["counts"]["dead"]:
-            tabs.get_tab("dead").label = f"5 Dead ({dead})"
+        dead = state["counts"]["dead"]
+        tabs.get_tab("dead").label = f"5 Dead ({dead})" if dead else "5 Dead"
         pane = tabs.active_pane
         if pane is None:
             return
         room = max(20, width - 4)
         if pane.id == "run":
             columns = self._curves()
-            pane.query_one(Static).update(parts.overview(state, columns["columns"], columns["step"], wall, room))
+            pane.query_one(Static).update(
+                parts.overview(state, columns["columns"], columns["step"], wall, room, tall=height >= TALL)
+            )
         elif pane.id == "engines":
             pane.query_one(Static).update(parts.engines(state, wall, room))
         else:

@@ -73,16 +73,16 @@ class Hub:
         clock = self._bus.clock
         seen = clock.monotonic()
         while await self._somebody(stop):
-            began = clock.monotonic()
+            began, share = clock.monotonic(), LOOK_SHARE
             try:
                 state = await self._seen()
                 seen = clock.monotonic()
             except BusUnreachable:
-                state = {}
+                state, share = {}, 1.0  # nothing was spent but time: ask again at once
             silent_s = clock.monotonic() - seen
             await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
             spent = clock.monotonic() - began
-            await _until(stop, max(REFRESH_S - spent, spent / LOOK_SHARE - spent))
+            await _until(stop, max(REFRESH_S - spent, spent / share - spent))
 
     async def _seen(self) -> State:
         snapshot, history = await read_snapshot(self._bus), self._feed.history
@@ -114,7 +114,7 @@ class Hub:
         clock, audits = self._bus.clock, Audits()
         ledger: LedgerCheck | None = None
         while await self._somebody(stop):
-            began = clock.monotonic()
+            began, share = clock.monotonic(), DOCTOR_SHARE
             try:
                 if audits.due(began):
                     ledger = await check(self._bus)
@@ -126,9 +126,9 @@ class Hub:
                 waited = of_trainer if waiting(of_trainer) else self.word.waited
                 self.word = Word(tuple(findings), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
-                pass  # `silent` says so
+                share = 1.0  # `silent` says so
             spent = clock.monotonic() - began
-            await _until(stop, max(DOCTOR_S, spent / DOCTOR_SHARE))
+            await _until(stop, max(DOCTOR_S, spent / share))
 
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""
