@@ -24,14 +24,15 @@ from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.hub import Hub
 
+AGAIN = 75  # return code: attach once more
 QUIET_S = 2.0  # without news of the hub, times go on
 FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
 VIEWS = ("run", "engines", "samples", "knobs", "dead", "events", "doctor")
 
 
 class Top(App[None]):
-    """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `after()`: what to say
-    beside a bus that does not answer, empty = nothing."""
+    """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
+    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
@@ -43,9 +44,11 @@ class Top(App[None]):
         Binding("a", "seen", "alarms seen"),
     ]
 
-    def __init__(self, hub: Hub, verbs: Verbs, *, read_only: str = "", after: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, hub: Hub, verbs: Verbs, *, read_only: str = "", over: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
-        self.hub, self.verbs, self.read_only, self._after = hub, verbs, read_only, after
+        self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
         self.alarms = Alarms()
         self._shown_alarms: list[Alarm] = []
         self._state: dict[str, Any] = {}
@@ -98,8 +101,9 @@ class Top(App[None]):
                 self._head.update(Text(f"the bus has not answered for {silent} s; trying again", style="bold red"))
             return
         width, height = self.size
-        note = self._after() if state.get("silent") else self.read_only
-        self._head.update(parts.head(state, wall, width, note))
+        if state.get("silent") and self._over():
+            self.exit(return_code=AGAIN)
+        self._head.update(parts.head(state, wall, width, self.read_only))
         most = MANY if height >= TALL else FEW
         lines, self._shown_alarms = parts.alarm_lines(self.alarms.open(), self.alarms.known(), wall, width, most)
         board = self.query_one("#alarms", Static)
@@ -113,10 +117,9 @@ class Top(App[None]):
             return
         room = max(20, width - 4)
         if pane.id == "run":
-            columns = self._curves()
-            pane.query_one(Static).update(
-                parts.overview(state, columns["columns"], columns["step"], wall, room, tall=height >= TALL)
-            )
+            curves, said = self._curves(), self.hub.word.wall
+            shown = parts.overview(state, curves["columns"], curves["step"], wall, room, tall=height >= TALL, said=said)
+            pane.query_one(Static).update(shown)
         elif pane.id == "engines":
             pane.query_one(Static).update(parts.engines(state, wall, room))
         else:

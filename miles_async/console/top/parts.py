@@ -21,6 +21,7 @@ from miles_async.console.text import duration, human_count, percent, progress_ba
 from miles_async.console.top.alarms import Alarm
 from miles_async.console.view import LEVEL_STYLE, STATE_STYLE
 
+OLD_S = 5.0  # a word of the doctor that is older says so
 WIDE, CURVE = 118, 38  # columns from which flow and curves stand side by side; of one curve
 Columns = Mapping[str, Sequence[float | None]]
 CURVES = {
@@ -32,7 +33,7 @@ CURVES = {
     "answer length": "rollout/response_len/mean",
     "log-prob diff": "train/train_rollout_logprob_abs_diff",
 }
-SHORT = {"KL to the reference": "KL reference", "KL of the update": "KL update", "effective samples": "effective"}
+SHORT = {"KL to the reference": "KL reference", "KL of the update": "KL update", "effective samples": "ESS ratio"}
 SHOWN_STREAMS = ("prompts", "prefixes", "tail", "rollouts", "parked", "scored", "groups", "policy", "active")
 SELDOM = ("prefixes", "tail", "parked")  # shown while something lies there
 
@@ -82,10 +83,19 @@ def alarm_lines(alarms: Sequence[Alarm], known: int, wall: float, width: int, mo
 
 
 def overview(
-    state: Mapping[str, Any], columns: Columns, steps: Sequence[int], wall: float, width: int, *, tall: bool
+    state: Mapping[str, Any],
+    columns: Columns,
+    steps: Sequence[int],
+    wall: float,
+    width: int,
+    *,
+    tall: bool,
+    said: float = 0.0,
 ) -> RenderableType:
-    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger."""
-    parts: list[RenderableType] = [_why(state["why"], lately=tall)]
+    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger. `said`: wall of the doctor's word."""
+    parts: list[RenderableType] = [
+        _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
+    ]
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
         side.add_row(flow(state["flow"], wall, width), learning(columns, steps, width - 66))
@@ -95,8 +105,10 @@ def overview(
     return Group(*parts, _facts(state, wall))
 
 
-def _why(why: Mapping[str, Any], *, lately: bool) -> Text:
+def _why(why: Mapping[str, Any], ago_s: float, *, lately: bool) -> Text:
     text = Text(printable(why["text"]), style="yellow" if why["waits"] else "", overflow="fold")
+    if ago_s > OLD_S:
+        text.append(f" (said {duration(ago_s)} ago)", style="dim")
     return text.append(f" {why['lately']}", style="dim") if lately and why["lately"] else text
 
 
@@ -197,11 +209,7 @@ def _bars(shares: Iterable[tuple[str, float]]) -> Text:
 
 def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType:
     """Every actor; of an engine also its running requests, queue and KV room."""
-    wide = width >= 72
-    table = _table(
-        "actor", "state", "version", "busy", *(("queued", "KV", "for") if wide else ("KV",)), left=("state",)
-    )
-    table.add_column("waits for", overflow="ellipsis", no_wrap=True, ratio=1)
+    wide, rows = width >= 72, []
     order = {role: i for i, role in enumerate(ROLES)} | {"generation": -1}
     for actor in sorted(state["actors"], key=lambda a: (order.get(a["role"], 99), a["name"])):
         silent = actor["heard"] is not None
@@ -209,15 +217,22 @@ def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType
         since = actor["heard"] or actor["since"]
         kv = "" if actor["kv"] is None else f"{actor['kv']:.0%}"
         queued = "" if actor["queued"] is None else f"{actor['queued']:.0f}"
-        table.add_row(
-            Text(actor["name"]),
-            Text(what if wide else shorten(what, 12)),
-            f"v{actor['version']}" if actor["version"] >= 0 else "",
-            f"{actor['busy']}/{actor['slots']}" if actor["slots"] else str(actor["busy"] or ""),
-            *((queued, kv, duration(wall - since) if since else "") if wide else (kv,)),
-            Text(printable(actor["waits"])),
-            style="bold red" if silent else STATE_STYLE.get(actor["state"], ""),
+        version = f"v{actor['version']}" if actor["version"] >= 0 else ""
+        busy = f"{actor['busy']}/{actor['slots']}" if actor["slots"] else str(actor["busy"] or "")
+        middle = (queued, kv, duration(wall - since) if since else "") if wide else (kv,)
+        style = "bold red" if silent else STATE_STYLE.get(actor["state"], "")
+        rows.append(
+            (style, (actor["name"], what if wide else shorten(what, 12), version, busy, *middle), actor["waits"])
         )
+    columns = ("actor", "state", "version", "busy", *(("queued", "KV", "for") if wide else ("KV",)))
+    taken = (
+        sum(2 + max(len(name), *(len(cells[i]) for _, cells, _ in rows)) for i, name in enumerate(columns))
+        if rows
+        else 0
+    )
+    table = _table(*columns, "waits for", left=("state", "waits for"))
+    for style, cells, waits in rows:
+        table.add_row(*map(Text, cells), Text(shorten(waits, max(8, width - taken))), style=style)
     return table
 
 

@@ -159,12 +159,14 @@ class Dead(Listing):
 
     async def rows(self, state: dict[str, Any]) -> list[Row]:
         self.border_title = f"{state['counts']['dead']} dead letters, newest first"
-        return [
-            Row(d["id"], (clock(d["wall"]) if d["wall"] else "-", d["stream"], d["sample"] or d["group"] or d["entry_id"], d["actor"],
-                str(d["deliveries"]), shorten(d["error"], 120)),
-                f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}", data=d)
-            for d in await self.app.verbs.letters()
-        ]  # fmt: skip
+        rows = []
+        for d in await self.app.verbs.letters():
+            when, who = clock(d["wall"]) if d["wall"] else "-", d["sample"] or d["group"] or d["entry_id"]
+            cells = (when, d["stream"], who, d["actor"], str(d["deliveries"]), shorten(d["error"], 120))
+            rows.append(
+                Row(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}")
+            )
+        return rows
 
     def action_bury(self, act: str) -> None:
         row = self.chosen
@@ -219,9 +221,8 @@ class Doctor(Listing):
         self.border_title = (
             f"the doctor at {clock(word.wall)}: {wrong or 'nothing'} wrong" if word.wall else "the doctor"
         )
-        found = [
-            Row(f"{f.rule}/{f.about}/{i}", (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text), f"{f.rule}: {f.text}",
-                LEVEL_STYLE.get(f.level, ""))
-            for i, f in enumerate(word.findings)
-        ]  # fmt: skip
+        found = []
+        for i, f in enumerate(word.findings):
+            cells = (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text)
+            found.append(Row(f"{f.rule}/{f.about}/{i}", cells, f"{f.rule}: {f.text}", LEVEL_STYLE.get(f.level, "")))
         return found + [Row(a, ("", "", a, text), f"{a} {text}", "dim") for a, text in word.actors.items()]
