@@ -15,6 +15,8 @@ from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.runs import RunRef
 
+LOOK_S = 1.0  # a terminal is drawn anew at each look
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --read-only and the shared options."""
@@ -59,7 +61,7 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
     from miles_async.cli.attach import total_steps
     from miles_async.console.attach import attached
     from miles_async.console.live import run_console
-    from miles_async.console.top.app import AGAIN, Top
+    from miles_async.console.top.app import AGAIN, Terminal, Top
     from miles_async.console.verbs import Verbs
     from miles_async.console.web.hub import Hub
 
@@ -71,8 +73,8 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
         kept = bus.config.url != ref.bus_url
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
         feed, total = Feed(bus, await asyncio.to_thread(read_records, folder)), total_steps(folder)
-        hub = Hub(bus, feed, here, total_steps=total, kept=kept)
-        app = Top(hub, Verbs(bus, here, "top"), read_only=why, over=lambda: not kept and _ended(here))
+        hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
+        app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
         try:

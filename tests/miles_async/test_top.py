@@ -9,8 +9,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -96,27 +96,29 @@ async def top(url: str, run: str, folder: Path, size: tuple[int, int], *, alive:
         await feed.close()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (60, 20)])
-async def test_every_view_fits_and_alarms_come_first(
-    redis_url: str, run_name: str, tmp_path: Path, size: tuple[int, int]
+async def test_every_view_fits_any_terminal_and_alarms_come_first(
+    redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
-    async with top(redis_url, run_name, tmp_path, size) as view:
+    async with top(redis_url, run_name, tmp_path, (80, 24)) as view:
         await view.story.say(POLICY, step_done(2, raw_reward=0.75))
         await view.story.die("g4/0", PROMPTS, task("g4/0"), error="no room")
         await view.until(lambda: "dead: dead letter" in view.text and "step 2/3" in view.lines[0])
-        alarm, tabs = (next(i for i, line in enumerate(view.lines) if word in line) for word in ("ERROR", "1 Run"))
-        assert alarm == 1 < tabs < 7 and "dead letter: prompts g4/0: no room" in view.text
-        assert "q leave" in view.lines[-1] and "a alarms seen" in view.lines[-1], "keys stand in the footer"
-        assert "prompts▶ generation" in view.text and "reward            0.75" in view.text
-        await view.press("2", shows="generation-1")
-        await view.press("3", shows="g1/0")
-        assert next(i for i, line in enumerate(view.lines) if "g1/0" in line) < len(view.lines) - 1
-        await view.press("4", shows="rollout_batch_size")
-        assert "e change it" in view.lines[-1]
-        await view.press("5", shows="no room")
-        await view.press("6", shows="reward: retry")
-        await view.press("f", shows="events from warning on")
-        await view.press("7", shows="wrong")
+        for width, height in ((80, 24), (120, 40), (60, 20)):
+            await view.pilot.resize_terminal(width, height)
+            await view.press("1", shows="prompts▶ generation")
+            await view.until(lambda: "reward            0.75" in view.text)
+            alarm, tabs = (next(i for i, line in enumerate(view.lines) if word in line) for word in ("ERROR", "1 Run"))
+            assert alarm == 1 < tabs < 9 and "dead letter: prompts g4/0: no room" in view.text
+            assert "q leave" in view.lines[-1] and "a alarms seen" in view.lines[-1], "keys stand in the footer"
+            await view.press("2", shows="generation-1")
+            await view.press("3", shows="g1/0")
+            await view.press("4", shows="over_sampling_batch_size")
+            assert "e change it" in view.lines[-1]
+            await view.press("5", shows="no room")
+            await view.press("6", shows="reward: retry")
+            await view.press("7", shows="the doctor at")
+            assert (len(view.lines), max(map(len, view.lines))) <= (height, width)
+        await view.press("6", "f", shows="events from warning on")
         await view.pilot.resize_terminal(30, 9)
         await view.press("1", shows="1 Run")
         assert all(len(line) <= 30 for line in view.lines)
@@ -245,34 +247,52 @@ def test_a_terminal_that_cannot_show_it_is_told_what_can(
     assert err.count("\n") == 1 and "TERM = 'dumb': this terminal cannot place text" in err
 
 
-def test_an_ended_run_is_shown_from_a_copy_in_a_real_terminal_without_colours(tmp_path: Path) -> None:
-    server = EmbeddedRedis(tmp_path / "late")
-    server.start()
-    write_run_file(tmp_path / "late", run="late", bus_url=server.url)
-
-    async def live() -> None:
-        async with Bus(config(server.url, "late")) as bus:
-            await Story(bus).whole()
-
-    asyncio.run(live())
-    server.stop()
+@contextmanager
+def in_a_terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command as a process on a terminal of 80 by 24 without colours, and that terminal's other end."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "miles_async", "top", "late", "--runs-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "miles_async", "top", *words]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
     ) as process:
         os.close(theirs)
         try:
-            shown = _read_until(ours, b"copy of what its Redis kept")
-            shown += _read_until(ours, b"not running. The same")
-            os.write(ours, b"q")
-            shown += _read_until(ours, b"left the view")
-            assert process.wait(20) == 0
-            assert b"this run has ended" in shown and b"Traceback" not in shown
+            yield process, ours
         finally:
             process.kill()
-            os.close(ours)
+
+
+def test_an_ended_run_is_shown_from_a_copy(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "late")
+    server.start()
+    write_run_file(tmp_path / "late", run="late", bus_url=server.url)
+    asyncio.run(_happen(server.url, "late"))
+    server.stop()
+    with in_a_terminal("late", "--runs-dir", str(tmp_path)) as (process, terminal):
+        shown = _read_until(terminal, b"copy of what its Redis kept")
+        shown += _read_until(terminal, b"not running. The same")
+        os.write(terminal, b"q")
+        shown += _read_until(terminal, b"left the view")
+        assert process.wait(20) == 0
+        assert b"this run has ended" in shown and b"Traceback" not in shown
+        os.close(terminal)
+
+
+def test_a_terminal_that_goes_away_takes_the_view_with_it_and_nothing_else(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    asyncio.run(_happen(redis_url, run_name))
+    with in_a_terminal("--run", run_name, "--bus-url", redis_url) as (process, terminal):
+        _read_until(terminal, b"reward")
+        os.close(terminal)
+        process.wait(30)
+    asyncio.run(_happen(redis_url, f"{run_name}-next"))
+
+
+async def _happen(url: str, run: str) -> None:
+    async with Bus(config(url, run)) as bus:
+        await Story(bus).whole()
 
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The cockpit in a terminal: `miles-async top`.
 
 Reads  the hub's state of the run, the doctor's word, the verbs    Writes  knobs and dead letters, when asked    Owns  alarms seen
-Always true: it looks at the run as often as one page of the web console does, whatever it shows; leaving it leaves the run alone.
+Always true: it looks at the run as often as the hub does, whatever it shows; leaving it leaves the run alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from miles_async.console.top import parts
@@ -28,6 +31,16 @@ AGAIN = 75  # return code: attach once more
 QUIET_S = 2.0  # without news of the hub, times go on
 FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
 VIEWS = ("run", "engines", "samples", "knobs", "dead", "events", "doctor")
+
+
+class Terminal(LinuxDriver):
+    """One that may go away, with a connection or a window: what is written to it then is lost, and nobody waits for it."""
+
+    def write(self, data: str) -> None:
+        if self._writer_thread is not None and self._writer_thread.is_alive():
+            super().write(data)
+        else:
+            self._app.exit()
 
 
 class Top(App[None]):
@@ -45,9 +58,15 @@ class Top(App[None]):
     ]
 
     def __init__(
-        self, hub: Hub, verbs: Verbs, *, read_only: str = "", over: Callable[[], bool] = lambda: False
+        self,
+        hub: Hub,
+        verbs: Verbs,
+        *,
+        read_only: str = "",
+        driver: type[Driver] | None = None,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=driver)
         self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
         self.alarms = Alarms()
         self._shown_alarms: list[Alarm] = []
@@ -92,7 +111,10 @@ class Top(App[None]):
 
     async def _draw(self) -> None:
         async with self._drawing:
-            await self._show()
+            try:
+                await self._show()
+            except NoMatches:
+                pass  # it is being left: its parts are gone already
 
     async def _show(self) -> None:
         state, wall = self._state, max(self.hub.wall, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -75,11 +76,12 @@ class Listing(Container):
         self._loaded = stamp
         table, chosen = self.query_one(DataTable), self.chosen
         self._rows = rows
-        table.clear()
-        for row in rows:
-            table.add_row(
-                *(Text(printable(" ".join(cell.split())), style=row.style) for cell in row.cells), key=row.key
-            )
+        cells = [[Text(printable(" ".join(cell.split())), style=row.style) for cell in row.cells] for row in rows]
+        table.clear(columns=True)
+        for i, name in enumerate(self.COLUMNS):  # widths of our own: the table's are right only after it was drawn once
+            table.add_column(name, width=max(cell_len(name), *(line[i].cell_len for line in cells), 1))
+        for row, line in zip(rows, cells, strict=True):
+            table.add_row(*line, key=row.key)
         if chosen is not None:
             table.move_cursor(row=next((i for i, row in enumerate(rows) if row.key == chosen.key), 0))
         self._tell(self.chosen.whole if self.chosen else self.EMPTY)

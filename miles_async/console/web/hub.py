@@ -1,4 +1,4 @@
-"""Looks at a run for all open pages and screens: a state every REFRESH_S while somebody watches, the doctor's word more seldom.
+"""Looks at a run for all open pages and screens: a state every `refresh_s` while somebody watches, the doctor's word more seldom.
 
 Reads  snapshots, the history that somebody else's feed keeps, the doctor's scene    Writes  nothing    Owns  the pages' state
 While nobody watches it does nothing. Where a look is slow, looks are rarer.
@@ -33,7 +33,17 @@ SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 class Hub:
     """`run` in a task; pages call `enter`, then `news`. `total_steps` 0 = unknown. `kept`: the bus is a copy of an ended run's."""
 
-    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int, kept: bool = False) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        feed: Feed,
+        run_dir: Path | None,
+        *,
+        total_steps: int,
+        kept: bool = False,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._refresh_s = refresh_s
         self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
         self._looks, self.curves, self.word = Looks(), Curves(), Word()
@@ -82,7 +92,7 @@ class Hub:
             silent_s = clock.monotonic() - seen
             await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
             spent = clock.monotonic() - began
-            await _until(stop, max(REFRESH_S - spent, spent / share - spent))
+            await _until(stop, max(self._refresh_s - spent, spent / share - spent))
 
     async def _seen(self) -> State:
         snapshot, history = await read_snapshot(self._bus), self._feed.history
