@@ -301,8 +301,8 @@ def banner(settings: RunSettings) -> str:
     facts = {
         "model": settings.model.hf_checkpoint,
         "data": f"{r.prompt_data or r.data_source_path}, rewards by {rewards}",
-        "plan": f"{steps} of {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} answers, at most "
-        f"{r.max_weight_staleness} versions stale",
+        "plan": f"{steps} of {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} answers, staleness at most "
+        f"{r.max_weight_staleness}",
         "workers": f"{plural(s.num_generation_workers, 'generation worker')}{external}, {s.engine} engines{gpus}",
         "trainer": f"{perf.train_backend}, {plural(settings.flat.train_ranks, 'rank')}",
         "folder": str(settings.run_dir),

@@ -67,6 +67,7 @@ class Top(App[None]):
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(driver_class=driver)
+        self.animation_level = "none"  # over ssh each frame is work
         self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
         self.alarms = Alarms()
         self._shown_alarms: list[Alarm] = []

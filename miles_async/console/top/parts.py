@@ -222,7 +222,11 @@ def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType
         middle = (queued, kv, duration(wall - since) if since else "") if wide else (kv,)
         style = "bold red" if silent else STATE_STYLE.get(actor["state"], "")
         rows.append(
-            (style, (actor["name"], what if wide else shorten(what, 12), version, busy, *middle), actor["waits"])
+            (
+                style,
+                (actor["name"], what if width >= 100 else shorten(what, 13), version, busy, *middle),
+                actor["waits"],
+            )
         )
     columns = ("actor", "state", "version", "busy", *(("queued", "KV", "for") if wide else ("KV",)))
     taken = (

@@ -26,6 +26,7 @@ from miles_async.console.web.looks import Looks
 from miles_async.console.web.state import State, Word, state_of, waiting
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
+OLDEST_WORD_S = 10.0  # of the doctor, however busy the host is
 LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.02  # of the time that they may take
 SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 
@@ -120,7 +121,7 @@ class Hub:
             self._changed.notify_all()
 
     async def _consult(self, stop: asyncio.Event) -> None:
-        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time; audits of the ledger as the watchdog's."""
+        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits of the ledger as the watchdog's."""
         clock, audits = self._bus.clock, Audits()
         ledger: LedgerCheck | None = None
         while await self._somebody(stop):
@@ -138,7 +139,7 @@ class Hub:
             except BusUnreachable:
                 share = 1.0  # `silent` says so
             spent = clock.monotonic() - began
-            await _until(stop, max(DOCTOR_S, spent / share))
+            await _until(stop, max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)))
 
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""
