@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from actors.trainer.selfcheck import checks_made, failures
+from bus.messages.control import UNLENT
 from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, incomplete_text, waiting_since
 from miles_async.console.places import owners
@@ -188,7 +189,7 @@ def long_waits(scene: Scene) -> Iterator[Finding]:
         since = waiting_since(actor, scene)
         if vitals.state == "stalled":
             yield Finding("error", "stalled", vitals.actor, f"{vitals.actor} is stalled: {vitals.note}", since)
-        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, TURN_WAIT)) and since > PATIENCE_S:
+        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, *TURN_WAIT)) and since > PATIENCE_S:
             text = f"{vitals.actor} has waited {duration(since)} for {vitals.waits_for}{because(actor, scene)}"
             yield Finding("warning", "long wait", vitals.actor, text, since)
 
@@ -200,6 +201,8 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
         vitals = actor.vitals
         if actor.life != "alive" or vitals.version >= policy.announced or vitals.state == "draining" or scene.over:
             continue
+        if vitals.waits_for == UNLENT:
+            continue  # it takes a version when it has a GPU
         behind_s = policy.behind_s(vitals.version)
         if behind_s < BRIEF_S and vitals.version >= 0:
             continue
@@ -276,6 +279,12 @@ def first_step(scene: Scene) -> Iterator[Finding]:
         yield Finding("info", "self-check", "trainer", f"step 1 passed the {made} checks of its self-check")
 
 
+def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
+    """What would serve lies outside of what the user allows, or is left to hands."""
+    for note in scene.governor.notes if scene.governor is not None and scene.knobs.get("governor") else ():
+        yield Finding("info", f"governor {note.kind}", "governor", f"the governor is held up: {note.text}")
+
+
 RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     missing_rooms,
     no_launcher,
@@ -291,4 +300,5 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     incomplete_groups,
     dead_letters,
     first_step,
+    governor_at_its_edge,
 )

@@ -19,6 +19,7 @@ from bus.messages.policy import StepDone
 from bus.topology import DEAD, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
+from miles_async.governor.govern import Standing, read_standing
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     stream_max_bytes: int
     first_step: Mapping[str, float | None] = {}
+    governor: Standing | None = None
 
     @property
     def over(self) -> bool:
@@ -71,6 +73,7 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
         first_step=await asyncio.to_thread(_first_step, run_dir) if run_dir is not None else {},
+        governor=await read_standing(bus),
     )
 
 

@@ -17,7 +17,7 @@ from bus.dead import drop, find_letter, read_letters, retry
 from bus.knobs.live import propose, read_history, revert
 from miles_async.cli.bus_verbs import letter_json
 from miles_async.cli.samples import choose, kept
-from miles_async.cli.tune import author, document, shown_value
+from miles_async.cli.tune import author, changes_text, document, shown_value
 from miles_async.console.trace import trace
 from miles_async.console.web.curves import whole_run
 from miles_async.settings.catalog import catalog
@@ -53,7 +53,8 @@ class Verbs:
             knob["choices"] = ["true", "false"] if spec.kind == "bool" else list(spec.shape.choices or spec.shipped)
         log = [
             {"epoch": p.epoch, "wall": p.wall, "author": p.author, "reason": p.reason,
-             "values": {} if p.kinds else {k: shown_value(v, catalog().get(k)) for k, v in p.values.items()}}
+             "values": {} if p.kinds else {"": changes_text(p)} if p.plan or p.planned
+             else {k: shown_value(v, catalog().get(k)) for k, v in p.values.items()}}
             for p in history
         ]  # fmt: skip
         return found | {"log": log[::-1]}

@@ -101,7 +101,7 @@ class Knobs(Listing):
 
     @staticmethod
     def _change_row(change: dict[str, Any]) -> Row:
-        values = ", ".join(f"{k}={v}" for k, v in change["values"].items()) or "values of the settings"
+        values = ", ".join(f"{k}={v}" if k else v for k, v in change["values"].items()) or "values of the settings"
         when = clock(change["wall"]) if change["wall"] else "-"
         cells = (f"epoch {change['epoch']}", shorten(values, 60), change["author"], when, shorten(change["reason"], 60))
         whole = (
