@@ -296,7 +296,7 @@ def banner(settings: RunSettings) -> str:
     r, s, perf = settings.rollout, settings.sglang, settings.perf
     rewards = r.custom_rm_path or r.rm_type or "the data's own"
     external = f" and {plural(n, 'running engine')}" if (n := len(s.rollout_external_engine_addrs)) else ""
-    gpus = f" on {plural(s.rollout_num_gpus, 'GPU')}" if s.rollout_num_gpus else ""
+    gpus = f" on {plural(len(s.rollout_gpu_ids), 'GPU')}" if s.rollout_gpu_ids else ""
     steps = plural(r.num_rollout, "step") if r.num_rollout else "epochs"
     facts = {
         "model": settings.model.hf_checkpoint,

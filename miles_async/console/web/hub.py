@@ -121,7 +121,8 @@ class Hub:
             self._changed.notify_all()
 
     async def _consult(self, stop: asyncio.Event) -> None:
-        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits of the ledger as the watchdog's."""
+        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits
+        of the ledger as the watchdog's."""
         clock, audits = self._bus.clock, Audits()
         ledger: LedgerCheck | None = None
         while await self._somebody(stop):
