@@ -54,8 +54,8 @@ class Alarms:
                 del self._all[key]
         told = {(e["wall"], str(e["what"]), str(e["text"])): e for e in events if e["level"] in LEVELS}
         if self._had is not None:
-            for key in sorted(told.keys() - self._had):
-                self._told(key[1], told[key])
+            for fresh in sorted(told.keys() - self._had):
+                self._told(fresh[1], told[fresh])
         self._had = set(told)
 
     def _told(self, who: str, record: dict[str, Any]) -> None:

@@ -41,7 +41,8 @@ class Samples(Listing):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._order, self._step = ORDERS[0], None
+        self._order = ORDERS[0]
+        self._step: int | None = None  # the newest
         self._steps: list[int] = []
 
     def stamp(self, state: dict[str, Any]) -> object:
@@ -66,7 +67,7 @@ class Samples(Listing):
 
     def action_step(self, further: int) -> None:
         if self._steps:
-            at = self._steps.index(self._step) if self._step in self._steps else 0
+            at = self._steps.index(self._step) if self._step is not None and self._step in self._steps else 0
             at = min(len(self._steps) - 1, at + further)
             self._step = self._steps[at] if at > 0 else None
             self.stale(anew=True)
