@@ -126,7 +126,8 @@ class History:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
-        metrics = {str(k): float(v) for k, v in record.get("metrics", {}).items()}
+        given = record.get("metrics", {}).items()  # None: JSON has no number that is not finite
+        metrics = {str(k): float(v) for k, v in given if v is not None}
         n_groups = len(record.get("groups", ()))
         for _, reason in record.get("dropped", ()):
             self._drop(str(reason))
