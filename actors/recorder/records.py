@@ -19,6 +19,8 @@ dead        stream, sample, group, actor, error
 fault       actor, event, text, level
 finished    step, version
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
+life        step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
+                                                                   one trained sample, see bus.messages.policy.Life; in lives.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -34,7 +36,7 @@ from bus import Entry
 from bus.inspect import wall_of
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
-from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
+from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Life, Lives, PolicyAnnounced, Restored, StepDone
 from bus.messages.samples import Scored
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 
@@ -123,6 +125,16 @@ def _event(m: Event) -> Made:
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]
 
 
+def _lives(m: Lives) -> Made:
+    return [("life", {"step": m.step, "sample": one.sample_id, **_fields(one)}) for one in m.lives]
+
+
+def _fields(life: Life) -> Record:
+    """Without what says nothing: most samples have one turn."""
+    values = {name: getattr(life, name) for name in life.__struct_fields__ if name != "sample_id"}
+    return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
+
+
 def _verdict(m: GroupVerdict) -> Made:
     if m.kept:
         return []
@@ -164,6 +176,7 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
     DeadLetter: _dead,
     Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
     Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
+    Lives: _lives,
     Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
     KnobPatch: lambda m: [
         ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})

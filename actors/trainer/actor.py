@@ -39,6 +39,7 @@ from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
+from actors.trainer.lives import lives_of
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
@@ -50,7 +51,7 @@ from bus import Commit, Guard, Out, ledger
 from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import POLICY
+from bus.topology import LIVES, POLICY
 
 T = TypeVar("T")
 
@@ -338,6 +339,8 @@ class Trainer:
         await self._say(done)
         fault_point(context.name, "after_done")
         if not self._spec.replay_from:
+            told = lives_of(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
+            await context.bus.append([Out(LIVES, some) for some in told], repeatable=True)
             await self._batches.done(batch, result, step=step)
         context.version = number
         context.count("steps")

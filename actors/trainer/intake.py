@@ -20,6 +20,7 @@ from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Commit, Entry, Out, ledger
 from bus.errors import Poison
+from bus.inspect import wall_of
 from bus.messages.groups import GroupKept, OpenGroup, Turned
 from bus.messages.policy import Checkpointed, GroupsGivenUp
 from bus.topology import GROUPS, POLICY
@@ -66,7 +67,7 @@ class Intake:
                 if settled is self._settled.get(group.key):
                     del self._settled[group.key]
                 self.uncommitted.append(Trained(step=0, entry=entry, consumed=settled))
-                self.ready[group.key] = Part.of(group, came=step, without=frozenset(settled.members))
+                self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id), without=frozenset(settled.members))
                 self._entries[group.key] = entry
                 continue
             if settled is not None or self._held(group.key) is not None:
@@ -77,7 +78,7 @@ class Intake:
                 why = "other samples are open under it" if opened else "it is closed, or was never issued"
                 await self._consumer.bury(entry, group, Poison(f"the run does not wait for {group.key!r}: {why}"))
                 continue
-            self.ready[group.key] = Part.of(group, came=step)
+            self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id))
             self._entries[group.key] = entry
         return len(entries)
 

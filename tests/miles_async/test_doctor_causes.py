@@ -205,7 +205,7 @@ TRENDS: list[tuple[str, str, dict[str, Callable[[int], float]]]] = [
     ("entropy grows", "writes at random", {"entropy_loss": lambda i: 0.5 + 0.1 * i}),
     ("ESS falls", "effective sample size is 0.3", {"ess_ratio": lambda i: 1 - 0.012 * i}),
     ("gradient", "10 times what is usual", {"grad_norm": after(56, 40.0, even(1.0))}),
-    ("gradient", "not finite in 2 of the last 5", {"skipped_updates": lambda i: i >= 58, "grad_norm": after(58, math.nan, even(1))}),
+    ("gradient", "not finite in 2 of the last", {"skipped_updates": lambda i: i >= 58, "grad_norm": after(58, math.nan, even(1))}),
     ("GPU memory", "ran out 3 times in the last 5 steps", {"gpu_retries": lambda i: max(0.0, i - 56.0)}),
     ("answers cut", "100% of the answers are cut", {"truncated_ratio": lambda i: min(1.0, 0.02 * i)}),
     ("answers empty", "one token or none", {"response_len__p90": lambda i: 1.0}),

@@ -341,5 +341,6 @@ def _result(
         packing=packing,
         trained_spans=trained,
         flags=flags,
+        shares=prepared.shares([step.samples for step in steps]),
         skipped=bool(tally.skipped) and tally.updates == 0,
     )
