@@ -358,6 +358,13 @@ async def test_no_look_at_a_recorded_healthy_run_finds_a_fault(redis_url, run_na
     assert said == []
 
 
+def test_events_that_the_pages_name_are_told_somewhere():
+    sources = "".join(file.read_text() for folder in ("actors", "miles_async") for file in (DOCS.parents[1] / folder).rglob("*.py"))
+    pages = "".join((DOCS.parent / name).read_text() for name in ("troubleshooting.md", "from-miles.md"))
+    named = {kind.partition("/")[0] for kind in re.findall(r"events? `([^`]+)`", pages)}
+    assert named and [kind for kind in sorted(named) if not re.search(rf'f?"{kind}["/]', sources)] == []
+
+
 def test_the_diagnosis_page_has_every_rule_and_no_other():
     told = re.findall(r"^\| `([^`]+)` \| (?:error|warning|info)", DOCS.read_text(), re.M)
     assert sorted(told) == sorted(get_args(Rule))

@@ -40,6 +40,8 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
         has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
         doing = f"; it waits for {vitals.waits_for}" if vitals.waits_for else ""
         doing += f" ({vitals.note})" if vitals.note else ""
+        if behind_s > STALE_S and vitals.waits_for.startswith("activation") and not vitals.note:
+            doing += f", for {duration(actor.waited_s)}: its engine hangs, or loads slowly"
         text = f"{vitals.actor} {has}, newer ones have been announced for {duration(behind_s)} (now {policy.announced}){doing}"
         yield Finding("warning" if behind_s > STALE_S else "info", "stale worker", vitals.actor, text, behind_s)
 
