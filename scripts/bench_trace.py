@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPO))
 
 
 from actors.recorder.file import FILE as METRICS  # noqa: E402
-from actors.recorder.lives import append_lives  # noqa: E402
+from actors.recorder.trained import append_trained  # noqa: E402
 from miles_async.console.trace import trace_file  # noqa: E402
 from miles_async.settings.runs import write_run_file  # noqa: E402
 
@@ -57,8 +57,8 @@ def write_record(run_dir: Path, n_samples: int) -> None:
         marks = [["issued", "", 0, 1.5], ["begun", "generation-0", 0, 2.5], ["ended", "generation-0", 90, 3.5]]
         life = {"marks": marks, "spans": [[step, step - 1, 90]], "finish": "stop", "generate_s": 1.0, "reward": 1.0}
         life |= {"scorer": "math", "score_s": 0.1, "judged": 4.5, "trained": 90, "share": 0.0078}
-        at = {"kind": "life", "wall": float(step), "entry": f"lives@{step}-0", "step": step}
-        append_lives(run_dir, [{**at, "sample": f"{g}/{i}", **life} for g in groups for i in range(GROUP)])
+        at = {"kind": "trained", "wall": float(step), "entry": f"trained@{step}-0", "step": step}
+        append_trained(run_dir, [{**at, "sample": f"{g}/{i}", **life} for g in groups for i in range(GROUP)])
     (run_dir / METRICS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 

@@ -219,8 +219,9 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
 
     shape = small(args) if args.rehearse else f"moe-30b-a3b-{args.layers}"
     model = model_of(args, shape)
-    core = runs.core_of(model, megatron=megatron, max_tokens_per_gpu=args.tokens,
-                        log_probs_max_tokens_per_gpu=args.tokens)  # fmt: skip
+    given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)} if megatron else {}
+    core = runs.core_of(model, megatron=megatron, max_tokens_per_gpu=args.tokens, log_probs_max_tokens_per_gpu=args.tokens,
+                        **({"own": {"megatron": given}} if given else {}))  # fmt: skip
     cuda = torch.cuda.is_available()
     one = runs.batch(0, SHAPES[shape]["vocab_size"], samples=8 if args.rehearse else 64, tokens=256 if args.rehearse else 512)
     lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
@@ -228,7 +229,8 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
     yield {"shape": shape, "tokens": tokens, "micro_batches": len(planned[0]), "max_tokens_per_gpu": args.tokens,
-           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "compiled": bool(getattr(core, "compiles", False))}  # fmt: skip
+           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given,
+           "compiled": bool(getattr(core, "compiles", False))}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
@@ -269,6 +271,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, for the speed cases")
     parser.add_argument("--layers", type=int, choices=(8, 6, 4), default=8, help="of the speed cases; fewer where they do not fit")
     parser.add_argument("--budget-s", type=float, default=560)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="of TransformerConfig, for speed-megatron")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -286,7 +289,8 @@ def main() -> int:
             print(f"{case}: left out, {left:.0f} s of the budget are left", flush=True)
             continue
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
-                   "--tokens", str(args.tokens), "--layers", str(layers), *(["--rehearse"] if args.rehearse else [])]  # fmt: skip
+                   "--tokens", str(args.tokens), "--layers", str(layers),
+                   *(f"--set={pair}" for pair in args.set), *(["--rehearse"] if args.rehearse else [])]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode
         except subprocess.TimeoutExpired:

@@ -10,7 +10,8 @@ after the lease, which goes on from the last saved prefix. A sample's first toke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 
 import msgspec
 from msgspec import UNSET
@@ -46,6 +47,12 @@ from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, RO
 FOR_US = ("active.order", "active.state", "policy.sending", "policy.restored", TURN)
 
 
+def once() -> Callable[[], bool]:
+    """False at the first call alone: who gives up after one try asks it."""
+    calls = count()
+    return lambda: next(calls) > 0
+
+
 class Worker:
     """The room."""
 
@@ -55,7 +62,7 @@ class Worker:
         self._context = context
         self._spec = spec
         self._link = open_link(context, spec, spare)
-        self._sharing = Sharing(context, self._link, spec.gives_back)
+        self._sharing = Sharing(context, self._link, spec.gives_back, spec.lent_s)
         self._pace = Pace(context, self._link, spec.max_running, spec.tail_wait_s)
         self._vocabulary = vocabulary_of(spec.model_path)
         self._consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, _dead), vocabulary=self._vocabulary)
@@ -91,7 +98,7 @@ class Worker:
                 try:
                     async with asyncio.TaskGroup() as samples:
                         await self._leases.take(samples, self._handle)
-                        await self._abort_all()
+                        await self._park_all()
                 finally:
                     stop.set()
                     for one in beside:
@@ -130,6 +137,8 @@ class Worker:
             self._link.sending(message.version.id)
         if isinstance(message, Turn):
             self._sharing.hear(message)
+            if self._sharing.lent:
+                self._order = None  # of a turn that is over; it is told anew
             self._changed.set()
             self._link.interrupt()
         if isinstance(message, Activate):
@@ -146,16 +155,20 @@ class Worker:
         link, sharing = self._link, self._sharing
         while not stop.is_set():
             await link.check()
+            sharing.look()
+            if sharing.is_to_boot() and link.absent:
+                with self._context.waiting(BOOTING):
+                    await link.boot(once())
             if sharing.aside:
                 self._changed.clear()
-                await sharing.step_aside()
-                with self._context.waiting("the trainer's turn on the GPU to end"):
+                with self._context.waiting(sharing.waits_for, first=sharing.lent):
+                    await sharing.step_aside(self._park_all)
                     await self._until_changed()
                 continue
             if link.absent:
                 self._changed.clear()
                 with self._context.waiting(BOOTING):
-                    await link.boot(lambda: sharing.aside)
+                    await self._boot()
                 if link.absent:  # draining, or the trainer's turn came in between
                     await self._until_changed()
                 continue
@@ -175,6 +188,22 @@ class Worker:
             if self._order is None and not link.absent and not sharing.aside and not stop.is_set():
                 await self._until_changed()
 
+    async def _boot(self) -> None:
+        """The trainer waits for the end of a boot in our turn, unless it lent us the GPU: then the boot ends."""
+        link, sharing = self._link, self._sharing
+        if not sharing.lent:
+            await link.boot(lambda: sharing.aside)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            boot = tasks.create_task(link.boot(lambda: sharing.aside))
+            boot.add_done_callback(lambda _: self._changed.set())
+            while not boot.done() and not sharing.recalled:
+                self._changed.clear()
+                await self._until_changed()
+            boot.cancel()
+        if link.absent and link.process is not None:
+            await link.process.stop()
+
     async def _until_changed(self) -> None:
         """A second at most, since servers die without a word."""
         try:
@@ -184,12 +213,12 @@ class Worker:
 
     # -- samples ------------------------------------------------------------------------------------------------
 
-    async def _abort_all(self) -> None:
+    async def _park_all(self) -> None:
         """Ask the engine to end what runs; each sample parks itself with the tokens it has. Asked again until none is left:
-        a request on its way was unknown to the engine the first time. Ends with the last sample or with the drain time."""
+        a request on its way was unknown to the engine the first time. Ends with the last sample or with its caller's deadline."""
         engine = self._link.engine
         while engine is not None and self._context.in_flight:
-            self._link.let_go()  # samples that wait there, or for a version, see that we are draining
+            self._link.let_go()  # samples that wait there, or for a version, see that they are to leave
             self._leases.wake()
             for live in self._running.values():
                 live.drain()

@@ -186,7 +186,7 @@ class Leases:
         held = False
         try:
             while True:
-                if context.draining.is_set():
+                if link.leaving or context.draining.is_set():
                     return "drain"
                 if link.absent:
                     return "engine"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -107,6 +108,7 @@ class EngineLink:
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
+        self.leaving = False  # samples are to go on at peers: the trainer wants back the GPU that it lent
         self.salt = ""  # the version whose keys and values requests may share
         self.kind = Attached(exact=True, tp_size=1)
         self.pause_s = 0.0
@@ -175,10 +177,8 @@ class EngineLink:
                 self._failures += 1
                 pause_s = min(30.0, 0.5 * 2 ** min(self._failures, 6))
                 await context.event("engine boot failed", f"{error}; next try in {pause_s:g} s", level="error")
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(context.draining.wait(), pause_s)
-                except TimeoutError:
-                    continue
 
     async def activate(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait for the trainer if it sends the weights, then pause, load, resume. The engine holds the old weights or the new

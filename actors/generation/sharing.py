@@ -1,12 +1,17 @@
-"""One GPU for the engine and the trainer (--colocate): in the trainer's turn the engine's memory is given back.
+"""One GPU for the engine and the trainer (--colocate, --lend-trainer-gpus): in the trainer's turn the engine gives its memory back.
 
-Reads  policy.turn (from the worker's loop), the state field `turn`    Writes  event `memory released`
+Reads  policy.turn (from the worker's loop), the state field `turn`    Writes  events `memory released`, `lent`
 
 Always true: the event with a turn's number is told only once the engine holds nothing of what `tags` name: it gave that
-back, it has not been started, or its process has ended. Samples under way stay with the worker and go on afterwards.
+back, it has not been started, or its process has ended. Samples under way stay with the worker and go on afterwards; those of an
+engine that was lent the GPU (`lent_s`) go on at peers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
 
 from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
 from actors.generation.link import EngineLink, State
@@ -15,6 +20,7 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
 from bus.errors import DeadlineExceeded
+from bus.messages.control import UNLENT
 from bus.messages.policy import Turn
 
 TURN = "policy.turn"
@@ -23,20 +29,42 @@ ORDER_S = 30.0  # from the engines' turn to the order of the version that the tr
 
 class Sharing:
     """Whose turn it is, as far as this worker knows. `tags`: what its engine gives back, SGLang's names; none = it shares
-    with nobody and the turn is always its own."""
+    with nobody and the turn is always its own. `lent_s`: the GPU is the trainer's, which lends it, and has it back within so many
+    seconds; 0 = both have turns."""
 
-    def __init__(self, context: Context, link: EngineLink, tags: tuple[str, ...]) -> None:
+    def __init__(self, context: Context, link: EngineLink, tags: tuple[str, ...], lent_s: float = 0.0) -> None:
         self._context = context
         self._link = link
         self._tags = tags
-        self._turn = Turn(holder="trainer", number=0) if tags else Turn(holder="engines", number=0)
+        self.lent = lent_s > 0
+        self._deadline_s = lent_s / 2 if self.lent else link.control_deadline_s  # for the samples as long as for the memory
+        self._turn = Turn(holder="trainer" if tags else "engines", number=0, boots=self.lent)
         self._heard_at = 0.0
         self._told = -1
+        self._back_told = False
+        self._ready_s: float | None = None  # in this turn of ours: until a version was served
+        self._tokens = 0.0  # made before it
 
     @property
     def aside(self) -> bool:
         """Whether it is the trainer's turn; also before the trainer said anything, since it loads its model first."""
         return self._turn.holder == "trainer"
+
+    def is_to_boot(self) -> bool:
+        """Whether the trainer waits until an engine that does not run has booted; True at the first look in a turn alone."""
+        waits = self.aside and self._turn.boots
+        self._turn = msgspec.structs.replace(self._turn, boots=False)
+        return waits
+
+    @property
+    def recalled(self) -> bool:
+        """Whether a boot in our own turn is to end: the trainer wants its GPU back."""
+        return self.lent and self.aside
+
+    @property
+    def waits_for(self) -> str:
+        """While it is aside."""
+        return UNLENT if self.lent else "the trainer's turn on the GPU to end"
 
     async def open(self) -> None:
         """Read what was said last."""
@@ -47,25 +75,49 @@ class Sharing:
         """The trainer takes its turn, or gives it."""
         if not self._tags:
             return
+        if turn.holder == "engines":
+            self._ready_s, self._tokens, self._back_told = None, self._made(), False
         self._turn, self._told = turn, -1
         self._heard_at = self._context.clock.monotonic()
+        self._link.leaving = self.lent and turn.holder == "trainer"
 
-    async def step_aside(self) -> None:
-        """Give the memory back and say so, once for each turn."""
+    def _made(self) -> float:
+        return self._context.counters.get("tokens", 0.0)
+
+    def look(self) -> None:
+        """Now and then in our turn: note when the first version was served."""
+        if self._ready_s is None and self._link.serving is not None and not self._link.released:
+            self._ready_s = self._context.clock.monotonic() - self._heard_at
+
+    async def step_aside(self, park: Callable[[], Awaitable[None]]) -> None:
+        """Give the memory back and say so, once for each turn. `park`: until no sample is left here."""
         number = self._turn.number
         if self._told == number:
             return
         began = self._context.clock.monotonic()
+        if self.lent:
+            try:
+                async with deadline(self._deadline_s, "leaving of the samples on the trainer's GPU"):
+                    await park()
+            except DeadlineExceeded as error:
+                await self._link.fail(EngineUnavailable(str(error)))
         await self._release()
         fault_point(self._context.name, "released")
         if self._turn.number != number or not self.aside or number == 0:
             return
         self._told = number
         took = self._context.clock.monotonic() - began
-        await self._context.event("memory released", f"for turn {number} of the trainer", turn=number, release_s=took)
+        lent = {"ready_s": self._ready_s, "tokens": int(self._made() - self._tokens)} if self.lent else {}
+        text = f"for turn {number} of the trainer"
+        await self._context.event("memory released", text, turn=number, release_s=took, **lent)
 
     async def come_back(self) -> None:
         """Take the memory again in the engines' turn; unless a version is on its way, whose weights come first."""
+        if self.lent and not self._back_told:
+            self._back_told = True
+            serving = self._link.serving
+            version = serving.id if serving is not None else -1
+            await self._context.event("lent", f"the trainer's GPU, after turn {self._turn.number}", version=version)
         awaited = self._turn.publishes and self._context.clock.monotonic() - self._heard_at < ORDER_S
         if self._link.state is State.ASIDE and not awaited:
             await self._take_back()
@@ -84,7 +136,7 @@ class Sharing:
             link.released = self._tags
             link.enter(State.ASIDE)
             try:
-                async with deadline(link.control_deadline_s, "release of the engine's memory"):
+                async with deadline(self._deadline_s, "release of the engine's memory"):
                     await engine.end_running(LAST_STEP_S)
                     await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                     while not await self._given(engine, missing):

@@ -93,6 +93,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
+    lent_s: float = 0.0
+    """The GPU is lent by the trainer, which has it back within so many seconds; 0 = it is not (sharing.py)."""
 
 
 def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:

@@ -113,7 +113,7 @@ class Turns:
         context, link, task = self._context, self._link, running.task
         await link.until_open()
         engine = link.engine
-        if context.draining.is_set():
+        if link.leaving or context.draining.is_set():
             return "drain"
         if engine is None or link.absent:
             return "engine"
@@ -176,7 +176,7 @@ class Turns:
             raise Poison(f"the engine refuses the request: {error}") from error
         self._answers.worked()
         if finish == "abort":
-            if context.draining.is_set():
+            if link.leaving or context.draining.is_set():
                 return "drain"
             kept = link.resends and context.knobs.pause_generation_mode != "abort"
             return "again" if kept or link.released else "abort"

@@ -65,6 +65,8 @@ class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which workers on other hosts fetch versions; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What they must show."""
+    lent: tuple[str, ...] = ()
+    """Workers whose engines are on the trainer's GPUs while it lends them."""
 
 
 class Publisher:
@@ -80,7 +82,7 @@ class Publisher:
         self._announced: dict[int, PolicyVersion] = {}
         self._target: Target | None = None
         self._now = 0.0  # of our own clock, when the entries being folded came
-        self._members = Members(self._spec.worker_timeout_s)
+        self._members = Members(self._spec.worker_timeout_s, self._spec.lent)
         self._why = ""  # files were refused last
         self._aside: set[str] = set()  # workers of which it was told that they get files, or nothing
         self._masked: tuple[int, float] = (-1, 0.0)  # newest step done, share of its batch's tokens over the bound

@@ -6,16 +6,17 @@ This table alone decides it. Time is the reader's own monotonic clock at the rec
 
 Always true: an engine has a seat only between an activation and the next sign of trouble, so one that is new, or that a
 transport failed, takes a version from files before it is sent to again. One that failed STRIKES times in a row gets files alone
-for ASIDE_S; one that refuses files which others load gets nothing for as long.
+for ASIDE_S; one that refuses files which others load gets nothing for as long. An engine on a GPU that the trainer lends is here
+only while it has it, and takes files: no broadcast joins it with the trainer on one GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
-from bus.messages.control import BOOTING, Event, Vitals
+from bus.messages.control import BOOTING, UNLENT, Event, Vitals
 from bus.messages.policy import Seat
 
 STRIKES = 2
@@ -43,10 +44,11 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Members:
-    """Folded from the events log. `timeout_s`: silence after which a worker counts as gone."""
+    """Folded from the events log. `timeout_s`: silence after which a worker counts as gone. `lent`: those on the trainer's GPUs."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, lent: Collection[str] = ()) -> None:
         self._timeout_s = timeout_s
+        self._lent = lent
         self.all: dict[str, Member] = {}
         self._failed: dict[str, tuple[int, float]] = {}  # worker -> transports that failed in a row; when the last
         self._refused: dict[str, tuple[int, float]] = {}  # worker -> files refused in a row; when the last
@@ -61,8 +63,13 @@ class Members:
         """Take one message of the events log; what is not about workers is ignored. `entry_id` names the incarnation of an
         engine that begins with this entry."""
         match message:
-            case Vitals(role="generation", state=state) if state in NOT_HERE:
+            case Vitals(role="generation") if message.state in NOT_HERE or message.waits_for == UNLENT:
                 self.all.pop(message.actor, None)
+            case Event(kind="memory released") if message.actor in self._lent:
+                self.all.pop(message.actor, None)
+            case Event(kind="lent"):
+                member = self._hear(message.actor, now)
+                member.serving, member.ordered = int(message.data.get("version", -1)), None
             case Vitals(role="generation"):
                 member = self._hear(message.actor, now)
                 member.serving, member.slots, member.waits = message.version, message.slots, message.waits_for
@@ -79,7 +86,7 @@ class Members:
                 member = self._hear(message.actor, now)
                 member.serving = int(data.get("version", -1))
                 member.late, member.ordered, member.refused = False, None, ""
-                if member.seat is None:
+                if member.seat is None and message.actor not in self._lent:
                     member.seat = Seat(message.actor, int(data.get("gpus", 1)), str(data.get("host", "")), entry_id)
                 if data.get("transport") not in FILES:
                     self._failed.pop(message.actor, None)

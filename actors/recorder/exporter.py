@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,8 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     yield "dropped_groups", "counter", "groups dropped, by reason", [({"reason": r}, float(n)) for r, n in history.drops.items()]
     yield "dead_letters", "counter", "entries that failed for good", [({}, float(len(history.dead)))]
     yield "faults", "counter", "events of level warning or error", [({}, float(len(history.faults)))]
+    by = Counter("governor" if r.get("author") == "governor" else "others" for r in history.knobs[1:])
+    yield "knob_changes", "counter", "changes of live settings, by whom", [({"by": who}, float(n)) for who, n in by.items()]
     yield "restores", "counter", "starts of the trainer", [({}, float(len(history.restores)))]
     if history.steps:
         for name, value in history.steps[-1].metrics.items():

@@ -5,6 +5,7 @@ Reads  policy, eval.results, knobs, events, verdicts, dead (logs)    Writes  not
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -34,6 +35,7 @@ class Feed:
         self._unread = unread
         self._tail = Tail(bus, streams)
         self.history = History()
+        self._heard = asyncio.Event()
         self._tail.positions = dict.fromkeys((stream.name for stream in streams), "0")
         for record in past:
             self.history.fold(record)
@@ -69,4 +71,11 @@ class Feed:
                     record["lost"] = [s.step for s in self.history.steps if s.step > record["step"]]
                 self.history.fold(record)
                 fresh.append(record)
+        if fresh:
+            self._heard.set()
+            self._heard = asyncio.Event()
         return fresh, bool(entries)
+
+    async def heard(self) -> None:
+        """Wait until somebody has read more."""
+        await self._heard.wait()

@@ -31,6 +31,7 @@ class Step:
     gap_s: float = 0.0
     resumed: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
+    knob_epoch: int = -1
 
     def get(self, name: str, default: float = 0.0) -> float:
         return float(self.metrics.get(name, default))
@@ -126,13 +127,14 @@ class History:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
-        given = record.get("metrics", {}).items()  # None: JSON has no number that is not finite
-        metrics = {str(k): float(v) for k, v in given if v is not None}
+        # JSON has no NaN: the file has null where the bus has it.
+        metrics = {str(k): float("nan" if v is None else v) for k, v in record.get("metrics", {}).items()}
         n_groups = len(record.get("groups", ()))
         for _, reason in record.get("dropped", ()):
             self._drop(str(reason))
         resumed, dropped, self._dropped = self._resumed and gap > 0, dict(self._dropped), Counter()
-        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped))
+        epoch = int(record.get("knob_epoch", -1))
+        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped, epoch))
         self._resumed = False
 
     def _drop(self, reason: str) -> None:

@@ -4,7 +4,7 @@ A line is one JSON object: `kind`, `wall` (seconds), `entry` ("<stream>@<entry i
 then what the kind has:
 
 step        step, version, trained_on, knob_epoch, groups, members (of groups trained in part: indexes by group), dropped,
-            metrics
+            metrics, lives (of each sample or a share of them: which of `groups`, tokens, ms on engines, ms of scoring)
 eval        step, version, name, n_samples, duration_s, metrics, versions (tokens by version), error
 announced   step, version, prepare_s, n_bytes
 activated   step, version, actor, pause_s, total_s, transport, requests (kept | sent again | ended),
@@ -12,15 +12,15 @@ activated   step, version, actor, pause_s, total_s, transport, requests (kept | 
 slots       actor, slots, why                                      samples at once on its engine, by auto
 checkpoint  step, path, save_s
 restored    step, version, checkpoint, lost (steps recorded before that are a lost future)
-knob        epoch, values, author, reason
+knob        epoch, values, author, reason, planned and at_step (of a plan), plan (epoch of the one that it ends)
 drop        group, prompt, reason, samples, tokens, reward, members (indexes; absent = all of it)
                                                                    what of a prompt group will not be trained
 dead        stream, sample, group, actor, error
 fault       actor, event, text, level
 finished    step, version
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
-life        step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
-                                                                   one trained sample, see bus.messages.policy.Life; in lives.jsonl
+trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
+                                                                   one trained sample, see bus.messages.policy.SampleTrained; in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -31,12 +31,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from actors.runtime.readable import readable
 from bus import Entry
 from bus.inspect import wall_of
+from bus.messages.base import Packed, unpack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
-from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Life, Lives, PolicyAnnounced, Restored, StepDone
+from bus.messages.policy import (
+    Checkpointed,
+    Finished,
+    GroupsGivenUp,
+    PolicyAnnounced,
+    Restored,
+    SamplesTrained,
+    SampleTrained,
+    StepDone,
+)
 from bus.messages.samples import Scored
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 
@@ -75,10 +87,16 @@ def _step(m: StepDone) -> Made:
                 **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
                 "dropped": [list(pair) for pair in m.dropped],
                 "metrics": dict(m.metrics),
+                **({"lives": _lives(m.lives)} if isinstance(m.lives, memoryview) else {}),
                 **({"wall": m.wall} if m.wall else {}),
             },
         )
     ]
+
+
+def _lives(packed: Packed) -> list[list[int]]:
+    numbers = unpack_ints(packed[: len(packed) // 16 * 16])
+    return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
 
 def _in_part(samples: Sequence[str]) -> dict[str, list[int]]:
@@ -125,13 +143,13 @@ def _event(m: Event) -> Made:
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]
 
 
-def _lives(m: Lives) -> Made:
-    return [("life", {"step": m.step, "sample": one.sample_id, **_fields(one)}) for one in m.lives]
+def _trained(m: SamplesTrained) -> Made:
+    return [("trained", {"step": m.step, "sample": one.sample_id, **_fields(one)}) for one in m.samples]
 
 
-def _fields(life: Life) -> Record:
+def _fields(one: SampleTrained) -> Record:
     """Without what says nothing: most samples have one turn."""
-    values = {name: getattr(life, name) for name in life.__struct_fields__ if name != "sample_id"}
+    values = {name: getattr(one, name) for name in one.__struct_fields__ if name != "sample_id"}
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
@@ -161,6 +179,11 @@ def _given_up(m: GroupsGivenUp) -> Made:
     ]
 
 
+def _knob(m: KnobPatch) -> Made:
+    plan = {name: value for name in ("planned", "at_step", "plan") if (value := getattr(m, name)) is not msgspec.UNSET}
+    return [("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason, **plan})]
+
+
 def _dead(m: DeadLetter) -> Made:
     fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
     return [("dead", fields)]
@@ -176,9 +199,7 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
     DeadLetter: _dead,
     Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
     Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
-    Lives: _lives,
+    SamplesTrained: _trained,
     Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
-    KnobPatch: lambda m: [
-        ("knob", {"epoch": m.epoch, "values": dict(m.values), "author": m.author, "reason": m.reason})
-    ],
+    KnobPatch: _knob,
 }

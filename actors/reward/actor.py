@@ -11,7 +11,7 @@ text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from actors.reward.judge import JudgeScorer
-from actors.reward.sample import Reward, Sample, SampleGroup, ScorerFailed, settle
+from actors.reward.sample import Reward, sample_of, settle
 from actors.reward.scorer import Scorers, answer_of
 from actors.reward.siblings import Siblings
 from actors.reward.teacher import Teacher
@@ -31,7 +31,7 @@ from actors.runtime.run import Refused
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed, unpack_ints
-from bus.messages.samples import Episode, RolloutDone, RolloutLost, Scored
+from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
 SMOOTH = 0.1  # part of the newest in the smoothed time of a scoring
@@ -69,7 +69,7 @@ class RewardRoom:
         self._spec = spec
         self._scorers = scorers
         self._teacher = teacher
-        self._tokenizer = _load_tokenizer(spec.tokenizer_dir)
+        self._text = text_by(spec.tokenizer_dir, skip_special_tokens=spec.skip_special_tokens)
         self._siblings: Siblings | None = Siblings() if spec.group_rm else None
         self._version = int(context.knobs.reward_version)  # of what is loaded
         self._reloading = asyncio.Lock()
@@ -205,7 +205,7 @@ class RewardRoom:
             key = str(task.metadata.get("reward_key") or self._spec.eval_reward_key or key)
         answer: str | msgspec.UnsetType = msgspec.UNSET
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
-        samples = tuple(map(self._sample, rollouts))
+        samples = tuple(sample_of(one, self._text, self._context.spec.run_seed) for one in rollouts)
         try:
             if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
                 return [Reward(0.0)] * len(rollouts), "data", taught, answer
@@ -218,13 +218,8 @@ class RewardRoom:
                 name, default_key = scorer.name, scorer.default_key
                 answer = answer_of(scorer, samples[0]) if task.eval_name else answer
             else:
-                of_groups = self._scorers.of_groups
-                name, default_key = of_groups.name, of_groups.default_key
-                found = await of_groups.score(SampleGroup(samples), timeout_s)
-                values = found if isinstance(found, list) else [found]
-                if len(values) != len(samples):
-                    text = f"scorer {name} gave {len(values)} values for {len(samples)} samples of a group"
-                    raise ScorerFailed(f"{text}; return a list with one for each.")
+                name, default_key = self._scorers.of_groups.name, self._scorers.of_groups.default_key
+                values = await self._scorers.score_group(samples, timeout_s)
             rewards = [settle(value, key or default_key, name) for value in values]
             if self._teacher is not None and not task.eval_name:
                 taught = [await self._teacher.logprobs(rollout, timeout_s) for rollout in rollouts]
@@ -239,24 +234,6 @@ class RewardRoom:
             raise Poison(f"attempt {attempts} was the last: {error}") from error
         self._failing.worked()
         return rewards, name, taught, answer
-
-    def _sample(self, rollout: RolloutDone) -> Sample:
-        task, episode = rollout.task, rollout.episode or Episode()
-        answer = episode.answer
-        return Sample(
-            sample_id=task.sample_id,
-            prompt=task.prompt_text or self._text(task.prompt_tokens),
-            response=self._text(rollout.response.tokens) if answer is msgspec.UNSET else answer,
-            label=task.label,
-            metadata=episode.metadata | task.metadata,
-            n_tokens=rollout.response.n_tokens,
-            finish=rollout.finish,
-            run_seed=self._context.spec.run_seed,
-        )
-
-    def _text(self, tokens: Packed) -> str:
-        """int32 token ids [n] to text."""
-        return str(self._tokenizer.decode(unpack_ints(tokens), skip_special_tokens=self._spec.skip_special_tokens))
 
 
 def dead(entry: Entry, lost: RolloutLost) -> Commit:
@@ -273,20 +250,22 @@ def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
     return Out(SCORED if entry.stream.name == ROLLOUTS.name else EVAL_SCORED, message)
 
 
-def _load_tokenizer(folder: str) -> Tokenizer:
-    path = Path(folder) / "tokenizer.json"
+def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packed], str]:
+    """int32 token ids [n] to the text that is scored. Raises Refused."""
+    path = Path(tokenizer_dir) / "tokenizer.json"
     if not path.is_file():
-        raise Refused(f"tokenizer_dir {folder!r} has no tokenizer.json; give the model's directory.")
+        raise Refused(f"tokenizer_dir {tokenizer_dir!r} has no tokenizer.json; give the model's directory.")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class than this
         raise Refused(f"{path} is no tokenizer: {error}") from error
+    return lambda tokens: str(tokenizer.decode(unpack_ints(tokens), skip_special_tokens=skip_special_tokens))
 
 
-async def run(context: Context, spec: RewardSpec) -> None:
-    """The reward's process."""
+def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
+    """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
-    scorers = Scorers(
+    return Scorers(
         rm_type=spec.rm_type,
         custom_rm_path=spec.custom_rm_path,
         rm_url=spec.rm_url,
@@ -294,8 +273,13 @@ async def run(context: Context, spec: RewardSpec) -> None:
         judge=judge,
         n_workers=spec.n_workers,
         boot_deadline_s=spec.boot_deadline_s,
-        count=context.count,
+        count=count,
     )
+
+
+async def run(context: Context, spec: RewardSpec) -> None:
+    """The reward's process."""
+    scorers = scorers_of(spec, context.count)
     if scorers.lacks_second_look:
         text = "math-verify is not installed: our own reading of an answer decides alone (pip install 'miles-async[math]')"
         await context.event("math rule", text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from bus.errors import Poison, Transient
+from bus.messages.base import Packed
+from bus.messages.samples import Episode, RolloutDone
 
 Value = Any
 """What a scorer answers, before `settle`: a number, or a table with numbers in it. Anything else is refused there."""
@@ -40,6 +42,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         fields = msgspec.structs.asdict(self)
         del fields["run_seed"]
         return fields
+
+
+def sample_of(rollout: RolloutDone, text: Callable[[Packed], str], run_seed: int = 0) -> Sample:
+    """A finished rollout as scorers see it; `text` turns token ids into text."""
+    task, episode = rollout.task, rollout.episode or Episode()
+    answer = episode.answer
+    return Sample(
+        sample_id=task.sample_id,
+        prompt=task.prompt_text or text(task.prompt_tokens),
+        response=text(rollout.response.tokens) if answer is msgspec.UNSET else answer,
+        label=task.label,
+        metadata=episode.metadata | task.metadata,
+        n_tokens=rollout.response.n_tokens,
+        finish=rollout.finish,
+        run_seed=run_seed,
+    )
 
 
 class SampleGroup(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from actors.reward.mathanswer import last_boxed
 from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteScorer
 from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, MathRule, Rule
-from actors.reward.sample import Sample, ScorerFailed, Value
+from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded, Poison
 
@@ -212,6 +212,15 @@ class Scorers:
         if found is None:
             raise UnknownScorer("--group-rm scores by a function of your own or a service; set --custom-rm-path or --rm-url.")
         return found
+
+    async def score_group(self, samples: Sequence[Sample], deadline_s: float) -> list[Value]:
+        """Values of all samples of a prompt, scored at once. Raises as `Scorer.score`, and UnknownScorer."""
+        found = await self.of_groups.score(SampleGroup(tuple(samples)), deadline_s)
+        values = found if isinstance(found, list) else [found]
+        if len(values) != len(samples):
+            text = f"scorer {self.of_groups.name} gave {len(values)} values for {len(samples)} samples of a group"
+            raise ScorerFailed(f"{text}; return a list with one for each.")
+        return values
 
     def named(self, rm_type: str) -> Scorer:
         """The scorer of a sample that asks for `rm_type` (empty = the default). Raises UnknownScorer."""

@@ -74,9 +74,10 @@ class Context:
         self.counters[name] = self.counters.get(name, 0.0) + by
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[Callable[[], None]]:
+    def waiting(self, what: str, *, first: bool = False) -> Iterator[Callable[[], None]]:
         """Say what this actor waits for while the body runs; the doctor reads it. The body calls what it is given when it got
-        something: the next wait is another one then. A loop that asks again after an empty answer waits all along."""
+        something: the next wait is another one then. A loop that asks again after an empty answer waits all along. Of several
+        waits the oldest is said, or the one that is to be `first`."""
         now = self.clock.wall()
         before, since, ended = self._last_wait
         item = (what, since if before == what and now - ended < AT_ONCE_S else now)
@@ -86,7 +87,7 @@ class Context:
             nonlocal answered
             answered = True
 
-        self._waits.append(item)
+        self._waits.insert(0 if first else len(self._waits), item)
         try:
             yield heard
         finally:

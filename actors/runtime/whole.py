@@ -35,8 +35,7 @@ class Whole:
 
     async def __call__(self, *args: Any) -> Any:
         """What it returned. Raises WholeFailed, and RunEnds after several in a row, or when it is late."""
-        done: Future[Any] = Future()
-        threading.Thread(target=_run, args=(self._hook, fitting(self._hook, args), done), daemon=True).start()
+        done = called(self._hook, fitting(self._hook, args))
         try:
             found = await asyncio.wait_for(asyncio.wrap_future(done), self._deadline_s)
         except TimeoutError:
@@ -70,6 +69,13 @@ def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(p.kind is p.VAR_POSITIONAL for p in given):
         return args
     return args[: sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)]
+
+
+def called(hook: Any, args: tuple[Any, ...]) -> Future[Any]:
+    """What it will return or raise, from a thread that keeps no process alive."""
+    done: Future[Any] = Future()
+    threading.Thread(target=_run, args=(hook, args, done), daemon=True).start()
+    return done
 
 
 def _run(hook: Any, args: tuple[Any, ...], done: Future[Any]) -> None:

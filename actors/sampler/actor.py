@@ -16,7 +16,7 @@ from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
-from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
+from actors.sampler.admission import engine_room, group_credits
 from actors.sampler.order import Cursor, Order
 from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail
@@ -179,26 +179,16 @@ class Sampler:
         if progress.active_step < 0:
             return 0  # nobody serves a version yet: samples issued now would wait, not run
         bound = int(knobs.max_weight_staleness)
-        limit = open_limit(
-            per_version=batch * group * int(context.knobs.update_weights_interval),
-            max_staleness=bound,
-            over_sampling=over * group,
-            lookahead=spec.lookahead * group if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,
-        )
-        steps_left = spec.num_rollout - max(progress.step, 0)
-        common = {
-            "unjudged": progress.unjudged,
-            "limit": limit,
-            "over_sampling": over * group,
-            "still_needed": steps_left * batch * group + max(0, over - batch) * group,
-        }
-        open_samples = progress.open_samples
-        credits = whole_groups(
-            free_samples(open_samples=open_samples, engine_room=limit, **common),
-            open_samples=open_samples,
-            unjudged=progress.unjudged,
-            needed=min(steps_left, 1) * batch * group,
+        credits = group_credits(
+            bound=bound,
+            interval=int(knobs.update_weights_interval),
+            batch=batch,
+            over=over,
             group=group,
+            lookahead=spec.lookahead if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,
+            open_samples=progress.open_samples,
+            unjudged=progress.unjudged,
+            steps_left=spec.num_rollout - max(progress.step, 0),
         )
         self._credits = credits > 0
         if not credits:

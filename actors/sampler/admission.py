@@ -51,3 +51,23 @@ def engine_room(*, slots: int, under_way: int, group: int) -> int:
     that are with them or wait for them; `group`: samples of a group. Beyond the slots, two groups or a quarter of the slots are
     kept waiting, because the sampler learns of a free slot later than the engine."""
     return slots + max(2 * group, slots // 4) - under_way
+
+
+def group_credits(
+    *, bound: int, interval: int, batch: int, over: int, group: int, lookahead: int, open_samples: int, unjudged: int, steps_left: int
+) -> int:
+    """Whole groups that may be issued now, whatever room the engines have. `batch`, `over` and `lookahead` (0 = the trainer does not
+    look ahead) in groups, `interval` in steps from one published version to the next, `steps_left` to the end of the run."""
+    limit = open_limit(
+        per_version=batch * group * interval, max_staleness=bound, over_sampling=over * group, lookahead=lookahead * group
+    )
+    free = free_samples(
+        open_samples=open_samples,
+        unjudged=unjudged,
+        limit=limit,
+        over_sampling=over * group,
+        still_needed=steps_left * batch * group + max(0, over - batch) * group,
+        engine_room=limit,
+    )
+    needed = min(steps_left, 1) * batch * group
+    return whole_groups(free, open_samples=open_samples, unjudged=unjudged, needed=needed, group=group)

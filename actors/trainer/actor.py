@@ -18,7 +18,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
-from actors.runtime.run import Refused, RunEnds
+from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
@@ -39,19 +39,21 @@ from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
-from actors.trainer.lives import lives_of
+from actors.trainer.lender import Lender
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.refused import RefusedBatches
 from actors.trainer.saver import SaveFailed, Saver
-from actors.trainer.selfcheck import checks_made, failures
+from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.spread import lives_of
+from actors.trainer.trained import trained_samples
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import LIVES, POLICY
+from bus.topology import POLICY, TRAINED
 
 T = TypeVar("T")
 
@@ -86,11 +88,11 @@ class Trainer:
         self._restarts = 0  # of the server, as far as they were looked at
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._lender = Lender(context, spec.turns, self._turns, self._intake)
         self._tuned = TunedSteps(context, self._backend, self._in_thread)
-        self._unpublished = False  # in a turn on shared GPUs, where no engine could take a version
+        self._unpublished = False  # since the engines on our GPUs had their turn last
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
-        self._skipped_before: tuple[str, ...] = ()
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         try:
@@ -109,7 +111,7 @@ class Trainer:
             async with asyncio.TaskGroup() as tasks:
                 await self._followers.start()
                 tasks.create_task(self._followers.watch(), name="ranks")
-                await self._turns.take()  # engines that are up already make room for the model
+                await self._turns.take(first=True)  # engines that are up already make room for the model
                 with self._context.waiting("model and optimizer to load"):
                     await self._in_thread(self._backend.setup, self._spec.backend)
                     await self._in_thread(lower_to, COMPUTE_NICE)
@@ -188,9 +190,12 @@ class Trainer:
     async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
         """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
         marker = f"{self._version.step}:{self._version.id}:{type(message).__name__}"
-        await self._context.bus.commit(
-            Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
-        )
+        said = Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
+        try:
+            await self._context.bus.commit(said)
+        except InvariantBroken:
+            await self._check_bus()  # which has another name for it where the server lost writes
+            raise
         self._marker = marker
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -198,22 +203,24 @@ class Trainer:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         context, spec = self._context, self._spec
         while self._version.step < spec.num_rollout and not context.draining.is_set():
+            await self._tuned.begin(self._version.step + 1)
             began = context.clock.monotonic()
+            self._lender.begin()
             batch = await self._next_batch(tasks)
             if batch is None:
                 return
-            await self._turns.take()
+            await self._lender.take()
             waited = context.clock.monotonic()
             result = await self._step(batch)
             if result is None:
                 continue
             if result.skipped and not spec.replay_from:
-                await self._skipped(batch)
+                await self._refused.skipped(batch.keys, self._version.step + 1)
                 continue
             trained = context.clock.monotonic()
             await self._done(batch, result, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
-                await self._check_first_step(result.metrics)
+                await tell(context, result.metrics, ends=spec.ci_test)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
                 await self._publish(tasks)
             if self._save_due():
@@ -273,33 +280,6 @@ class Trainer:
             )
         return result
 
-    async def _check_first_step(self, metrics: dict[str, float]) -> None:
-        """Say what the first step's self-check found; with ci_test the run ends with it, nothing acknowledged."""
-        context, found = self._context, failures(metrics)
-        for line in found:
-            await context.event("self-check", f"step 1: {line}", level="error")
-        if not found and metrics:
-            made = checks_made(metrics)
-            unchecked = "step 1 is done again and trains on what lost weights made: not checked"
-            await context.event("self-check", f"step 1 passed its {made} checks" if made else unchecked)
-        if found and self._spec.ci_test:
-            raise RunEnds(f"step 1 failed {len(found)} of its {checks_made(metrics)} checks (--ci-test): {found[0]}")
-
-    async def _skipped(self, batch: Batch) -> None:
-        """A step whose gradient was not finite changed nothing. Its groups stay and are tried once more; a second time
-        they are given up with that reason, so that one bad batch cannot hold the run."""
-        ids = batch.keys
-        again = ids == self._skipped_before
-        self._skipped_before = () if again else ids
-        await self._context.event(
-            "step skipped",
-            f"step {self._version.step + 1}: gradient not finite, weights unchanged; its {len(ids)} groups are "
-            + ("given up" if again else "tried again"),
-            level="error",
-        )
-        if again:
-            await self._intake.give_up(tuple((g, "nonfinite_gradient") for g in ids), reissue=False)
-
     async def _done(
         self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float
     ) -> None:
@@ -310,8 +290,9 @@ class Trainer:
         metrics = {
             **result.metrics,
             **batch_metrics(groups, step=step, bound=batch.bound),
-            **self._turns.times,
+            **self._lender.metrics(),
             "perf/wait_s": waited - began,
+            "perf/turned_s": self._batches.turned_s,
             "perf/train_s": trained - waited,
             "perf/step_s": trained - began,
             "perf/tokens_per_s": sum(result.trained_tokens) / max(1e-9, trained - began),
@@ -330,6 +311,7 @@ class Trainer:
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
             wall=context.clock.wall(),
+            lives=lives_of(groups),
         )
         if self._spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)
@@ -339,8 +321,8 @@ class Trainer:
         await self._say(done)
         fault_point(context.name, "after_done")
         if not self._spec.replay_from:
-            told = lives_of(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
-            await context.bus.append([Out(LIVES, some) for some in told], repeatable=True)
+            told = trained_samples(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
+            await context.bus.append([Out(TRAINED, some) for some in told], repeatable=True)
             await self._batches.done(batch, result, step=step)
         context.version = number
         context.count("steps")
@@ -352,12 +334,13 @@ class Trainer:
 
     async def _publish(self, tasks: asyncio.TaskGroup) -> None:
         """The weights as they are now; where engines are aside until the end of our turn, then."""
-        if self._turns.shared:
-            self._unpublished = True
-        else:
+        self._unpublished = True
+        if not self._turns.shared:
             await self._courier.publish(tasks, self._version)
 
-    async def _give_turn(self, tasks: asyncio.TaskGroup) -> None:
+    async def _give_turn(self, tasks: asyncio.TaskGroup, *, last: bool = False) -> None:
+        if not last and await self._lender.look(publishes=self._unpublished):
+            self._unpublished = False
         if not self._turns.shared or not self._turns.held:
             return
         news, self._unpublished = self._unpublished, False
@@ -387,7 +370,7 @@ class Trainer:
         if spec.save and self._saver.saved_step < step:
             await self._save(tasks)
             await self._saver.wait()
-        await self._give_turn(tasks)
+        await self._give_turn(tasks, last=True)
         await self._courier.wait(last=True)
         if spec.save and self._saver.saved_step < step:
             raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")

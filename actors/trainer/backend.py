@@ -70,7 +70,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     opd_teacher_load: str  # directory of the teacher; empty = samples bring its log-probs
     use_rollout_routing_replay: bool  # routers choose what the engine chose for a token
     use_routing_replay: bool  # ... what they chose themselves in the log-prob pass
-    offload_train_target: str  # where `sleep` moves device memory: cpu or disk
+    offload_train_target: str  # where `sleep` moves device memory: cpu or disk; stay = nowhere
     offload_dir: str = ""  # directory of its file, for disk
     own: TorchConfig | MegatronConfig
 

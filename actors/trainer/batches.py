@@ -48,6 +48,7 @@ class Batches:
         self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
         self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
         self._drained = (0, 0)  # samples and tokens that it has cost
+        self.turned_s = 0.0  # of the last wait, how long the filter took to release what was on its last turn
 
     def bound(self, knobs: KnobValues) -> int:
         """The bound in steps."""
@@ -59,7 +60,8 @@ class Batches:
         """Waits for samples until a batch is complete; woken by the blocking read. None when draining. `check` runs before each
         look, `idle` before each wait."""
         context, intake, step = self._context, self._intake, version.step
-        came_at = context.clock.monotonic()
+        began = came_at = context.clock.monotonic()
+        self.turned_s, waits = 0.0, True
         while not context.draining.is_set():
             await check()
             while await intake.fetch(READ, 0.0, step=step):
@@ -70,6 +72,9 @@ class Batches:
             size = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)
             made = Cut(missing="the filter's word that all on its last turn has left it,")
             if rule not in PARTING or intake.turned >= version.id:
+                if waits and rule in PARTING:
+                    self.turned_s = context.clock.monotonic() - began
+                waits = False
                 patient = context.clock.monotonic() - came_at < PATIENCE_S
                 ready = await self._of_one_version(size)
                 made = await self._cut(ready, step=step, size=size, bound=bound, rule=rule, patient=patient)

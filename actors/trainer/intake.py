@@ -18,6 +18,7 @@ from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked, inside_of, remaining
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
+from actors.trainer.lending import Arrivals
 from bus import Commit, Entry, Out, ledger
 from bus.errors import Poison
 from bus.inspect import wall_of
@@ -42,6 +43,7 @@ class Intake:
         )
         self.reader = self._consumer.reader
         self.ready: dict[str, Part] = {}
+        self.arrivals = Arrivals()  # when they came
         self.turned = -1  # newest version of ours up to which the filter has released what is on its last turn
         self._entries: dict[str, Entry] = {}  # by key, until all samples of the entry are trained
         self.uncommitted: list[Trained] = []
@@ -80,6 +82,9 @@ class Intake:
                 continue
             self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id))
             self._entries[group.key] = entry
+            knobs = self._context.knobs
+            batch = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)
+            self.arrivals.add(wall_of(entry.id), len(group.samples), batch)
         return len(entries)
 
     def _held(self, key: str) -> Entry | None:

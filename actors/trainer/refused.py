@@ -1,4 +1,4 @@
-"""A batch that the backend refuses: whose fault it is, and what becomes of it.
+"""A batch that the backend refuses, or that gives no gradient: whose fault it is, and what becomes of it.
 
 Each entry of the batch is examined alone. Those that are refused alone too are given up with a counted reason, and the rest
 is cut again. Where all are refused, or none, it is not the entries: the run ends with the backend's text, everything pending.
@@ -33,11 +33,25 @@ class RefusedBatches:
         self._backend = backend
         self._in_thread = in_thread
         remedy = "Look at the samples that `batch refused` names, and at the settings of the objective."
+        self._skipped: tuple[str, ...] = ()  # keys of the batch that was skipped last
         self._row = Row(context.clock.monotonic, "the training of a batch", remedy, most=MOST_REFUSED)
 
     def worked(self) -> None:
         """A batch was trained."""
         self._row.worked()
+
+    async def skipped(self, keys: tuple[str, ...], step: int) -> None:
+        """A gradient that is not finite changed nothing: its groups are tried once more, then given up, lest they hold the run."""
+        again = keys == self._skipped
+        self._skipped = () if again else keys
+        await self._context.event(
+            "step skipped",
+            f"step {step}: gradient not finite, weights unchanged; its {len(keys)} groups are "
+            + ("given up" if again else "tried again"),
+            level="error",
+        )
+        if again:
+            await self._intake.give_up(tuple((key, "nonfinite_gradient") for key in keys), reissue=False)
 
     async def settle(self, batch: Batch, work: StepBatch, error: BatchRefused) -> None:
         """Give up the entries at fault. Raises RunEnds when there is no telling them apart, InvariantBroken after a step that is

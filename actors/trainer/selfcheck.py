@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from actors.runtime.context import Context
+from actors.runtime.run import RunEnds
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
 
@@ -83,3 +85,15 @@ def failures(metrics: Mapping[str, float | None]) -> list[str]:
 def checks_made(metrics: Mapping[str, float | None]) -> int:
     """How many checks a step's metrics hold."""
     return sum(name.startswith(LIMIT) for name in metrics)
+
+
+async def tell(context: Context, metrics: Mapping[str, float | None], *, ends: bool) -> None:
+    """Say what the first step's checks found. Raises RunEnds for a failure if `ends` (--ci-test), nothing acknowledged."""
+    found, made = failures(metrics), checks_made(metrics)
+    for line in found:
+        await context.event("self-check", f"step 1: {line}", level="error")
+    if not found and metrics:
+        unchecked = "step 1 is done again and trains on what lost weights made: not checked"
+        await context.event("self-check", f"step 1 passed its {made} checks" if made else unchecked)
+    if found and ends:
+        raise RunEnds(f"step 1 failed {len(found)} of its {made} checks (--ci-test): {found[0]}")

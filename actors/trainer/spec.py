@@ -22,11 +22,16 @@ class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class TurnSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`workers`: names of those whose engines share the trainer's GPUs and give way in its turn; empty = none does.
-    `offload`: the trainer moves its memory to the host in theirs. `deadline_s`: longest wait for all of them."""
+    `offload`: the trainer's backend sleeps in theirs. `deadline_s`: longest wait for all of them, at the trainer's start also for
+    their boot. `lends`: they have the GPUs only while it waits long (--lend-trainer-gpus): for waits above `after_s`, and they are
+    back within `return_s`."""
 
     workers: tuple[str, ...] = ()
     offload: bool = True
     deadline_s: float = 900.0
+    lends: bool = False
+    after_s: float = 5.0
+    return_s: float = 20.0
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):

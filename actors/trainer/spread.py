@@ -6,12 +6,14 @@ last of them `<name>/8_up`. A share that is 0 and a spread without values are le
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
+from bus.messages.base import Packed, pack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.samples import RolloutDone
 from bus.messages.versions import staleness
@@ -25,6 +27,7 @@ RUNNING = "rollout/running"  # samples of one worker at once: mean and variance 
 PACE = "rollout/token_s"  # seconds a token of one sample: mean over tokens, and how much one more sample running adds
 STRAGGLER = "rollout/straggler"  # longest of a group's generation times over the mean of them
 MOST = 8
+MOST_LIVES = 256
 
 
 def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float]:
@@ -42,6 +45,21 @@ def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float
         **_shares(BORN, (staleness(step, s[0].step) for s in spans)),
         **_shares(SPANNED, (staleness(s[-1].step, s[0].step) for s in spans)),
     }
+
+
+def lives_of(groups: Sequence[GroupKept]) -> Packed:
+    """What the samples of a batch took, one by one, for `miles-async whatif`: int32 [n, 4]: which of the batch's groups (by first
+    appearance), tokens made, milliseconds on engines, milliseconds of scoring. Of a batch above MOST_LIVES samples it is a share of
+    the groups, by their ids, so that what is trained in parts is here wholly or not at all."""
+    share = -(-sum(len(g.samples) for g in groups) // MOST_LIVES)
+    found: list[int] = []
+    for at, name in enumerate(dict.fromkeys(g.group_id for g in groups)):
+        if zlib.crc32(name.encode()) % share:
+            continue
+        for scored in (s for g in groups if g.group_id == name for s in g.samples):
+            rollout = scored.rollout
+            found += (at, rollout.n_made, round(1e3 * whole_seconds(rollout)), round(1e3 * scored.score_s))
+    return pack_ints(found)
 
 
 def whole_seconds(rollout: RolloutDone) -> float:

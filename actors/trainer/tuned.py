@@ -10,10 +10,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from actors.runtime.context import Context
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult, TrainBackend
 from bus.errors import KnobRejected
 from bus.knobs import propose, values_at
+from bus.knobs.live import pending
+from bus.knobs.plans import carry_out
 
 MOST_TRIED = 4  # earlier epochs
 
@@ -26,6 +30,21 @@ class TunedSteps:
         self._backend = backend
         self._in_thread = in_thread
         self.used: tuple[dict[str, Any], int] = ({}, 0)
+
+    async def begin(self, step: int) -> None:
+        """Take up what is planned for the training step that begins, or for one before it, and tell everybody."""
+        context, live = self._context, self._context.live_knobs
+        live.step = step
+        for planned in pending(live.history()):
+            if planned.at_step > step:
+                return
+            try:
+                made = await carry_out(context.bus, planned, step=step)
+            except KnobRejected:
+                continue  # cancelled this moment
+            if made.at_step is msgspec.UNSET:
+                await context.event("knobs refused", f"knob epoch {made.epoch}: {made.reason}", level="error")
+            await live.reach(made.epoch)
 
     async def train(self, work: StepBatch, epoch: int) -> StepResult:
         """One step; `epoch` is that of its knobs. BatchRefused where it is refused under earlier settings too: then it is the

@@ -1,4 +1,4 @@
-"""Turns on GPUs that the trainer shares with engines (--colocate).
+"""Turns on GPUs that the trainer shares with engines (--colocate), or lends to them (--lend-trainer-gpus, lender.py).
 
 Writes  policy (turn), the state field `turn`    Reads  event `memory released`, vitals of the workers
 
@@ -7,7 +7,8 @@ Writes  policy (turn), the state field `turn`    Reads  event `memory released`,
     trainer     publishes, moves its memory to the host, Turn(engines, n)      workers    take theirs again, load, go on
 
 Always true: the trainer's tensors are on the device only between the last `memory released` of its turn and Turn(engines).
-A trainer that dies in its turn leaves the engines aside until the next one starts, which takes a turn before it loads.
+A trainer that dies in its turn leaves the engines aside until the next one starts, which takes a turn before it loads. Engines
+that are lent GPUs boot in that first turn, where the trainer waits for it, or else in a turn of their own, which may end it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.host import lives
 from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import TurnSpec
@@ -27,6 +29,7 @@ from bus.messages.policy import Turn
 from bus.topology import EVENTS, POLICY
 
 SILENT_S = 10.0  # a worker without a word for so long is gone, while the run stops and nobody starts it again
+ENDED = ("draining", "stopped")
 
 
 class Turns:
@@ -41,28 +44,34 @@ class Turns:
         self._in_thread = in_thread
         self._number = 0
         self._asleep = False
+        self._boots = False  # in the turn that is being taken
+        self.released: list[Event] = []  # by the workers, for the newest turn
         self.held = not spec.workers
         self.times: dict[str, float] = {}
         """Seconds of the last change: metrics of the step that follows."""
 
     @property
     def shared(self) -> bool:
-        return bool(self._spec.workers)
+        """Whether all engines are aside while the trainer works: versions are for the end of its turn."""
+        return bool(self._spec.workers) and not self._spec.lends
 
-    async def take(self) -> None:
-        """Until every engine has given its memory back and the trainer has its own. Raises DeadlineExceeded naming who did
-        not; the supervisor then starts the trainer again."""
+    async def take(self, *, first: bool = False) -> None:
+        """Until every engine has given its memory back and the trainer has its own. `first`: it has none yet. Raises
+        DeadlineExceeded naming who did not; the supervisor then starts the trainer again."""
         if self.held:
             return
+        self._boots, self.released = first and self._spec.lends, []
         context, bus = self._context, self._context.bus
         began = context.clock.monotonic()
         self._number = await bus.next_number("turns", at_least=self._number + 1)
         tail = Tail(bus, [EVENTS], start="$")
         await tail.open()
         try:
-            await self._say(Turn(holder="trainer", number=self._number))
+            await self._say(Turn(holder="trainer", number=self._number, boots=self._boots))
             fault_point(context.name, "turn_taken")
             await self._until_released(tail)
+            if self._boots:  # who starts from now on meets the trainer's memory
+                await bus.commit(Commit(state={"turn": Turn(holder="trainer", number=self._number).mark}))
         finally:
             await tail.close()
         released = context.clock.monotonic()
@@ -71,6 +80,13 @@ class Turns:
             self._asleep = False
         self.held = True
         self.times |= {"perf/turn_s": released - began, "perf/wake_s": context.clock.monotonic() - released}
+
+    @property
+    def _patience_s(self) -> float:
+        """Longest wait for all: of engines that are lent the GPUs after the first turn, what their workers keep themselves, and as
+        long as a dead one is not known to be dead."""
+        spec = self._spec
+        return spec.return_s + 2 * SILENT_S if spec.lends and not self._boots else spec.deadline_s
 
     async def _until_released(self, tail: Tail) -> None:
         missing = set(self._spec.workers)
@@ -82,10 +98,11 @@ class Turns:
                 heard[message.actor] = clock.monotonic()
             if isinstance(message, Event) and message.data.get("turn") == self._number:
                 missing.discard(message.actor)
+                self.released.append(message)
 
         what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
         with self._context.waiting(what):
-            async with deadline(self._spec.deadline_s, f"turn {self._number}: the wait for {what}"):
+            async with deadline(self._patience_s, f"turn {self._number}: the wait for {what}"):
                 while missing := missing - await self._gone(missing, heard):
                     await fold_log(self._context, await tail.read(0.5), hear)
 
@@ -97,8 +114,13 @@ class Turns:
         found: set[str] = set()
         for name in workers & known.keys():
             vitals = known[name]
-            silent = self._context.draining.is_set() and self._context.clock.monotonic() - heard[name] > SILENT_S
-            if silent or vitals.state in ("draining", "stopped"):
+            silent = self._context.clock.monotonic() - heard[name] > SILENT_S
+            if self._spec.lends and not self._context.draining.is_set():
+                # Its engine died with it. In the first turn its successor may be on its way, and would boot.
+                over = lives(vitals) is False or vitals.state in (*ENDED, "failed")
+                if over and (silent or not self._boots):
+                    found.add(name)
+            elif (silent and self._context.draining.is_set()) or vitals.state in ENDED:
                 found.add(name)
         return found
 

@@ -3,7 +3,8 @@
 Reads and writes  knobs    Owns  state field `knob_epoch`
 The first entry holds all settings and the kinds of those that are live; each later one what it changed. The stream is the
 truth: a rerun of the same run keeps what was tuned. Two patches at once cannot both take an epoch: the loser is checked
-again against the winner's result.
+again against the winner's result. A plan (plans.py) waits on the stream until the trainer begins its step: nothing that is proposed
+may make it impossible.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def fold(current: KnobValues | None, patch: KnobPatch) -> KnobValues:
         merged = {**before, **patch.values}
         merged |= {name: checked(name, merged[name], kinds) for name in kinds if name in merged}
         return KnobValues(patch.epoch, MappingProxyType(merged), MappingProxyType(kinds))
+    for name, value in (patch.planned or {}).items():
+        checked(name, value, current.kinds)
     changes = {name: checked(name, value, current.kinds) for name, value in patch.values.items()}
     return KnobValues(patch.epoch, MappingProxyType({**before, **changes}), current.kinds)
 
@@ -87,6 +90,25 @@ def values_at(history: Sequence[KnobPatch], epoch: int) -> KnobValues:
         known = f"{history[0].epoch} to {history[-1].epoch}" if history else "none"
         raise KnobRejected(knob="epoch", value=epoch, rule=f"known epochs are {known}", remedy="Choose one of them.")
     return current
+
+
+def pending(history: Sequence[KnobPatch]) -> list[KnobPatch]:
+    """Plans that are neither due nor cancelled (pure), in the order in which they are to hold."""
+    ended = {patch.plan for patch in history}
+    return sorted((p for p in history if p.planned and p.epoch not in ended), key=lambda p: (p.at_step, p.epoch))
+
+
+def leaves_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch], check: Check | None) -> None:
+    """KnobRejected when a plan could not hold any more, were these the values (pure)."""
+    for plan in plans if check is not None else ():
+        assert check is not None and plan.planned
+        try:
+            values = {**values, **check(values, plan.planned)}
+        except (KnobRejected, ValueError) as error:
+            name, value = next(iter(plan.planned.items()))
+            rule = f"the plan for step {plan.at_step} (epoch {plan.epoch}) would then be refused: {error}"
+            remedy = f"Cancel it first: miles-async tune --cancel {plan.epoch}"
+            raise KnobRejected(knob=name, value=value, rule=rule.rstrip("."), remedy=remedy) from error
 
 
 async def read_history(bus: Bus) -> list[KnobPatch]:
@@ -161,20 +183,41 @@ async def propose(
 
     An error of `check`, or KnobRejected, changes nothing.
     """
+    refuse_empty(patch)
+
+    def make(history: list[KnobPatch], live: KnobValues) -> KnobPatch:
+        changes = changed(live, patch, check)
+        leaves_plans({**live.values, **changes}, pending(history), check)
+        return KnobPatch(epoch=0, values=changes, author=author, reason=reason)
+
+    return await append_made(bus, make)
+
+
+def refuse_empty(patch: Mapping[str, object]) -> None:
+    """KnobRejected when there is nothing in it."""
     if not patch:
         raise KnobRejected(knob="(none)", value="", rule="the patch is empty", remedy="Write name=value.")
+
+
+def changed(live: KnobValues, patch: Mapping[str, object], check: Check | None) -> dict[str, Any]:
+    """What a patch changes in these values (pure); KnobRejected when that is nothing, or what `check` raises."""
+    wanted = patch if check is None else check(live.values, patch)
+    changes = {name: checked(name, value, live.kinds) for name, value in wanted.items()}
+    changes = {name: value for name, value in changes.items() if live.values.get(name, STREAM) != value}
+    if not changes:
+        name, given = next(iter(patch.items()))
+        raise KnobRejected(knob=name, value=given, rule="it has this value already", remedy="Give another value.")
+    return changes
+
+
+async def append_made(bus: Bus, make: Callable[[list[KnobPatch], KnobValues], KnobPatch]) -> KnobPatch:
+    """Append what `make` says of the present history and values, under the next epoch; asked again when somebody was faster."""
     for _ in range(_TRIES):
         history = await read_history(bus)
         if not history:
             raise BusRefused(_no_knobs(bus))
         live = values_at(history, history[-1].epoch)
-        wanted = patch if check is None else check(live.values, patch)
-        changes = {name: checked(name, value, live.kinds) for name, value in wanted.items()}
-        changes = {name: value for name, value in changes.items() if live.values.get(name, STREAM) != value}
-        if not changes:
-            name, given = next(iter(patch.items()))
-            raise KnobRejected(knob=name, value=given, rule="it has this value already", remedy="Give another value.")
-        made = KnobPatch(epoch=live.epoch + 1, values=changes, author=author, reason=reason, wall=bus.clock.wall())
+        made = msgspec.structs.replace(make(history, live), epoch=live.epoch + 1, wall=bus.clock.wall())
         if await _append(bus, made):
             return made
     raise InvariantBroken(f"knobs of run {bus.config.run} change faster than a patch can be checked; try again")
@@ -219,7 +262,8 @@ def _no_knobs(bus: Bus) -> str:
 class LiveKnobs:
     """One process's view of the knobs: `open`, then `follow` in a task of its own, `snapshot` anywhere.
 
-    `rejected` keeps the last entries of the stream that were no valid patch; they change nothing.
+    `rejected` keeps the last entries of the stream that were no valid patch; they change nothing. `step`: the training step that
+    is made here, for who makes them: one that is made again has the values of then, without plans that became due later.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -228,7 +272,10 @@ class LiveKnobs:
         self._current: KnobValues | None = None
         self._history: list[KnobPatch] = []
         self._restarts_seen = 0
+        self._heard = asyncio.Event()
+        self._before: tuple[int, int, KnobValues] | None = None  # epoch, step, values without what is planned for later
         self.rejected: list[str] = []
+        self.step = 0
 
     async def open(self, *, deadline_s: float = 20.0) -> None:
         """Read all epochs so far; waits for the first until the deadline (woken by the blocking read), or BusRefused."""
@@ -247,7 +294,22 @@ class LiveKnobs:
         """The present values; they do not change under the caller."""
         if self._current is None:
             raise InvariantBroken("knobs read before open()")
-        return self._current
+        if not self.step or all(patch.plan is msgspec.UNSET for patch in self._history):
+            return self._current
+        key = (self._current.epoch, self.step)
+        if self._before is None or self._before[:2] != key:
+            current: KnobValues | None = None
+            for patch in self._history:
+                if patch.plan is msgspec.UNSET or patch.at_step is msgspec.UNSET or patch.at_step <= self.step:
+                    current = fold(current, patch)
+            assert current is not None
+            self._before = (*key, current)
+        return self._before[2]
+
+    async def reach(self, epoch: int) -> None:
+        """Wait until an epoch was heard of; woken by `follow`."""
+        while self._current is None or self._current.epoch < epoch:
+            await self._heard.wait()
 
     def history(self) -> list[KnobPatch]:
         """All patches seen, the initial values first."""
@@ -296,4 +358,6 @@ class LiveKnobs:
             if after is not current:
                 current = after
                 history.append(patch)
+        self._heard.set()
+        self._heard = asyncio.Event()
         return current

@@ -11,6 +11,8 @@ from bus.messages.base import Header, Message
 ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
 BOOTING = "the engine to boot"
 """What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
+UNLENT = "the trainer to lend its GPUs"
+"""What a worker on the trainer's GPUs waits for (--lend-trainer-gpus): it serves nothing, gets no version, and nothing is wrong."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,7 +30,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
     """New values of settings, by name. `epoch` numbers it. With `kinds` a launcher says all settings of the run, and which of
-    them are live; without, it is a checked patch of live ones."""
+    them are live; without, it is a checked patch of live ones. A plan has no values: `planned` are to hold from training step
+    `at_step` on. What ends a plan names its epoch in `plan`: as due, with its values and the step that is the first under them,
+    or with neither, as cancelled."""
 
     epoch: int
     values: dict[str, Any]
@@ -36,9 +40,14 @@ class KnobPatch(Message, frozen=True, kw_only=True, tag="knob.patch"):
     reason: str = ""
     wall: float = 0.0
     kinds: dict[str, Kind] | msgspec.UnsetType = msgspec.UNSET
+    planned: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    at_step: int | msgspec.UnsetType = msgspec.UNSET
+    plan: int | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         shown = f"{len(self.values)} values" if self.kinds else ",".join(f"{k}={v}" for k, v in self.values.items())
+        if self.planned:
+            shown = f"at step {self.at_step}: " + ",".join(f"{k}={v}" for k, v in self.planned.items())
         return Header(id=f"epoch{self.epoch}", knob=self.epoch, note=shown)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from bus.messages.base import Header, Message
+from bus.messages.base import Header, Message, Packed
 from bus.messages.samples import Mark
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.messages.weights import Parcel
@@ -72,32 +72,34 @@ class Sending(Message, frozen=True, kw_only=True, tag="policy.sending"):
 
 
 class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
-    """Whose GPU it is, where trainer and engines share one (--colocate). trainer -> generation.
+    """Whose GPU it is, where trainer and engines share one (--colocate, --lend-trainer-gpus). trainer -> generation.
 
     `number` counts the trainer's turns and never falls. A worker that hears "trainer" gives its engine's memory back and tells
-    event `memory released` with that number; it takes the memory again at "engines".
+    event `memory released` with that number; it takes the memory again at "engines". `boots`: the trainer holds nothing yet and
+    waits, so engines that do not run are booted first.
     """
 
     holder: Literal["trainer", "engines"]
     number: int
     publishes: bool = False  # "engines": a version newer than theirs is announced, which they load before anything else
+    boots: bool = False
 
     @property
     def mark(self) -> str:
         """The value of the state field `turn`, from which one that starts late reads whose turn it is."""
-        return f"{self.number}:{self.holder}"
+        return f"{self.number}:{'boots' if self.boots else self.holder}"
 
     @classmethod
     def of_mark(cls, mark: str) -> Turn:
         """Inverse of `mark`; what it published is not told any more."""
         number, _, holder = mark.partition(":")
-        return cls(holder="engines" if holder == "engines" else "trainer", number=int(number))
+        return cls(holder="engines" if holder == "engines" else "trainer", number=int(number), boots=holder == "boots")
 
     def header(self) -> Header:
         return Header(id=f"turn{self.number}", note=self.holder)
 
 
-class Life(msgspec.Struct, frozen=True, array_like=True):
+class SampleTrained(msgspec.Struct, frozen=True, array_like=True):
     """One trained sample, as it came to its step. Times in seconds; `judged`: when the filter let it go. `spans` of its last
     trajectory. `trained`: tokens with gradient; `share`: of the weights that the reduction gives the tokens of its optimizer step,
     before corrections, -1 = the backend does not tell."""
@@ -116,14 +118,14 @@ class Life(msgspec.Struct, frozen=True, array_like=True):
     share: float
 
 
-class Lives(Message, frozen=True, kw_only=True, tag="policy.lives"):
+class SamplesTrained(Message, frozen=True, kw_only=True, tag="policy.trained"):
     """How some of a step's samples came to be trained. trainer -> recorder."""
 
     step: int
-    lives: tuple[Life, ...]
+    samples: tuple[SampleTrained, ...]
 
     def header(self) -> Header:
-        return Header(id=f"step{self.step}", note=f"{len(self.lives)} samples")
+        return Header(id=f"step{self.step}", note=f"{len(self.samples)} samples")
 
 
 class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
@@ -131,7 +133,8 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
 
     `step` is the number of the step just done (1-based): the weights now hold `step` updates. `samples` are in training
     order, `groups` and `prompts` are their groups by first appearance. `dropped` pairs group id and reason for groups the
-    trainer gave up while cutting this batch.
+    trainer gave up while cutting this batch. `lives`: int32 [n, 4], for each of the samples or a share of them the position of its
+    group in `groups`, tokens made, milliseconds on engines, milliseconds of scoring; UNSET = not told.
     """
 
     step: int
@@ -147,6 +150,7 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     weights_hash: str = ""
     wall: float = 0.0
     dropped: tuple[tuple[str, str], ...] = ()
+    lives: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         return Header(

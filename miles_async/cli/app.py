@@ -34,6 +34,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("train", "miles_async.cli.train", "Train a policy as a settings file says.", draws=True),
+    Command("quickstart", "miles_async.cli.quickstart", "Train a tiny model on arithmetic, from any folder.", draws=True),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
     Command(
@@ -42,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
         "Show a run again as its launcher did; Ctrl-C ends only the view.",
         draws=True,
     ),
+    Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
@@ -51,12 +53,15 @@ COMMANDS: tuple[Command, ...] = (
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
     Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),
     Command("report", "miles_async.cli.report", "Write a run's report.html, at any time."),
+    Command("whatif", "miles_async.cli.whatif", "Simulate a run under other settings, from its record."),
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
+    Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
     Command(
         "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
     ),
     Command("ray", "miles_async.cli.ray", "Start a run as a job on a Ray cluster."),
+    Command("completion", "miles_async.cli.completion", "Make a shell complete all this: bash, zsh or fish."),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
 )
 

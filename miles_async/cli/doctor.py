@@ -59,12 +59,12 @@ def preflight(words: list[str], *, as_json: bool) -> int:
     from miles_async.cli.flags import parse_flags
     from miles_async.launcher.readiness import look
     from miles_async.settings.errors import SettingsError
-    from miles_async.settings.load import load
+    from miles_async.settings.load import config_path, load
 
     parsed = parse_flags(words, frozenset())
     if len(parsed.positional) > 1:
         raise SettingsError(f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags.")
-    config = Path(parsed.positional[0]) if parsed.positional else None
+    config = config_path(parsed.positional[0]) if parsed.positional else None
     findings = look(load(config, parsed.values).settings)
     wrong = sum(one.level == "wrong" for one in findings)
     if as_json:

@@ -45,6 +45,11 @@ def _flags() -> dict[str, tuple[FieldSpec, bool]]:
     return found
 
 
+def known_flags() -> dict[str, FieldSpec]:
+    """Every flag of a setting, other names and negations included."""
+    return {flag: spec for flag, (spec, _) in _flags().items()}
+
+
 def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | None = None) -> Parsed:
     """Split a command line. `switches` are bare flags that are not settings, such as --dry-run. SettingsError with all that is
     wrong, or it is left in `found`."""
@@ -159,14 +164,15 @@ def _group_help(name: str, specs: tuple[FieldSpec, ...]) -> str:
 
 
 def _field_help(spec: FieldSpec) -> str:
-    head = f"  {_usage(spec)}"
+    head = f"  {usage(spec)}"
     body = textwrap.wrap(f"{spec.text} {_facts(spec)}", WIDTH - INDENT)
     if len(head) > INDENT - 2:
         return "\n".join([head, *(" " * INDENT + line for line in body)])
     return "\n".join([f"{head:<{INDENT}}{body[0]}", *(" " * INDENT + line for line in body[1:])])
 
 
-def _usage(spec: FieldSpec) -> str:
+def usage(spec: FieldSpec) -> str:
+    """A flag with what it takes."""
     metavar = METAVARS.get(spec.kind, "")
     if spec.kind == "bool":
         return spec.flag + (f", {spec.negative_flag}" if spec.negative_flag else "")
@@ -179,17 +185,16 @@ def _usage(spec: FieldSpec) -> str:
     return f"{spec.flag} {metavar}"
 
 
+def default_text(spec: FieldSpec) -> str:
+    """The default, or what it follows from."""
+    if spec.required or spec.derived or spec.default is None:
+        return "required" if spec.required else spec.derived or "unset"
+    return spec.default if isinstance(spec.default, str) else toml_value(spec.default)
+
+
 def _facts(spec: FieldSpec) -> str:
-    if spec.required:
-        default = "required"
-    elif spec.derived:
-        default = f"default: {spec.derived}"
-    elif spec.default is None:
-        default = "default: unset"
-    else:
-        default = f"default: {spec.default if isinstance(spec.default, str) else toml_value(spec.default)}"
     facts = [f"unit: {spec.unit}"] if spec.unit else []
-    facts.append(default)
+    facts.append(default_text(spec) if spec.required else f"default: {default_text(spec)}")
     if spec.aliases:
         facts.append("also " + ", ".join("--" + alias.replace("_", "-") for alias in spec.aliases))
     if spec.live:

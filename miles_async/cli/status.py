@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from actors.runtime.snapshot import ActorFacts, Snapshot
     from bus import Bus
     from bus.inspect import StreamFacts
+    from miles_async.governor.govern import Standing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +25,13 @@ def run(args: argparse.Namespace) -> int:
 
     async def body(bus: "Bus", ref: RunRef) -> int:
         from actors.runtime.snapshot import read_snapshot
+        from miles_async.governor.govern import read_standing
 
-        snapshot = await read_snapshot(bus)
+        snapshot, governor = await read_snapshot(bus), await read_standing(bus)
         if args.as_json:
-            print_json(as_json(snapshot))
+            print_json(as_json(snapshot) | {"governor": governor})
         else:
-            print(as_text(snapshot))
+            print(as_text(snapshot, governor))
         return 0
 
     return on_bus(args, body)
@@ -96,14 +98,25 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
     }
 
 
-def as_text(snapshot: "Snapshot") -> str:
+def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
     """Three blocks: where training stands, actors, streams."""
     from miles_async.console.view import busy_text, ledger_line, waits_text
 
     head = [_standing(snapshot)]
     if snapshot.ledger:
         head.append(f"ledger: {ledger_line(snapshot)}")
+    if governor is not None:
+        head.append(governor.text())
     from miles_async.console.text import duration, human_bytes, plural, table
+
+    for trainer in snapshot.of_role("trainer"):
+        if times := trainer.vitals.counters.get("lend/times"):
+            counters = trainer.vitals.counters
+            lent_s, waited_s, tokens = (counters.get(f"lend/{name}", 0.0) for name in ("s", "waited_s", "tokens"))
+            head.append(
+                f"the trainer's GPUs: lent {plural(int(times), 'time')}, {duration(lent_s)} in all, {int(tokens)} tokens were made "
+                f"on them, the trainer waited {waited_s:.1f} s for them"
+            )
 
     rows = []
     for actor in snapshot.actors:

@@ -16,6 +16,7 @@ from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.runs import RunRef
 
 POLL_S = 0.25
+STARTS = ("train", "quickstart")  # commands whose process is a launcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,4 +163,4 @@ def certain_launcher(ref: RunRef) -> int | None:
 def is_ours(words: Sequence[str]) -> bool:
     """Whether a command line is a launcher's: this program, script or module, told to train. A path of that name proves
     nothing."""
-    return any(Path(word).name in ("miles-async", "miles_async") and then == "train" for word, then in pairwise(words))
+    return any(Path(word).name in ("miles-async", "miles_async") and then in STARTS for word, then in pairwise(words))

@@ -2,25 +2,29 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
+from miles_async.cli.from_miles import take_script
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
-from miles_async.settings.load import load
+from miles_async.settings.load import config_path, load
 
 HELP = ("-h", "--help")
+EXPLAIN = "--explain"
 DRY_RUN = "--dry-run"
 
 USAGE = """\
 usage: miles-async train [CONFIG] [--flag value ...]
 
-Train a policy. CONFIG is a TOML file with the tables named below; every field is also a flag, and a flag wins over the file.
+Train a policy. CONFIG is a TOML file with the tables named below, or the name of one that ships, such as quickstart; every field
+is also a flag, and a flag wins over the file.
 The same command again resumes from the last checkpoint. Relative paths start at the current folder.
 
   --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.
   --help GROUP      The flags of one table.            --help all      All of them.
   --help WORD       Flags with that word in their name or meaning, e.g. --help staleness.
+  --explain FLAG    What a flag does, its range and default, whether it is live, which rules look at it, what it is in Miles.
+  --from-miles FILE Take the flags of a launch script of Miles, which is read and not run, and print what each became.
   --help miles      Each flag of Miles: ours, or why not.
 
 A list takes all words up to the next flag. A boolean also takes =true or =false. `none` unsets an optional value. Flags marked
@@ -29,19 +33,27 @@ live may be changed while the run goes on, with miles-async tune.
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Namespace(help, topic, dry_run, config, values, refused)."""
+    """Namespace(explain, help, topic, dry_run, config, values, told, refused); with --explain that alone."""
     refused = Refusals()
-    parsed = parse_flags(words, frozenset((*HELP, DRY_RUN)), refused)
+    switches = frozenset((*HELP, DRY_RUN, EXPLAIN))
+    if EXPLAIN in words:
+        if not (asked := words[words.index(EXPLAIN) + 1 :]):
+            raise SettingsError(f"{EXPLAIN} needs a value", remedy="It takes the name of a flag.")
+        return argparse.Namespace(explain=asked)
+    script = take_script(words, refused, switches)
+    parsed = parse_flags(script.words, switches, refused)
     if len(parsed.positional) > 1:
         raise SettingsError(
             f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags."
         )
     return argparse.Namespace(
+        explain=(),
         help=bool(parsed.switches.intersection(HELP)),
         topic=parsed.positional[0] if parsed.positional else "",
         dry_run=DRY_RUN in parsed.switches,
-        config=Path(parsed.positional[0]) if parsed.positional else None,
-        values=parsed.values,
+        config=config_path(parsed.positional[0]) if parsed.positional else None,
+        values=(*script.values, *parsed.values),
+        told=script.told,
         notes=parsed.notes,
         refused=refused,
     )
@@ -49,9 +61,16 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Print help or settings, or train and return the launcher's exit status."""
+    if args.explain:
+        from miles_async.cli.explain import explain
+
+        print("\n\n".join(map(explain, args.explain)))
+        return 0
     if args.help:
         print(flags_help(args.topic) if args.topic else f"{USAGE}\n{groups_help()}")
         return 0
+    for line in args.told:
+        print(f"# {line}" if args.dry_run else line)
     refused: Refusals = args.refused
     loaded = refused.attempt(load, args.config, args.values, refused)
     if loaded is None:

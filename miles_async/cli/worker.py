@@ -116,7 +116,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         )
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
-    if not _NAME.fullmatch(name) or name.startswith("generation-") or name in (*ROLES, *OTHERS):
+    if not _NAME.fullmatch(name) or name.startswith(("generation-", "lent-")) or name in (*ROLES, *OTHERS):
         raise BusRefused(
             f"worker name {name!r} refused: it must be 1 to 64 letters, digits, '_', '.', '-', and not the name of one of the "
             "run's own actors. Choose another --name."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.runtime.snapshot import ActorFacts
+from bus.messages.control import UNLENT
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
 from miles_async.console.scene import Scene
@@ -10,7 +11,7 @@ from miles_async.console.text import duration, plural
 
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.
 IDLE_WAITS = ("an entry", "requests", "news", "slots", "announcements", "a version to measure", "a free slot")
-TURN_WAIT = "the trainer's turn"  # as long as a step takes, where engines share the trainer's GPUs
+TURN_WAIT = ("the trainer's turn", UNLENT)  # as long as a step takes or longer, where engines share the trainer's GPUs
 
 
 def explain(scene: Scene) -> list[tuple[str, str]]:
@@ -61,6 +62,8 @@ def because(actor: ActorFacts, scene: Scene) -> str:
             return f": {open_text(scene)}; a slot comes free when a group is dropped, or trained and its version active"
         case "generation" if vitals.waits_for == "a current version":
             return f": {announced}" if policy.announced >= 0 else ": the trainer has announced none yet"
+        case "generation" if vitals.waits_for == UNLENT:
+            return ": it needs them, or no wait of its is long enough"
         case "generation" if vitals.waits_for.startswith(TURN_WAIT):
             return f": {plural(vitals.in_flight, 'sample')} go on afterwards" if vitals.in_flight else ""
         case "generation" | "reward" | "filter":

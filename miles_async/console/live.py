@@ -134,7 +134,10 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
         case "restored" if record["step"] > 0 or record["checkpoint"]:
             return f"restored to step {record['step']} from {record['checkpoint'] or 'the beginning'}"
         case "knob" if record["epoch"] > 0:
-            return f"knob epoch {record['epoch']}: {', '.join(f'{k}={v}' for k, v in record['values'].items())}"
+            at = f" planned for step {record['at_step']}" if record.get("planned") else ""
+            shown = ", ".join(f"{k}={v}" for k, v in (record.get("planned") or record["values"]).items())
+            why = f" ({record['author']}: {record['reason']})" if record.get("reason") else ""
+            return f"knob epoch {record['epoch']}{at}: {shown or 'nothing new'}{why}"
         case "fault":
             return f"{record['level']}: {record['actor']}: {record['event']}: {record['text']}"
         case "dead":

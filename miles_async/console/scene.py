@@ -24,6 +24,7 @@ from bus.messages.policy import StepDone
 from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
+from miles_async.governor.govern import Standing, read_standing
 
 NEWS_S, MOST_NEWS, MOST_DEAD = 600.0, 100, 50
 NEWS = frozenset(
@@ -56,6 +57,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     steps: Sequence[Step] = ()
     stopped: frozenset[str] = frozenset()
     rows: Sequence[str] = ()
+    governor: Standing | None = None
 
     @property
     def over(self) -> bool:
@@ -97,6 +99,7 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         steps=steps,
         stopped=frozenset(a.vitals.actor for a in snapshot.actors if a.life == "late" and is_stopped(a.vitals)),
         rows=await _rows(bus) if dead else (),
+        governor=await read_standing(bus),
     )
 
 

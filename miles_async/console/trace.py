@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from actors.recorder.file import FILE as METRICS
-from actors.recorder.lives import FILE as LIVES_FILE
-from actors.recorder.lives import OLDER as LIVES_OLDER
-from actors.recorder.lives import lines_with
 from actors.recorder.records import Record, records_of
+from actors.recorder.trained import FILE as TRAINED_FILE
+from actors.recorder.trained import OLDER as TRAINED_OLDER
+from actors.recorder.trained import lines_with
 from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
@@ -27,7 +27,7 @@ from bus.messages.control import Event
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
-from bus.topology import DEAD, EVENTS, GROUPS, LIVES, POLICY, VERDICTS
+from bus.topology import DEAD, EVENTS, GROUPS, POLICY, TRAINED, VERDICTS
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
@@ -113,7 +113,7 @@ def _recorded(run_dir: Path, group: str, sample_id: str) -> list[Record]:
     kinds = (b'"kind":"restored"', b'"kind":"checkpoint"')
     life = f'"sample":"{sample_id}' + ('"' if sample_id != group else "/")
     lines = list(lines_with(run_dir / METRICS, (group.encode(), *kinds)))
-    for name in (LIVES_OLDER, LIVES_FILE):
+    for name in (TRAINED_OLDER, TRAINED_FILE):
         lines += lines_with(run_dir / name, (life.encode(),))
     return [line for line in lines if "wall" in line]
 
@@ -166,7 +166,7 @@ async def _with_text(bus: Bus, value: dict[str, Any]) -> dict[str, Any]:
 async def _records(bus: Bus, group: str, sample_id: str) -> list[Record]:
     """Lines that the recorder would write, for entries that name this sample or group."""
     found: list[Record] = []
-    for stream, types in ((POLICY, OF_STEPS), (VERDICTS, ()), (DEAD, ()), (LIVES, ())):
+    for stream, types in ((POLICY, OF_STEPS), (VERDICTS, ()), (DEAD, ()), (TRAINED, ())):
         for entry in await entries_with(bus, stream, group, types):
             try:
                 message = await bus.message(entry)
@@ -180,7 +180,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
-        about = record["kind"] + str(record.get("group" if record["kind"] != "life" else "sample", ""))
+        about = record["kind"] + str(record.get("group" if record["kind"] != "trained" else "sample", ""))
         by_entry.setdefault((str(record.get("entry")), about), record)
     ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
@@ -198,7 +198,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 found.append(Moment(wall, "lost step" if lost else "trained", text, data))
                 if saved is not None and not lost:
                     found.append(Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final"))
-            case "life" if sample_id in (record["sample"], group_of(record["sample"])):
+            case "trained" if sample_id in (record["sample"], group_of(record["sample"])):
                 found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""

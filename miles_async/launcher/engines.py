@@ -27,8 +27,10 @@ AUTO_MAX_RUNNING = 512
 def generation_spec(
     settings: RunSettings, place: Place, *, engine_url: str = "", gpus: Sequence[int] = (), shares: bool = False
 ) -> GenerationSpec:
-    """One worker's settings; also what an elastic worker gets (all GPUs of its host). `shares`: the trainer's GPUs."""
+    """One worker's settings; also what an elastic worker gets (all GPUs of its host). `shares`: the trainer's GPUs, in turns or
+    when it lends them."""
     s = settings.sglang
+    lent = shares and s.lend_trainer_gpus
     return GenerationSpec(
         model_path=place.model_dir,
         engine="external" if engine_url else s.engine,
@@ -42,7 +44,7 @@ def generation_spec(
         hold_s=s.update_weight_deadline_s,
         mask_offpolicy=settings.rollout.mask_offpolicy_in_partial_rollout,
         context_length=settings.rollout.rollout_max_context_len or 0,
-        router_url=place.router_url,
+        router_url="" if lent else place.router_url,  # which would send requests to one that is leaving
         token=str(s.server_args.get("api-key") or place.engine_token),
         weights_token=place.weights_token,
         gpus=tuple(gpus),
@@ -50,10 +52,12 @@ def generation_spec(
         server_command=s.sglang_server_command,
         server_args=(engine_args(settings.flat) if shares else {})
         | (EXACT if settings.model.true_on_policy_mode else {})
-        | s.server_args,
+        | s.server_args
+        | ({"mem-fraction-static": s.lend_mem_fraction} if lent else {}),
         seed=settings.rollout.rollout_seed,
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
+        lent_s=s.lend_return_s if lent else 0.0,
         serves=settings.launch.launcher == "ray",  # then others of this run are on other hosts
         nodes=s.sglang_nnodes,
         program=settings.rollout.custom_generate_function_path or "",
@@ -94,6 +98,9 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)
         rooms.append((f"generation-{i}", "generation", spec))
+    for i, name in enumerate(settings.flat.lent_workers):
+        gpus = tuple(range(i * each, (i + 1) * each)) if s.engine == "sglang" else ()
+        rooms.append((name, "generation", generation_spec(settings, place, gpus=gpus, shares=True)))
     return rooms
 
 
@@ -116,7 +123,12 @@ def turn_spec(settings: RunSettings) -> TurnSpec:
     s = settings.sglang
     names = tuple(f"generation-{i}" for i in range(s.num_generation_workers)) if gives_back(settings.flat) else ()
     return TurnSpec(
-        workers=names, offload=s.offload_train, deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s
+        workers=settings.flat.lent_workers or names,
+        offload=s.offload_train or s.lend_trainer_gpus,  # where its memory goes then: backend_config
+        deadline_s=s.engine_boot_deadline_s + 2 * s.update_weight_deadline_s,
+        lends=s.lend_trainer_gpus,
+        after_s=s.lend_after_s,
+        return_s=s.lend_return_s,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Container
 from itertools import islice
 from pathlib import Path
 
@@ -43,14 +44,16 @@ class Answer(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def check_hooks(settings: RunSettings) -> None:
-    """SettingsError names the objective's first hook, and every other one, that cannot be loaded or does not keep its signature."""
+def check_hooks(settings: RunSettings, only: Container[str] = catalog()) -> None:
+    """SettingsError names the objective's first hook, and every other one, that cannot be loaded or does not keep its signature.
+    `only`: those that these settings name."""
     refused, s = Refusals(), settings.flat
-    if s.hook_paths:
+    if any(name in only for name in s.hook_paths):
         names, body = ", ".join(s.hook_paths), msgspec.json.encode(objective_config(settings))
         refused.attempt(_try, "actors.trainer.dry_run", names, body)
     values = refused.attempt(custom_config, s.custom_config_path) or {}
-    called = {name: s.values[name] for name in CALLED if s.values[name] not in (None, *catalog()[name].shipped)}
+    own = [name for name in CALLED if name in only]
+    called = {name: s.values[name] for name in own if s.values[name] not in (None, *catalog()[name].shipped)}
     if called:
         ask = {
             "paths": called,

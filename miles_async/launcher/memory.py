@@ -1,4 +1,4 @@
-"""Whether models fit the GPUs: the trainer alone, or trainer and engines in turns (--colocate).
+"""Whether models fit the GPUs: the trainer alone, or trainer and engines in turns (--colocate, --lend-trainer-gpus).
 
 `check_memory` reads the sizes in the model directory and asks nvidia-smi; where either is silent nothing is checked here, and
 torch and SGLang have the only word. The rest is pure. GPUs of other hosts (--train-master) are taken to be like this one's.
@@ -52,7 +52,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     if total is None or not sizes.total:
         return ()
     trainer = Trainer(s, sizes, config)
-    if s.sglang.colocate and s.sglang.engine == "sglang":
+    if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.sglang.engine == "sglang":
         fits(s, total, trainer)
     trainer.check(total)
     return tuple(trainer.notes(total))
@@ -61,11 +61,15 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
 def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     """(pure) SettingsError when a turn needs more than `total` bytes of one GPU."""
     g, ranks, params = s.sglang, s.flat.train_ranks, trainer.sizes.total
+    lent = g.lend_trainer_gpus
+    field = "lend_mem_fraction" if lent else "sglang_mem_fraction_static"
+    apart = "add --offload-train, or leave out --lend-trainer-gpus" if lent else "or use GPUs apart (leave out --colocate)"
     fraction = memory_fraction(s.flat)
     engine = int(fraction * total)
     awake = trainer.bytes()
-    copy = 2 * params if g.update_weight_transport == "ipc" else 0
+    copy = 2 * params if g.update_weight_transport == "ipc" or (lent and g.update_weight_transport == "nccl") else 0
     aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
+    aside = 0 if lent else aside
     asleep = 0 if g.offload_train else awake
     margin = g.train_memory_margin_bytes
     for turn, need, parts in (
@@ -75,14 +79,14 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
         if need > total:
             most = (total - asleep - copy - margin) / total
             less = turn == "engine" and most > 0.05
-            lower = f"Lower --sglang-mem-fraction-static to {most:.2f}" if less else "Train on more GPUs"
+            lower = f"Lower --{field.replace('_', '-')} to {most:.2f}" if less else "Train on more GPUs"
             raise refusal(
-                "sglang_mem_fraction_static",
+                field,
                 fraction,
                 f"the {turn}'s turn on a shared GPU needs {_gib(need)} of {_gib(total)} ({parts}, weights on their way "
                 f"{_gib(copy)}, train_memory_margin_bytes {_gib(margin)}; offload_train = {show(g.offload_train)}, "
                 f"offload_rollout = {show(g.offload_rollout)})",
-                f"{lower}, or use GPUs apart (leave out --colocate).",
+                f"{lower}, {apart}.",
             )
 
 

@@ -127,6 +127,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
+        offload_train_target="stay" if s.lend_trainer_gpus and not s.offload_train else s.offload_train_target,
         own=told(MegatronConfig if s.train_backend == "megatron" else TorchConfig, s),
     )
 
@@ -143,6 +144,18 @@ def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[i
     longest = r.rollout_max_response_len if supervised else 0
     end = stop_token_ids[0] if stop_token_ids else -1
     return data_spec(settings, model_dir, r.prompt_data, supervised=supervised, max_response_len=longest, end_token=end)
+
+
+def reward_spec(settings: RunSettings, model_dir: str) -> RewardSpec:
+    """How samples are scored."""
+    return told(
+        RewardSpec,
+        settings.flat,
+        skip_special_tokens=settings.rollout.rollout_skip_special_tokens,
+        max_retries=settings.rollout.reward_max_retries,
+        tokenizer_dir=model_dir,
+        teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
+    )
 
 
 def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
@@ -194,6 +207,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 activation_deadline_s=settings.sglang.update_weight_deadline_s,
                 serve_at=settings.bus.weights_address or "",
                 weights_token=place.weights_token,
+                lent=settings.flat.lent_workers,
             ),
         ),
         (
@@ -230,14 +244,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             ),
         ),
     ]
-    reward = told(
-        RewardSpec,
-        settings.flat,
-        skip_special_tokens=r.rollout_skip_special_tokens,
-        max_retries=r.reward_max_retries,
-        tokenizer_dir=place.model_dir,
-        teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
-    )
+    reward = reward_spec(settings, place.model_dir)
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
     rooms += engine_specs(settings, place)
     if c.load_debug_rollout_data:

@@ -38,6 +38,7 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
+from miles_async.governor.govern import govern
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
@@ -220,6 +221,7 @@ class Launcher:
             if settings.launch.console == "web":
                 tasks.create_task(_aside("web console", self._serve(feed), supervisor))
             tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
+            tasks.create_task(_aside("governor", govern(bus, feed, self._stop), supervisor))
             tasks.create_task(_aside("placer", placer.follow(self._stop), supervisor))
             tasks.create_task(self._tell(supervisor))
             if self._embedded is not None:
@@ -369,7 +371,7 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
 
 def _peers(name: str, watches: Collection[str]) -> list[str]:
     """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
-    return [w for w in watches if w != name and name.startswith("generation-") and w.startswith("generation-")]
+    return [w for w in watches if w != name and name.startswith(("generation-", "lent-")) and w.startswith("generation-")]
 
 
 async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Rules of engines on the trainer's GPUs (--colocate): who is there, and what they give back."""
+"""Rules of engines on the trainer's GPUs (--colocate, --lend-trainer-gpus): who is there, and what they give back."""
 
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
@@ -9,7 +9,9 @@ LEVELS: dict[str, tuple[str, ...]] = {"kv_cache": ("kv_cache", "cuda_graph"), "w
 
 
 def gives_back(s: Flat) -> tuple[str, ...]:
-    """Tags that engines of this run give back in the trainer's turn; empty = there are no turns."""
+    """Tags that engines on the trainer's GPUs give back in its turn; empty = there are no turns."""
+    if s.lend_trainer_gpus:
+        return tuple(tag for tags in LEVELS.values() for tag in tags)
     trains = not (s.debug_rollout_only or s.load_debug_rollout_data)
     if not (s.colocate and s.offload_rollout and trains):
         return ()
@@ -17,9 +19,7 @@ def gives_back(s: Flat) -> tuple[str, ...]:
 
 
 def engine_args(s: Flat) -> dict[str, bool | float]:
-    """Flags of an SGLang server that shares its GPU."""
-    if not s.colocate:
-        return {}
+    """Flags of an SGLang server on the trainer's GPU."""
     args: dict[str, bool | float] = {"mem-fraction-static": memory_fraction(s)}
     if tags := gives_back(s):
         args |= {"enable-memory-saver": True}
@@ -28,13 +28,15 @@ def engine_args(s: Flat) -> dict[str, bool | float]:
 
 
 def memory_fraction(s: Flat) -> float:
-    """Part of a GPU's memory that an engine takes for weights and cache."""
+    """Part of the trainer's GPU that an engine takes for weights and cache."""
+    if s.lend_trainer_gpus:
+        return float(s.lend_mem_fraction)
     return float(s.server_args.get("mem-fraction-static", MEMORY_FRACTION))
 
 
 def offloading_needs_sharing(s: Flat) -> None:
     for name in ("offload", "offload_train", "offload_rollout"):
-        if getattr(s, name) and not s.colocate:
+        if getattr(s, name) and not s.colocate and not (s.lend_trainer_gpus and name == "offload_train"):
             raise refusal(
                 name, True, "trainer and engines have GPUs of their own (colocate = false)", "Add --colocate, or leave it out."
             )
@@ -94,4 +96,31 @@ def fraction_is_a_part(s: Flat) -> None:
         )
 
 
-RULES = (offloading_needs_sharing, engines_are_where_the_trainer_is, fraction_is_a_part)
+def gpus_can_be_lent(s: Flat) -> None:
+    if not s.lend_trainer_gpus:
+        return
+    for name, why in (
+        ("colocate", "engines are on the trainer's GPUs in any case"),
+        ("debug_rollout_only", "there is no trainer"),
+        ("load_debug_rollout_data", "there is no rollout"),
+    ):
+        if getattr(s, name):
+            raise refusal("lend_trainer_gpus", True, f"{why} ({name} is set)", "Leave it out.")
+    if s.launcher == "ray":
+        raise refusal("lend_trainer_gpus", True, "Ray gives a GPU to one process (launcher = ray)", "Set --launcher local.")
+    if s.engine == "external" or not s.num_generation_workers:
+        what = "engines that run elsewhere are not ours to start here (engine = external)" if s.engine == "external" else (
+            "a run whose only engines are lent would wait for ever (num_generation_workers = 0)"
+        )  # fmt: skip
+        raise refusal("lend_trainer_gpus", True, what, "Leave it out, or give the run engines of its own.")
+    if not s.lent_workers or s.actor_num_nodes > 1:
+        sizes = f"actor_num_nodes = {s.actor_num_nodes} with {s.actor_num_gpus_per_node} GPUs each"
+        each = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine}"
+        raise refusal("lend_trainer_gpus", True, f"the trainer's GPUs are of one host and hold an engine ({sizes}; {each})",
+                      "Leave it out.")  # fmt: skip
+    if s.offload_train and s.update_weight_transport == "nccl" and not s.update_weight_copy:
+        raise refusal("offload_train", True, "engines may still take a version from the weights themselves (update_weight_copy = "
+                      "false) when GPUs are lent", "Leave it out, or --no-update-weight-copy.")  # fmt: skip
+
+
+RULES = (gpus_can_be_lent, offloading_needs_sharing, engines_are_where_the_trainer_is, fraction_is_a_part)

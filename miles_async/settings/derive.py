@@ -191,6 +191,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("offload", lambda v: v["colocate"]),
     ("offload_train", lambda v: v["offload"]),
     ("offload_rollout", lambda v: v["offload"]),
+    ("lend_mem_fraction", lambda v: 0.7 if v["offload_train"] else 0.4),
     ("update_weight_transport", lambda v: "ipc" if v["colocate"] else "disk"),
     ("num_generation_workers", _workers),
     ("rollout_num_gpus", _gpus),

@@ -110,6 +110,12 @@ class Flat:
         return int(self.max_workers or self.num_generation_workers)
 
     @property
+    def lent_workers(self) -> tuple[str, ...]:
+        """Workers whose engines have the trainer's GPUs while it lends them."""
+        each = self.rollout_num_gpus_per_engine if self.engine == "sglang" else 1
+        return tuple(f"lent-{i}" for i in range(self.actor_num_gpus_per_node // each)) if self.lend_trainer_gpus else ()
+
+    @property
     def groups_per_version(self) -> int:
         """Prompt groups trained between two published policy versions: B of the admission bound."""
         return int(self.rollout_batch_size * self.update_weights_interval)

@@ -25,6 +25,8 @@ from miles_async.settings.secrets import take_password
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
 LARGEST = 1 << 62
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""Settings files that come with the package, and their data; in a checkout a link to the folder at its top."""
 HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 """package.module.function or FILE.py:function."""
 
@@ -122,13 +124,26 @@ def has_gpu() -> bool:
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def shipped() -> list[str]:
+    """Names of the settings files that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def config_path(word: str) -> Path:
+    """The settings file that a word names: a path, or a shipped file by its name. What is neither is left to `read_file`."""
+    path = Path(word)
+    named = SHIPPED / f"{word}.toml"
+    return named if not path.exists() and path.name == word and named.is_file() else path
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Field name -> value of a TOML settings file; types and bounds checked, names checked against their tables."""
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise SettingsError(
-            f"no such settings file: {path} (looked in {Path.cwd()})", remedy="Check the path."
+            f"no such settings file: {path} (looked in {Path.cwd()})",
+            remedy=nearest(path.name, shipped()) or f"Those that ship: {', '.join(shipped())}.",
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
@@ -140,6 +155,7 @@ def read_file(path: Path) -> dict[str, Any]:
     refused = Refusals()
     given: dict[str, Any] = {}
     typed_as: dict[str, str] = {}
+    ours = path.resolve().parent == SHIPPED.resolve()
 
     def take(table: str, name: str, value: object) -> None:
         where = f"{path} [{table}]"
@@ -148,7 +164,7 @@ def read_file(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{where} {name} is in the wrong table", remedy=f"Move it to [{spec.group}].")
         if spec.name in given:
             raise SettingsError(f"{where} {name} and {typed_as[spec.name]} are one setting", remedy="Keep one.")
-        given[spec.name] = coerce(spec, value, f"{where} {name}")
+        given[spec.name] = coerce(spec, _found(value) if ours else value, f"{where} {name}")
         typed_as[spec.name] = name
 
     for table, content in document.items():
@@ -161,6 +177,15 @@ def read_file(path: Path) -> dict[str, Any]:
                 refused.attempt(take, table, name, value)
     refused.raise_all()
     return given
+
+
+def _found(value: object) -> object:
+    """A value of a shipped file: data that ships too is found from any folder."""
+    if isinstance(value, list):
+        return [_found(item) for item in value]
+    if not isinstance(value, str) or not value.startswith("configs/") or Path(value).exists():
+        return value
+    return str(SHIPPED / value.removeprefix("configs/"))
 
 
 def _unknown_table(table: str, content: object, path: Path) -> SettingsError:

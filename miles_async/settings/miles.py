@@ -48,6 +48,7 @@ OF_OURS = (
     *("environment_path", "environment_slots", "environment_timeout_s", "environment_idle_s", "environment_sandbox"),
     *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
     *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
+    *("lend_trainer_gpus", "lend_after_s", "lend_return_s", "lend_mem_fraction"),
     *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
 )
 """Fields that Miles has no flag for."""

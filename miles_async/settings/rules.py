@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from miles_async.settings import checkpoints, colocate, megatron, second_models, serving, slots, staleness, training
+from miles_async.settings import checkpoints, colocate, governor, megatron, second_models, serving, staleness, training
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import BATCH, Flat
@@ -354,7 +354,7 @@ RULES: tuple[Rule, ...] = (
     bus_url_is_understood,
     *checkpoints.RULES,
     *serving.RULES,
-    *slots.RULES,
+    *governor.RULES,
     *colocate.RULES,
     *megatron.RULES,
 )

@@ -14,6 +14,7 @@ from miles_async.settings.groups import (
     BusSettings,
     CkptSettings,
     EvalSettings,
+    GovernorSettings,
     GrpoSettings,
     LaunchSettings,
     ModelSettings,
@@ -41,6 +42,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bus: BusSettings
     launch: LaunchSettings
     trackers: TrackersSettings
+    governor: GovernorSettings
     architecture: ArchitectureSettings
 
     @property

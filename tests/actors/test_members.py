@@ -10,7 +10,7 @@ import pytest
 from actors.publisher.members import ASIDE_S, REFUSALS, Members
 from actors.publisher.plan import TRIES, Target, Ways, choose_ways
 from actors.trainer.transports.nccl import first_ranks
-from bus.messages.control import BOOTING, Event, Vitals
+from bus.messages.control import BOOTING, UNLENT, Event, Vitals
 from bus.messages.policy import Seat, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 
@@ -29,6 +29,19 @@ def beat(state: Any = "running", version: int = 1, *, wall: float = 0.0, waits_f
 
 def able(members: Members, now: float = 0.0) -> dict[str, Seat]:
     return members.able("nccl", "h", now)
+
+
+def test_an_engine_on_the_trainers_gpu_is_there_while_it_is_lent_and_is_never_sent_to() -> None:
+    members = Members(timeout_s=10.0, lent=("w",))
+    members.fold(event("lent", version=-1), 0.0)
+    assert members.serving == {"w": -1}, "it is ordered at once"
+    members.fold(event("activated", version=1, gpus=1, host="h"), 1.0)
+    assert members.serving == {"w": 1} and able(members) == {}
+    members.fold(event("memory released", turn=2), 2.0)
+    members.fold(beat("waiting", waits_for=UNLENT), 3.0)
+    assert not members.all, "no order's deadline runs for it, and it has no slots"
+    members.fold(event("lent", version=1), 4.0)
+    assert members.serving == {"w": 1}, "what it serves already is not ordered again"
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, -30.0, 0.0, 30.0])

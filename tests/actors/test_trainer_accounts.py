@@ -8,20 +8,17 @@ import pytest
 from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
 from actors.trainer.accounts import Trained, booked, consumed_by
-from actors.trainer.actor import Trainer
 from actors.trainer.backend import StepResult
 from actors.trainer.cut import Part
-from actors.trainer.spec import TrainerSpec
+from actors.trainer.selfcheck import tell
 from bus import Entry
 from bus.knobs.live import LiveKnobs
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.versions import VersionSpan
 from bus.topology import EVENTS, GROUPS
-from miles_async.launcher.plan import told
-from miles_async.settings.flat import Flat
 from tests.actors.house import messages, open_bus, scored
-from tests.declared import PLAIN, actor_of, backend_of
+from tests.declared import actor_of
 
 
 def test_a_mask_over_the_newest_tokens_leaves_the_oldest_as_trained() -> None:
@@ -71,14 +68,9 @@ def test_what_waited_is_stale_and_what_came_late_has_outlasted_the_bound() -> No
 async def test_a_first_step_that_could_not_be_checked_says_so_and_ends_nothing(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name) as bus:
         context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
-        spec = told(
-            TrainerSpec, Flat(PLAIN), load="", backend=backend_of(hf_checkpoint=""), weights_dir="", num_rollout=1, save=""
-        )
-        trainer = Trainer(context, msgspec.structs.replace(spec, backend_name="none", ci_test=True))
-        await trainer._check_first_step({"train/loss": 0.5})
-        await trainer._check_first_step({"train/loss": 0.5, "train/selfcheck/loss": 0.5, "train/selfcheck_limit/loss": 9.0})
+        await tell(context, {"train/loss": 0.5}, ends=True)
+        await tell(context, {"train/loss": 0.5, "train/selfcheck/loss": 0.5, "train/selfcheck_limit/loss": 9.0}, ends=True)
         with pytest.raises(RunEnds, match="step 1 failed 1 of its 1 checks"):
-            await trainer._check_first_step({"train/selfcheck/loss": 10.0, "train/selfcheck_limit/loss": 9.0})
+            await tell(context, {"train/selfcheck/loss": 10.0, "train/selfcheck_limit/loss": 9.0}, ends=True)
         said = [e.text for e in await messages(bus, EVENTS) if e.kind == "self-check"]
         assert ["not checked" in text for text in said] == [True, False, False] and "passed its 1 checks" in said[1]
-        trainer._thread.shutdown()

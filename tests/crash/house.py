@@ -86,6 +86,10 @@ def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0) -> Non
         time.sleep(0.05)
 
 
+FOUND = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
+"""Where actors look for packages: this checkout first."""
+
+
 class NoServer:
     """Redis is somebody else's to stop."""
 
@@ -118,10 +122,10 @@ class Run:
         """Run the command. `fault`: see actors.runtime.faultpoints; each strikes once per test."""
         file = self.home / "run.toml"
         file.write_text(toml_of(self._tables))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
         environment.pop("MILES_ASYNC_FAULT", None)
         if self._warm is not None and not wrap:
-            environment |= {"MILES_ASYNC_TEST_WARM": str(self._warm), "PYTHONPATH": f"{WARM}{os.pathsep}{REPO}"}
+            environment |= {"MILES_ASYNC_TEST_WARM": str(self._warm), "PYTHONPATH": f"{WARM}{os.pathsep}{FOUND}"}
         if fault:
             self._faults = fault.split(",")
             (self.home / "faults").mkdir(exist_ok=True)

@@ -36,4 +36,4 @@ def test_another_server_becomes_the_primary(how: str, run_of: Launch, house: Fai
     run.drain()
     loses = how != "killed"
     judge(run, whole_policy=not loses, steps=run.step())
-    assert ("lost its last moments" in (run.dir / "metrics.jsonl").read_text()) == loses
+    assert ("it lost its last moments" in (run.dir / "metrics.jsonl").read_text()) == loses

@@ -17,9 +17,10 @@ from actors.generation.actor import Worker
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus, Commit, Out
+from bus.messages.control import UNLENT
 from bus.messages.policy import Turn
-from bus.topology import ACTIVE, POLICY, PROMPTS
-from tests.actors.house import open_bus, running, until
+from bus.topology import ACTIVE, PARKED, POLICY, PROMPTS
+from tests.actors.house import messages, open_bus, running, until
 from tests.engine.models import Oracle
 from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
 
@@ -27,9 +28,9 @@ TAGS = ("kv_cache", "cuda_graph", "weights")
 Models = Callable[[str], tuple[Path, Path]]
 
 
-async def tell(bus: Bus, holder: Any, number: int, *, publishes: bool = False) -> None:
+async def tell(bus: Bus, holder: Any, number: int, **more: bool) -> None:
     """As the trainer says it."""
-    turn = Turn(holder=holder, number=number, publishes=publishes)
+    turn = Turn(holder=holder, number=number, **more)
     await bus.commit(Commit(append=(Out(POLICY, turn),), state={"turn": turn.mark}))
 
 
@@ -126,6 +127,58 @@ async def test_an_engine_whose_update_failed_half_way_is_ended_when_the_trainer_
         await until(lambda: released(bus, 3), deadline_s=60)
         left = engines(tmp_path)
         assert not left or await told(bus, "joined", 2)
+
+
+async def test_an_engine_that_is_lent_a_gpu_leaves_its_samples_to_peers(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    """It boots before the trainer loads, which waits for that alone; what it serves is good for the next time too."""
+    first, _ = models("qwen3-endless")
+    spec = GenerationSpec(model_path=str(first), gives_back=TAGS, lent_s=20.0)
+    async with at_work(redis_url, run_name, spec, run_dir=str(tmp_path)) as (bus, worker):
+        await tell(bus, "trainer", 1, boots=True)
+        await until(lambda: released(bus, 1))
+        assert len(engines(tmp_path)) == 1
+        await tell(bus, "engines", 1)
+        await until(lambda: told(bus, "lent", 1))
+        await bus.append([Out(ACTIVE, order(1, first))])
+        await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
+        await until(lambda: half_way(worker), deadline_s=30)
+        await tell(bus, "trainer", 2)
+        await until(lambda: released(bus, 2))
+        parked = await messages(bus, PARKED)
+        assert [(p.reason, 0 < p.response.n_tokens < TOKENS) for p in parked] == [("drain", True)] * 2
+        assert worker._context.vitals().waits_for == UNLENT and worker._leases.free() == 0
+        data = (await events(bus, "memory released"))[-1].data
+        assert data["ready_s"] > 0 and data["tokens"] == sum(p.response.n_tokens for p in parked)
+        await bus.append([Out(PROMPTS, sample("g2", 8))])
+        await tell(bus, "engines", 2)
+        await rollouts_of(bus, 1)
+        assert [event.data["version"] for event in await events(bus, "lent")] == [-1, 1]
+
+
+async def test_a_boot_on_a_lent_gpu_ends_when_the_trainer_wants_it_back(
+    redis_url: str, run_name: str, tmp_path: Path, models: Models
+) -> None:
+    first, _ = models("qwen3")
+    spec = GenerationSpec(model_path=str(first), gives_back=TAGS, lent_s=20.0)
+
+    async def body(context: Context, given: GenerationSpec) -> None:
+        await Worker(context, given).run()
+
+    async def boots() -> bool:
+        return bool(engines(tmp_path))
+
+    async with open_bus(redis_url, run_name) as bus:
+        await tell(bus, "trainer", 7)
+        async with running(bus, "generation-0", body, spec, run_dir=str(tmp_path)):
+            await until(lambda: released(bus, 7))
+            assert not engines(tmp_path), "it boots beside the trainer"
+            await tell(bus, "engines", 7)
+            await until(boots)
+            await tell(bus, "trainer", 8)
+            await until(lambda: released(bus, 8))
+            assert not engines(tmp_path) or await told(bus, "joined", 1)
 
 
 @pytest.mark.parametrize("holder", ["trainer", "engines"])

@@ -16,7 +16,6 @@ STAYS = {
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
-    "miles_async/settings/load.py settings_from": "the door for programs that start a run without a file or flags",
 }
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
 CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated"}  # asyncio

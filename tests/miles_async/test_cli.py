@@ -90,6 +90,30 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert why_not("--nonsense") == ""
 
 
+def test_a_flag_is_explained_from_its_declaration(capsys):
+    from miles_async.settings.catalog import catalog
+
+    def explained(*flags):
+        assert app.main(["train", "quickstart", "--explain", *flags]) == 0
+        return capsys.readouterr().out
+
+    shown = explained("--tis-threshold")
+    for said in (
+        *("--tis-clip NUMBER\n  Upper bound", "a number > 0", "default       2.0", "[grpo] tis_clip"),
+        *("tune tis_clip=VALUE, from the next step (trainer) on", "also --tis-threshold"),
+        "correction bounds are ordered (rules.py)",
+    ):
+        assert said in shown
+    shown = explained("max_weight_staleness", "--no-rollout-shuffle", "--lora-rank", "--moe-permute-fusion")
+    assert "stale data is corrected" in shown and "others follow staleness_lookahead" in shown and "while it runs fixed" in shown
+    assert "--lora-rank: refused: There is no LoRA." in shown and "--moe-permute-fusion: a field of megatron-core" in shown
+    # A rule that asks a property of all settings looks at what that is made of.
+    assert "wait leaves room for its lookahead" in explained("update_weights_interval")
+    assert explained(*catalog()).count("in a file") == len(catalog())
+    assert app.main(["train", "--explain", "tis_clap"]) == 2 and "Did you mean tis_clip?" in capsys.readouterr().err
+    assert app.main(["train", "--explain"]) == 2 and "--explain needs a value" in capsys.readouterr().err
+
+
 def test_help_shows_every_flag_with_unit_and_default(capsys):
     from miles_async.settings.catalog import catalog
 

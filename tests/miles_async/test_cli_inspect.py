@@ -15,10 +15,10 @@ import pytest
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
 from bus import Bus
-from bus.messages.policy import Life, Lives
+from bus.messages.policy import SamplesTrained, SampleTrained
 from bus.messages.samples import Mark
 from bus.messages.versions import VersionSpan
-from bus.topology import LIVES, POLICY, PROMPTS, STREAMS
+from bus.topology import POLICY, PROMPTS, STREAMS, TRAINED
 from miles_async.cli import app
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
@@ -299,11 +299,11 @@ def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_
         *(Mark("resumed", "generation-1", 2, 13.0), Mark("ended", "generation-1", 4, 14.0)),
     )
     spans = (VersionSpan(1, 0, 2), VersionSpan(2, 1, 2))
-    life = Life("g1/0", marks, spans, "stop", 2, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+    life = SampleTrained("g1/0", marks, spans, "stop", 2, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
 
     async def trained(story):
         await story.whole()
-        await story.say(LIVES, Lives(step=1, lives=(life,)))
+        await story.say(TRAINED, SamplesTrained(step=1, samples=(life,)))
         stop = asyncio.Event()
         stop.set()
         await Recorder(story.bus, run.dir).follow(stop)

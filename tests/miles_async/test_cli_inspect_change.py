@@ -153,6 +153,44 @@ def test_a_refused_patch_changes_nothing_and_says_why(whole, patch, said):
     assert len(whole.tell(lambda story: read_history(story.bus))) == 1
 
 
+def test_tune_plans_for_a_step_shows_what_waits_and_cancels(whole):
+    asked = ("tune", "--at-step", "3", "lr=0.5", "max_weight_staleness=2", "--reason", "warm")
+    status, out, _ = whole.ask(*asked)
+    assert status == 0
+    assert "step 3 exactly (trainer)" in out
+    assert "when step 3 begins (sampler)" in out
+    _, found = whole.ask_json("tune")
+    [plan] = found["planned"]
+    assert (plan["epoch"], plan["at_step"], plan["reason"]) == (1, 3, "warm")
+    assert plan["values"] == {"lr": 0.5, "max_weight_staleness": 2}
+    assert found["knobs"]["lr"]["value"] != 0.5
+    assert "planned for step 3 by " in whole.ask("tune")[1]
+    assert "planned for step 3: lr=0.5" in whole.ask("tune", "--log")[1]
+    assert whole.ask("tune", "--cancel", "1")[:2] == (0, "epoch 2\nthe plan of epoch 1 is cancelled\n")
+    assert whole.ask_json("tune")[1]["planned"] == []
+    assert "plan of epoch 1 ended" in whole.ask("tune", "--log")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--at-step", "1", "lr=0.5"], "--at-step = 1: 1 steps are done and step 2 may be under way. Give 3 or more"),
+        (["--at-step", "2", "lr=0.5"], "Give 3 or more"),
+        (["--at-step", "3"], "--at-step = 3: nothing is planned. Add name=value"),
+        (["--at-step", "3", "lr=fast"], "must be a number >= 0"),
+        (["--at-step", "5000000", "lr=0.5"], "the run ends at step"),
+        (["--cancel", "7"], "no plan of this epoch waits; plans: none"),
+        (["--cancel", "7", "lr=0.5"], "exclude each other"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(whole, words, said):
+    status, out, err = whole.ask("tune", *words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert len(whole.tell(lambda story: read_history(story.bus))) == 1
+
+
 # -- doctor -------------------------------------------------------------------------------------------------------------
 
 

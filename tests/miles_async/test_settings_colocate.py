@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +31,8 @@ def test_engines_get_the_trainers_gpus_and_everything_follows(tmp_path: Path) ->
     assert s.offload_train and s.offload_rollout and s.update_weight_transport == "ipc"
     specs = rooms(tmp_path, flags)
     workers = ["generation-0", "generation-1"]
-    assert specs["trainer"]["turns"] == {"workers": workers, "offload": True, "deadline_s": 720.0}
+    turns: Any = specs["trainer"]["turns"]
+    assert (turns["workers"], turns["offload"], turns["deadline_s"], turns["lends"]) == (workers, True, 720.0, False)
     for i, name in enumerate(workers):
         assert specs[name]["gpus"] == [i]
         assert specs[name]["gives_back"] == ["kv_cache", "cuda_graph", "weights"]
@@ -73,6 +75,25 @@ def test_without_it_engines_and_trainer_know_nothing_of_each_other(tmp_path: Pat
     assert specs["generation-0"]["server_args"] == {} and specs["generation-0"]["gives_back"] == []
 
 
+@pytest.mark.parametrize(("offload", "fraction"), [("", 0.4), ("--offload-train", 0.7)])
+def test_lent_gpus_have_engines_beside_those_of_the_run(tmp_path: Path, offload: str, fraction: float) -> None:
+    flags = "--lend-trainer-gpus --engine sglang --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --sglang-mem-fraction-static 0.8"
+    specs: Any = rooms(tmp_path, f"{flags} --lend-return-s 8 {offload}")
+    lent = ["lent-0", "lent-1"]
+    turns = specs["trainer"]["turns"]
+    assert (turns["workers"], turns["offload"], turns["lends"], turns["return_s"]) == (lent, True, True, 8.0)
+    assert specs["trainer"]["backend"]["offload_train_target"] == ("cpu" if offload else "stay")
+    assert specs["publisher"]["lent"] == lent and specs["trainer"]["courier"]["keep_copy"] is bool(offload)
+    assert [specs[name]["gpus"] for name in (*lent, "generation-0", "generation-1")] == [[0], [1], [2], [3]]
+    for name in lent:
+        assert (specs[name]["lent_s"], specs[name]["router_url"]) == (8.0, "")
+        assert specs[name]["gives_back"] == ["kv_cache", "cuda_graph", "weights"]
+        saves = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+        assert specs[name]["server_args"] == {"mem-fraction-static": fraction} | saves
+    assert specs["generation-0"]["gives_back"] == [] and specs["generation-0"]["lent_s"] == 0.0
+    assert specs["generation-0"]["server_args"] == {"mem-fraction-static": "0.8"}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -86,6 +107,17 @@ def test_without_it_engines_and_trainer_know_nothing_of_each_other(tmp_path: Pat
         ("--colocate --engine sglang --sglang-mem-fraction-static 1.2", "not a part of the GPU's memory"),
         ("--colocate --engine sglang --sglang-mem-fraction-static most", "not a part of the GPU's memory"),
         ("--colocate --engine sglang --sglang-enable-memory-saver", "--colocate and --offload-rollout"),
+        ("--lend-trainer-gpus --colocate", "on the trainer's GPUs in any case (colocate is set)"),
+        ("--lend-trainer-gpus --debug-rollout-only", "there is no trainer"),
+        ("--lend-trainer-gpus --load-debug-rollout-data x/{rollout_id}", "there is no rollout"),
+        ("--lend-trainer-gpus --launcher ray --bus-url redis://a:1", "Set --launcher local"),
+        ("--lend-trainer-gpus --num-generation-workers 0", "whose only engines are lent would wait for ever"),
+        ("--lend-trainer-gpus --engine sglang --rollout-num-gpus-per-engine 2", "are of one host and hold an engine"),
+        ("--lend-trainer-gpus --offload-rollout", "offload_rollout = true: trainer and engines have GPUs of their own"),
+        (
+            "--lend-trainer-gpus --offload-train --update-weight-transport nccl --no-update-weight-copy",
+            "may still take a version from the weights themselves",
+        ),
     ],
 )
 def test_what_cannot_be(tmp_path: Path, flags: str, says: str) -> None:

@@ -13,7 +13,10 @@ from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.tuned import TunedSteps
 from bus import Bus
-from bus.knobs.live import LiveKnobs, propose, read_history
+from bus.knobs import values_at
+from bus.knobs.live import LiveKnobs, propose, publish_initial, read_history
+from bus.knobs.plans import plan
+from bus.messages.control import Kind
 from bus.topology import EVENTS
 from tests.actors.house import messages, open_bus
 from tests.declared import actor_of
@@ -68,3 +71,33 @@ async def test_a_batch_that_is_refused_under_all_settings_leaves_them_alone(
             with pytest.raises(BatchRefused, match=r"eps_clip = 0\.9"):
                 await TunedSteps(context, backend, in_thread).train(make_batch(1, **context.knobs.live), 1)
         assert len(await read_history(bus)) == 2 and not await messages(bus, EVENTS)
+
+
+async def test_a_plan_holds_from_exactly_its_step_and_one_that_cannot_be_is_given_up_and_told(
+    redis_url: str, run_name: str, make_backend: Callable[..., TorchBackend]
+) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        await plan(bus, {"lr": 0.5}, at_step=3, author="me")
+        await plan(bus, {"eps_clip": 0.7}, at_step=3, author="me")
+        kinds = values_at(await read_history(bus), 0).kinds
+        narrower = {**kinds, "eps_clip": Kind(type="float", lt=0.5)}  # another release, after a restart
+        await publish_initial(bus, values_at(await read_history(bus), 0).values, narrower)
+        async with following(bus, epoch=3) as context:
+            over = asyncio.Event()
+            follow = asyncio.create_task(context.live_knobs.follow(over))
+            steps = TunedSteps(context, make_backend(objective=HOOK), in_thread)
+            before = context.knobs.lr
+            await steps.begin(2)
+            assert (context.knobs.lr, context.knobs.epoch) == (before, 3)
+            await steps.begin(3)
+            assert (context.knobs.lr, context.knobs.eps_clip, context.knobs.epoch) == (0.5, 0.2, 5)
+            await steps.begin(2)  # the step before is made again, from a checkpoint
+            assert context.knobs.lr == before
+            await steps.begin(3)
+            assert context.knobs.lr == 0.5
+            over.set()
+            await follow
+        assert len(await read_history(bus)) == 6, "a plan is carried out once"
+        [event] = await messages(bus, EVENTS)
+        assert (event.kind, event.level) == ("knobs refused", "error")
+        assert "planned for step 3 as epoch 2; given up: eps_clip=0.7" in event.text

@@ -16,13 +16,15 @@ from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
     Activate,
     GroupsGivenUp,
-    Life,
-    Lives,
     PolicyActive,
     Restored,
+    SamplesTrained,
+    SampleTrained,
     Seat,
     Send,
     SendFailed,
+    StepDone,
+    Turn,
     WeightManifest,
     WeightsReady,
 )
@@ -84,10 +86,10 @@ EXAMPLES: tuple[Message, ...] = (
     GroupsGivenUp(
         groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
     ),
-    Lives(
+    SamplesTrained(
         step=4,
-        lives=(
-            Life(
+        samples=(
+            SampleTrained(
                 sample_id="g0000042/1",
                 marks=(Mark("issued", wall=1.5), Mark("parked: drain", "generation-1", 2, 2.5)),
                 spans=(VersionSpan(7, 5, 2),),
@@ -104,6 +106,8 @@ EXAMPLES: tuple[Message, ...] = (
         ),
     ),
     _more(Restored, samples=("g0000041/0",)),
+    _more(Turn, boots=True),
+    _more(StepDone, lives=pack_ints([0, 812, 4031, 12])),
     PolicyActive(
         version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5
     ),
@@ -116,7 +120,13 @@ EXAMPLES: tuple[Message, ...] = (
         parcel=Parcel(id="0f" * 16, piece_bytes=65536, files=(ParcelFile("model.safetensors", 46, bytes(range(16))),)),
         sources=("http://10.0.0.6:7070", "http://:7071"),
     ),
-    _more(KnobPatch, kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))}),
+    _more(
+        KnobPatch,
+        kinds={"lr": Kind(type="float", ge=0.0), "policy": Kind(type="str", choices=("wait", "drop"))},
+        planned={"lr": 2e-06},
+        at_step=40,
+        plan=3,
+    ),
     EnvironmentCall(
         asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"),
         told=b"digest_of_12", over=True

@@ -25,7 +25,8 @@ class NoRoom(MilesAsyncError):
 
 
 class Offload:
-    """`target`: cpu for (pinned) host memory, disk for a file without a name in `directory`."""
+    """`target`: cpu for (pinned) host memory, disk for a file without a name in `directory`; stay: nothing moves, and only what
+    lies unused is given to others."""
 
     def __init__(self, target: str, directory: str = "") -> None:
         self._target = target
@@ -42,6 +43,10 @@ class Offload:
     def store(self, tensors: Iterable[Tensor]) -> int:
         """Move the memory of `tensors` out, each piece once though several lie in it; bytes moved. Host memory of a trainer
         on a CPU stays where it is, unless it goes to disk."""
+        if self._target == "stay":
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            return 0
         found = [s for s in storages(tensors) if s.device.type != "cpu" or self._on_disk(s)]
         sizes = [(s, s.nbytes()) for s in found if s.nbytes()]
         total = sum(n for _, n in sizes)

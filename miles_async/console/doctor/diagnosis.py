@@ -22,6 +22,7 @@ from miles_async.console.doctor.finding import (
 from miles_async.console.doctor.flow import (
     dead_letters,
     failed_checkpoints,
+    governor_at_its_edge,
     idle_trainer,
     slow_rewards,
     starving_filter,
@@ -78,6 +79,7 @@ RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
     idle_trainer,
     long_waits,
     wrong_clocks,
+    governor_at_its_edge,
 )
 
 

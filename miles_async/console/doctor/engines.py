@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from actors.runtime.snapshot import ActorFacts
-from bus.messages.control import BOOTING
+from bus.messages.control import BOOTING, UNLENT
 from miles_async.console.doctor.finding import BRIEF_S, Finding
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, shorten
@@ -34,6 +34,8 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
         vitals = actor.vitals
         if actor.life != "alive" or vitals.version >= policy.announced or vitals.state == "draining" or scene.over:
             continue
+        if vitals.waits_for == UNLENT:
+            continue  # it takes a version when it has a GPU
         behind_s = policy.behind_s(vitals.version)
         if behind_s < BRIEF_S and vitals.version >= 0:
             continue

@@ -17,7 +17,7 @@ Rule = Literal[
     # engines and versions
     "engine silent", "engine failing", "weights refused", "stale worker", "slow weights", "slow engine",
     # the flow of samples
-    "filter starving", "slow rewards", "checkpoint failed", "evaluation stuck", "idle trainer",
+    "filter starving", "slow rewards", "checkpoint failed", "evaluation stuck", "idle trainer", "governor",
     # learning
     "self-check", "log-probs differ", "gradient", "GPU memory", "reward falls", "entropy collapsed", "entropy grows", "ESS falls",
     "answers cut", "answers empty", "answers shrink", "length bias",

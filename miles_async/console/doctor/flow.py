@@ -107,6 +107,12 @@ def stuck_evaluation(scene: Scene) -> Iterator[Finding]:
         yield Finding("warning", "evaluation stuck", "evaluator", text, still_s)
 
 
+def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
+    """What would serve lies outside of what the user allows, or is left to hands."""
+    for note in scene.governor.notes if scene.governor is not None and scene.knobs.get("governor") else ():
+        yield Finding("info", "governor", "governor", f"the governor is held up: {note.text}")
+
+
 def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]

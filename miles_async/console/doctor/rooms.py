@@ -120,7 +120,7 @@ def long_waits(scene: Scene) -> Iterator[Finding]:
         since = waiting_since(actor, scene)
         if vitals.state == "stalled":
             yield Finding("error", "stalled", vitals.actor, f"{vitals.actor} is stalled: {vitals.note}", since)
-        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, TURN_WAIT)) and since > PATIENCE_S:
+        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, *TURN_WAIT)) and since > PATIENCE_S:
             text = f"{vitals.actor} has waited {duration(since)} for {vitals.waits_for}{because(actor, scene)}"
             yield Finding("warning", "long wait", vitals.actor, text, since)
 

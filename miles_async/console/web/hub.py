@@ -1,4 +1,4 @@
-"""Looks at a run for all open pages: a state every REFRESH_S while somebody watches, the doctor's word more seldom.
+"""Looks at a run for all open pages and screens: a state every REFRESH_S while somebody watches, the doctor's word more seldom.
 
 Reads  snapshots, the history that somebody else's feed keeps, the doctor's scene    Writes  nothing    Owns  the pages' state
 While nobody watches it does nothing. Where a look is slow, looks are rarer.
@@ -36,7 +36,7 @@ class Hub:
     def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int, kept: bool = False) -> None:
         self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
-        self._looks, self.curves, self._word = Looks(), Curves(), Word()
+        self._looks, self.curves, self.word = Looks(), Curves(), Word()
         self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
         self._look, self.wall = 0, 0.0  # of the newest look, seconds
         self._changed = asyncio.Condition()
@@ -92,7 +92,7 @@ class Hub:
             snapshot,
             history,
             self._looks,
-            self._word,
+            self.word,
             total_steps=self._total,
             settings=self._settings,
             kept=self._kept,
@@ -122,10 +122,10 @@ class Hub:
                 steps = list(self._feed.history.steps)
                 first = next((s.metrics for s in steps[:1] if s.step == 1), {})
                 scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first, steps=steps)
-                said = dict(explain(scene))
+                findings, said = await asyncio.to_thread(lambda s: (diagnose(s), dict(explain(s))), scene)
                 of_trainer = said.get("trainer", "")
-                waited = of_trainer if waiting(of_trainer) else self._word.waited
-                self._word = Word(tuple(diagnose(scene)), said, clock.wall(), waited, open_text(scene))
+                waited = of_trainer if waiting(of_trainer) else self.word.waited
+                self.word = Word(tuple(findings), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 pass  # `silent` says so
             spent = clock.monotonic() - began

@@ -59,7 +59,9 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         ),
     ] = False
     offload: Annotated[bool, doc("Both offload_train and offload_rollout.", derived="colocate")]
-    offload_train: Annotated[bool, doc("The trainer's memory leaves the GPU in the engines' turn.", derived="offload")]
+    offload_train: Annotated[
+        bool, doc("The trainer's memory leaves the GPU in the engines' turn, or while it is lent.", derived="offload")
+    ]
     offload_rollout: Annotated[
         bool,
         doc(
@@ -75,6 +77,29 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         Literal["cpu", "disk"],
         doc("Where the trainer's memory goes: pinned host memory, or a file in the run's folder."),
     ] = "cpu"
+    lend_trainer_gpus: Annotated[
+        bool,
+        doc(
+            "Engines on the trainer's GPUs too: they work while the trainer waits long for a batch, and give the GPUs back, their "
+            "samples to peers, before it is complete."
+        ),
+    ] = False
+    lend_after_s: Annotated[
+        float, doc("Least expected wait for a batch for which GPUs are lent; what lending costs is measured.", unit="seconds", ge=0)
+    ] = 5.0
+    lend_return_s: Annotated[
+        float,
+        doc("Longest time in which lent GPUs are given back; an engine that takes longer is ended.", unit="seconds", gt=0),
+    ] = 20.0
+    lend_mem_fraction: Annotated[
+        float,
+        doc(
+            "Part of a lent GPU's memory that an SGLang engine takes; the trainer's stays beside it, unless offload_train.",
+            derived="0.7 with offload_train, else 0.4",
+            gt=0,
+            lt=1,
+        ),
+    ]
     train_memory_margin_bytes: Annotated[
         int,
         doc(

@@ -95,7 +95,7 @@ export class Knobs {
   }
 
   entry(patch, epoch) {
-    const values = Object.entries(patch.values).map(([k, v]) => `${k} = ${v}`).join(", ") || "settings of a start";
+    const values = Object.entries(patch.values).map(([k, v]) => k ? `${k} = ${v}` : v).join(", ") || "settings of a start";
     const back = async () => {
       try {
         const made = await ask("/api/knobs", { revert: patch.epoch, reason: this.reason.value });

@@ -1,4 +1,4 @@
-"""runs/<name>/lives.jsonl: one line for each trained sample, and how one of them is found among very many.
+"""runs/<name>/trained.jsonl: one line for each trained sample, and how one of them is found among very many.
 
 A line that was cut short by a crash is closed before the next one. What a recorder wrote just before it was killed may stand twice.
 Bounded: of two files the older one goes; together they have the newest half million samples or more.
@@ -14,12 +14,12 @@ import msgspec
 
 from actors.recorder.records import Record
 
-FILE, OLDER = "lives.jsonl", "lives.1.jsonl"
+FILE, OLDER = "trained.jsonl", "trained.1.jsonl"
 MOST_BYTES = 128 << 20  # of each of the two files
 LONGEST = 1 << 20  # of a line, bytes
 
 
-def append_lives(run_dir: Path, records: Iterable[Record]) -> None:
+def append_trained(run_dir: Path, records: Iterable[Record]) -> None:
     """Write whole lines; what is full becomes the older file, in place of the one before."""
     if (run_dir / FILE).exists() and (run_dir / FILE).stat().st_size > MOST_BYTES:
         (run_dir / FILE).replace(run_dir / OLDER)
@@ -27,7 +27,7 @@ def append_lives(run_dir: Path, records: Iterable[Record]) -> None:
         file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
-def last_life(run_dir: Path) -> list[Record]:
+def last_trained(run_dir: Path) -> list[Record]:
     """The newest whole line, if there is any; one that a crash cut short is closed."""
     try:
         with (run_dir / FILE).open("r+b") as file:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from actors.trainer.backend import StepResult
 from actors.trainer.cut import Part
 from bus.messages.groups import GroupKept
-from bus.messages.policy import Life, Lives
+from bus.messages.policy import SamplesTrained, SampleTrained
 
 A_MESSAGE = 50  # samples: some 10 kB
 
 
-def lives_of(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int) -> Iterator[Lives]:
+def trained_samples(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int) -> Iterator[SamplesTrained]:
     """Messages about all samples of a batch, in training order. `step`: the number of the step just done."""
-    found: list[Life] = []
+    found: list[SampleTrained] = []
     position = 0
     for part, group in batch:
         for scored in group.samples:
@@ -22,7 +22,7 @@ def lives_of(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, ste
             position += len(rollout.strands)
             shares = result.shares[first:position]
             found.append(
-                Life(
+                SampleTrained(
                     sample_id=rollout.task.sample_id,
                     marks=rollout.response.marks or (),
                     spans=rollout.response.spans,
@@ -37,4 +37,4 @@ def lives_of(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, ste
                     share=round(sum(shares), 6) if shares else -1.0,
                 )
             )
-    return (Lives(step=step, lives=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE))
+    return (SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE))

@@ -1,0 +1,150 @@
+"""`miles-async train --from-miles run.sh`: the flags that a launch script of Miles gives to train.py, and what became of each.
+
+Reads  the script (`settings/script.py`; it is not run)    Writes  nothing
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from miles_async.cli.flags import Parsed, parse_flags
+from miles_async.settings.catalog import names
+from miles_async.settings.errors import Refusals, SettingsError
+from miles_async.settings.load import FlagValue
+from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
+from miles_async.settings.script import Script, Word, read_script
+
+FLAG = "--from-miles"
+SHOWN = 44  # characters of a flag with its values
+NOT_TAKEN = {
+    "PYTHONPATH": "packages of this Python and of the current folder are found",
+    "MASTER_ADDR": "the launcher chooses it",
+    "MASTER_PORT": "the launcher chooses it",
+}
+"""Variables that a script of Miles sets for its job -> why they are not set here."""
+ASYNC = "train_async.py trains on rollouts of one step before: --max-weight-staleness 1 --use-tis is that here; without it, 0"
+
+
+class Taken(NamedTuple):
+    """A command line without its script, the script's settings flags, and what to tell the user."""
+
+    words: list[str]
+    values: tuple[FlagValue, ...] = ()
+    told: tuple[str, ...] = ()
+
+
+class _Flag(NamedTuple):
+    """A flag in the script with its values."""
+
+    word: Word
+    values: list[Word]
+
+    @property
+    def unread(self) -> str:
+        return next((f"{word.unread} ({word.where})" for word in (self.word, *self.values) if word.unread), "")
+
+    @property
+    def name(self) -> str:
+        return self.word.text.partition("=")[0]
+
+    @property
+    def shown(self) -> str:
+        spec = names().get(self.name.removeprefix("--").replace("-", "_"))
+        if spec is not None and spec.secret:
+            return f"{self.name} ***"
+        return textwrap.shorten(" ".join(word.text for word in (self.word, *self.values)), SHOWN, placeholder=" ...")
+
+MEANT = (
+    ("--engine", "sglang", "Miles has no other; --engine embedded is for a CPU"),
+    ("--dynamic-sampling-filter-path", "none", "Miles filters no group unless told to"),
+)
+"""Flag, value and reason where the shipped default differs from what a script that says nothing means."""
+
+
+def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -> Taken:
+    """The flags of the script that a command line names; what cannot be taken is left in `refused`. What the command line itself
+    gives counts instead of what the script gives. SettingsError for a script that cannot be read at all."""
+    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == FLAG), None)
+    if at is None:
+        return Taken(words)
+    _, equals, path = words[at].partition("=")
+    path = path if equals else words[at + 1] if at + 1 < len(words) else ""
+    rest = words[:at] + words[at + 1 + (not equals) :]
+    if not path or path.startswith("--"):
+        raise SettingsError(f"{FLAG} needs a value", remedy="It takes the path of a launch script.")
+    script = read_script(Path(path))
+    own = parse_flags(rest, switches, Refusals())
+    flags = list(_flags(script, refused))
+    known, rows = list[str](), list[tuple[str, str, str]]()
+    for flag in flags:
+        said, use = _outcome(flag, own, refused)
+        rows.append((flag.shown, said, flag.word.where))
+        known += [flag.word.text, *(word.text for word in flag.values)] if use else []
+    ours = [pair for pair in MEANT if not any(flag.name == pair[0] for flag in flags)]
+    parsed = parse_flags([*(word for pair in ours for word in pair[:2]), *known], frozenset(), refused)
+    hint = "Is a value with a space not quoted, or a flag given two values?"
+    refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
+    rows += [("", f"{flag} {value}: {why}", "") for flag, value, why in ours]
+    head = f"{path}: {len(flags)} flags of {script.program}, at {script.where}"
+    return Taken(rest, parsed.values, (head, *_table(rows), *_beside(script)))
+
+
+def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
+    now: _Flag | None = None
+    for word in script.words:
+        if word.text.startswith("--"):
+            if now is not None:
+                yield now
+            now = _Flag(word, [])
+        elif now is not None:
+            now.values.append(word)
+        else:
+            problem = f"{word.where}: {word.text!r} is no flag: {word.unread or 'it stands before the first flag'}"
+            refused.found.append(SettingsError(problem, remedy="Take it out of the script."))
+    if now is not None:
+        yield now
+
+
+def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
+    """What became of a flag, and whether its words are used."""
+    name, spec = flag.name, names().get(flag.name.removeprefix("--").replace("-", "_"))
+    alone = spec is not None and spec.kind != "table"
+    if any(name == value.typed or (alone and value.spec is spec) for value in own.values):
+        return "given on this command line, which counts", False
+    said = fate(name).replace("`", "")
+    compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED
+    if flag.unread and (compared or name in NEEDLESS):
+        return f"left out: {flag.unread}", False
+    if flag.unread and said.startswith("refused"):
+        return f"left out: {flag.unread}; and {said}", False
+    if flag.unread:
+        remedy = f"Give {name} {'VALUE' if flag.values else f'or --no-{name[2:]}'} behind the script."
+        problem = f"{name} cannot be read without running the script: {flag.unread}"
+        refused.found.append(SettingsError(problem, remedy=remedy))
+        return f"refused: {flag.unread}", False
+    if spec is not None and spec.name in OTHERWISE and name == spec.flag:
+        said = f"taken; here: {said}"
+    return "taken" if said == "the same" else said, True
+
+
+def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    width = max(len(shown) for shown, _, _ in rows)
+    for shown, said, where in rows:
+        yield f"  {shown:<{width}}  {said}{f'  [{where}]' if where else ''}"
+
+
+def _beside(script: Script) -> Iterator[str]:
+    """The environment of the run, which is set here as the script would, and what was not run."""
+    for name, word in script.environment.items():
+        if name in NOT_TAKEN or word.unread:
+            yield f"  {name} is not set: {word.unread or NOT_TAKEN[name]}"
+        else:
+            os.environ[name] = word.text
+            yield f"  {name}={word.text} in the environment of the run"
+    if script.program == "train_async.py":
+        yield f"note: {ASYNC}"
+    yield from (f"note: {note}" for note in script.notes)

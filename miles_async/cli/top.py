@@ -1,0 +1,84 @@
+"""The cockpit of a run in the terminal: alarms, flow, curves, engines, samples, knobs, dead letters, events, the doctor.
+
+Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. Keys stand in the last line.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from miles_async.cli.options import add_run_options, chosen_run
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.runs import RunRef
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, --read-only and the shared options."""
+    parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
+    parser.add_argument("--read-only", action="store_true", help="nothing can be changed from here")
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the operator left."""
+    args.run = args.run or args.name
+    _check_terminal()
+    return asyncio.run(_top(chosen_run(args), args.read_only))
+
+
+def _check_terminal() -> None:
+    term, remedy = os.environ.get("TERM", ""), "Use miles-async attach --console plain, or miles-async status."
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError("top needs a terminal for its input and its output", remedy=remedy)
+    if term in ("", "dumb", "unknown"):
+        raise SettingsError("this terminal cannot place text on a screen", field="TERM", value=term, remedy=remedy)
+
+
+def _ended(folder: Path | None) -> str:
+    """What to say beside a bus that does not answer."""
+    from actors.runtime.host import is_alive
+    from miles_async.console.attach import launcher_pid
+
+    pid = launcher_pid(folder)
+    return "its launcher has ended; leave with q, then miles-async top shows what it kept" if pid and not is_alive(pid) else ""
+
+
+async def _top(ref: RunRef, read_only: bool) -> int:
+    from actors.recorder.feed import Feed
+    from actors.recorder.file import read_records
+    from bus.identity import read_identity
+    from miles_async.cli.attach import total_steps
+    from miles_async.console.attach import attached
+    from miles_async.console.live import run_console
+    from miles_async.console.top.app import Top
+    from miles_async.console.verbs import Verbs
+    from miles_async.console.web.hub import Hub
+
+    stop = asyncio.Event()
+    async with attached(ref, look=True) as bus:
+        known = await read_identity(bus)
+        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
+        here = folder if folder.is_dir() and folder != Path() else None
+        kept = bus.config.url != ref.bus_url
+        why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
+        feed, total = Feed(bus, await asyncio.to_thread(read_records, folder)), total_steps(folder)
+        hub = Hub(bus, feed, here, total_steps=total, kept=kept)
+        app = Top(hub, Verbs(bus, here, "top"), read_only=why, after=lambda: _ended(here))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, app.exit)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
+                tasks.create_task(hub.run(stop))
+                await app.run_async()
+                stop.set()
+        finally:
+            stop.set()
+            await feed.close()
+    if app.return_code:
+        return app.return_code
+    print("left the view" + ("" if kept else "; the run goes on"))
+    return 0

@@ -1,0 +1,1 @@
+"""`miles-async top`: the cockpit in a terminal."""

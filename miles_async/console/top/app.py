@@ -1,0 +1,143 @@
+"""The cockpit in a terminal: `miles-async top`.
+
+Reads  the hub's state of the run, the doctor's word, the verbs    Writes  knobs and dead letters, when asked    Owns  alarms seen
+Always true: it looks at the run as often as one page of the web console does, whatever it shows; leaving it leaves the run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import msgspec
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+from textual.widgets import Footer, Static, TabbedContent, TabPane
+
+from miles_async.console.top import parts
+from miles_async.console.top.alarms import Alarm, Alarms
+from miles_async.console.top.listing import Listing
+from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
+from miles_async.console.verbs import Verbs
+from miles_async.console.web.hub import Hub
+
+QUIET_S = 2.0  # without news of the hub, times go on
+FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
+VIEWS = ("run", "engines", "samples", "knobs", "dead", "events", "doctor")
+
+
+class Top(App[None]):
+    """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `after()`: what to say
+    beside a bus that does not answer, empty = nothing."""
+
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
+    CSS_PATH = "top.tcss"
+    BINDINGS: ClassVar[list[Any]] = [
+        *(Binding(str(i), f"view('{name}')", name, show=False) for i, name in enumerate(VIEWS, 1)),
+        Binding("q", "leave", "leave"),
+        Binding("ctrl+c,ctrl+q", "leave", "leave", show=False, priority=True),
+        Binding("a", "seen", "alarms seen"),
+    ]
+
+    def __init__(self, hub: Hub, verbs: Verbs, *, read_only: str = "", after: Callable[[], str] = lambda: "") -> None:
+        super().__init__()
+        self.hub, self.verbs, self.read_only, self._after = hub, verbs, read_only, after
+        self.alarms = Alarms()
+        self._shown_alarms: list[Alarm] = []
+        self._state: dict[str, Any] = {}
+        self._columns: tuple[int, dict[str, Any]] = (-1, {"step": [], "columns": {}})
+
+    def compose(self) -> ComposeResult:
+        yield Static(Text("waiting for the bus", style="dim"), id="head")
+        yield Static(id="alarms")
+        listings = {"samples": Samples, "knobs": Knobs, "dead": Dead, "events": Events, "doctor": Doctor}
+        with TabbedContent(id="views"):
+            for i, name in enumerate(VIEWS, 1):
+                with TabPane(f"{i} {name.capitalize()}", id=name):
+                    if name in listings:
+                        yield listings[name]()
+                    else:
+                        with VerticalScroll(can_focus=True):
+                            yield Static()
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.run_worker(self._follow(), exit_on_error=True)
+
+    async def _follow(self) -> None:
+        """Until the end; woken by each look of the hub, or by time."""
+        seen = 0
+        self.hub.enter()
+        try:
+            while True:
+                seen, news = await self.hub.news(seen, QUIET_S)
+                self._state |= {name: msgspec.json.decode(body) for name, body in news.items()}
+                if "run" in self._state:
+                    self.alarms.see(self._state["alarms"], self._state["events"])
+                await self._draw()
+        finally:
+            self.hub.leave()
+
+    def look(self) -> None:
+        """Draw again now."""
+        self.run_worker(self._draw(), group="draw", exclusive=True)
+
+    async def _draw(self) -> None:
+        state, wall = self._state, max(self.hub.wall, 0.0)
+        if "run" not in state:
+            if silent := state.get("silent"):
+                self._head.update(Text(f"the bus has not answered for {silent} s; trying again", style="bold red"))
+            return
+        width, height = self.size
+        note = self._after() if state.get("silent") else self.read_only
+        self._head.update(parts.head(state, wall, width, note))
+        most = MANY if height >= TALL else FEW
+        lines, self._shown_alarms = parts.alarm_lines(self.alarms.open(), self.alarms.known(), wall, width, most)
+        board = self.query_one("#alarms", Static)
+        board.display = bool(lines)
+        board.update(lines)
+        tabs = self.query_one(TabbedContent)
+        if dead := state["counts"]["dead"]:
+            tabs.get_tab("dead").label = f"5 Dead ({dead})"
+        pane = tabs.active_pane
+        if pane is None:
+            return
+        room = max(20, width - 4)
+        if pane.id == "run":
+            columns = self._curves()
+            pane.query_one(Static).update(parts.overview(state, columns["columns"], columns["step"], wall, room))
+        elif pane.id == "engines":
+            pane.query_one(Static).update(parts.engines(state, wall, room))
+        else:
+            await pane.query_one(Listing).show(state)
+
+    @property
+    def _head(self) -> Static:
+        return self.query_one("#head", Static)
+
+    def _curves(self) -> dict[str, Any]:
+        """Columns of the curves, made again when there is a new step."""
+        step = self._state["run"]["step"]
+        if self._columns[0] != step:
+            self._columns = (step, self.hub.curves.since(0))
+        return self._columns[1]
+
+    def action_view(self, name: str) -> None:
+        self.query_one(TabbedContent).active = name
+
+    def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        event.pane.query("DataTable, VerticalScroll").first().focus()
+        self.look()
+
+    def on_resize(self) -> None:
+        self.look()
+
+    def action_seen(self) -> None:
+        self.alarms.acknowledge(self._shown_alarms)
+        self.look()
+
+    def action_leave(self) -> None:
+        self.exit()

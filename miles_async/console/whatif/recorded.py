@@ -1,0 +1,339 @@
+"""What a run's record shows of its samples, engines and trainer, in the terms of the simulation (pure).
+
+Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run is
+still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give quantiles only, and
+members of a group are then taken to be independent of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from statistics import fmean, pstdev
+
+import msgspec
+
+from actors.recorder.history import AVG_STALENESS, History, Step, history_of
+from actors.recorder.records import Record
+from actors.runtime.seeds import rng_for
+from actors.trainer.spread import LENGTH, RUNNING, SECONDS
+from bus.inspect import wall_of
+from miles_async.console.schedule.observed import Spread, live_knobs, slowdown_of
+from miles_async.console.whatif.engines import Draw
+from miles_async.console.whatif.simulation import DrawnGroup, Knobs, Pace
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.flat import Flat
+from miles_async.settings.live import whole
+
+LOOKED_AT = 200  # newest steps
+FEWEST = 8
+SURE = 0.25  # standard error of what a token costs the trainer, over the cost if all its time were for tokens
+SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a change of makes other samples
+ASKED = (
+    *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size", "rollout_batch_size"),
+    *("n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency", "num_generation_workers"),
+    *("tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
+)
+"""Settings that the simulation knows."""
+
+
+class _Step(msgspec.Struct):
+    step: int
+    wall: float
+    version: int
+    metrics: dict[str, float]
+    groups: list[str]
+    entry: str = "policy@0-0"
+    knob_epoch: int = 0
+    lives: list[tuple[int, int, int, int]] = []
+
+
+class _Activated(msgspec.Struct):
+    actor: str
+    wall: float
+    version: int
+    pause_s: float
+    entry: str
+
+
+class _Drop(msgspec.Struct):
+    reason: str
+    wall: float
+    samples: int = 0
+    tokens: int = 0
+    members: list[int] = []
+
+
+class _Slots(msgspec.Struct):
+    actor: str
+    slots: int
+
+
+class _Knob(msgspec.Struct):
+    epoch: int
+    values: dict[str, object]
+
+
+LINES: Mapping[str, type[msgspec.Struct]] = {
+    "step": _Step, "activated": _Activated, "drop": _Drop, "slots": _Slots, "knob": _Knob
+}  # fmt: skip
+"""What is needed of each kind of line."""
+
+
+def sound(records: Sequence[Record]) -> list[Record]:
+    """Lines that hold what is needed of their kind."""
+    found: list[Record] = []
+    for record in records:
+        try:
+            msgspec.convert(record, LINES.get(str(record.get("kind")), msgspec.Struct))
+        except msgspec.ValidationError:
+            continue
+        found.append(record)
+    return found
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The run itself over the steps looked at, as `Outcome` tells it of a simulated one; `error_s`: standard error of `step_s`."""
+
+    steps: int
+    step_s: float
+    error_s: float
+    wait: float
+    idle: float
+    masked: float
+    mean_age: float
+    max_age: float
+    dropped: dict[str, float]
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, ready to be simulated. `drops`: of the filter, by reason: share of the samples, and tokens of a mean one. `notes`: what
+    the record lacks."""
+
+    settings: Flat
+    knobs: Knobs
+    pace: Pace
+    pool: tuple[tuple[Draw, ...], ...]
+    drops: tuple[tuple[str, float, float], ...]
+    measured: Measured
+    notes: tuple[str, ...]
+
+    def groups(self, n: int, chance: Random) -> Iterator[DrawnGroup]:
+        """Endless groups of `n` samples, drawn from a pool that is itself drawn anew from what was recorded."""
+        pool = chance.choices(self.pool, k=len(self.pool))
+        reasons = [reason for reason, _, _ in self.drops]
+        shares = [share for _, share, _ in self.drops]
+        tokens = {reason: mean for reason, _, mean in self.drops}
+        while True:
+            seen = chance.choice(pool)
+            members = tuple(chance.sample(seen, n) if n <= len(seen) else chance.choices(seen, k=n))
+            reason = chance.choices(["", *reasons], [1 - sum(shares), *shares])[0] if reasons else ""
+            if reason:
+                scale = tokens[reason] / fmean(d.tokens for d in members)
+                members = tuple(Draw(max(1, round(d.tokens * scale)), d.seconds * scale, d.score_s) for d in members)
+            yield DrawnGroup(members, reason)
+
+
+def recorded(records: Sequence[Record]) -> Recorded:
+    """From `sound` records. SettingsError, one line, where the record does not suffice."""
+    history = history_of(records)
+    values = live_knobs(history)
+    if not history.steps or "rollout_batch_size" not in values:
+        raise SettingsError("the record holds no step and its settings", remedy="Wait for the run's first steps.")
+    settings = whole(values)
+    steps = _settled(history, records, settings)
+    lines = {int(r["step"]): r for r in records if r.get("kind") == "step"}
+    notes: list[str] = []
+    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(history, settings, records, steps, notes))
+    size = settings.samples_per_rollout
+    step_s = fmean(s.gap_s for s in steps)
+    running = size * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
+    on_worker = fmean(s.get(f"{RUNNING}/mean", running / knobs.num_generation_workers) for s in steps)
+    pace = _pace(history, records, steps, settings, notes)
+    stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
+    alone = (1 - stands) / (1 + pace.slowdown * on_worker)
+    pool = _pool(lines, steps, settings, alone, notes)
+    dropped, tokens = _drops(records, steps)
+    judged = size * len(steps) + dropped.total()
+    return Recorded(
+        settings=settings,
+        knobs=knobs,
+        pace=pace,
+        pool=pool,
+        drops=tuple((reason, dropped[reason] / judged, mean) for reason, mean in sorted(tokens.items())),
+        notes=tuple(notes),
+        measured=Measured(
+            steps=len(steps),
+            step_s=step_s,
+            error_s=pstdev(s.gap_s for s in steps) / math.sqrt(len(steps)),
+            wait=fmean(s.get("perf/wait_s") for s in steps) / step_s,
+            idle=max(0.0, 1 - running / (knobs.slots * knobs.num_generation_workers)),
+            masked=fmean(s.get("rollout/masked_fraction") for s in steps),
+            mean_age=fmean(s.get(AVG_STALENESS) for s in steps),
+            max_age=max(s.get("rollout/fully_async/oldest_token") for s in steps),
+            dropped={reason: n / judged for reason, n in sorted(dropped.items())},
+        ),
+    )
+
+
+def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
+    """Settings in the simulation's terms. `slots` where the setting is auto."""
+    return Knobs(
+        max_weight_staleness=s.max_weight_staleness,
+        staleness_policy=s.staleness_policy,
+        staleness_lookahead=s.staleness_lookahead,
+        rollout_batch_size=s.rollout_batch_size,
+        n_samples_per_prompt=s.n_samples_per_prompt,
+        over_sampling_batch_size=s.over_sampling_batch_size,
+        update_weights_interval=s.update_weights_interval,
+        slots=s.sglang_server_concurrency or slots,
+        num_generation_workers=workers,
+        tail_slots=s.tail_slots or 0,
+        tail_after_tokens=s.tail_after_tokens or 0,
+        max_tokens_per_slice=s.max_tokens_per_slice or 0,
+        partial_rollout=s.partial_rollout,
+        aborts=s.pause_generation_mode == "abort",
+    )
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------------
+
+
+def _settled(history: History, records: Sequence[Record], settings: Flat) -> list[Step]:
+    """Steps under the present settings, without those in which the run filled up."""
+    changed = max((int(r["epoch"]) for r in history.knobs if r is not history.knobs[0] and {*ASKED, *SHAPES} & set(r["values"])), default=0)
+    epochs = {int(r["step"]): int(r.get("knob_epoch", 0)) for r in records if r.get("kind") == "step"}
+    fills = settings.max_weight_staleness + 2
+    found: list[Step] = []
+    left = fills
+    for step in history.steps:
+        left = fills if step.resumed or epochs.get(step.step, 0) < changed else left - 1
+        if left < 0 and step.gap_s > 0:
+            found.append(step)
+    if any("perf/turn_s" in s.metrics for s in found):
+        raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated", remedy="")
+    if len(found) < FEWEST:
+        why = f"under its present settings, without {fills} after each start or change in which it fills up"
+        raise SettingsError(
+            f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed", remedy="Wait for more steps of the run."
+        )
+    return found[-LOOKED_AT:]
+
+
+def _workers(history: History) -> int:
+    """Engines that loaded one of the newest versions."""
+    newest = max((int(r["version"]) for r in history.activations), default=0)
+    return max(1, len({r["actor"] for r in history.activations if int(r["version"]) >= newest - 2}))
+
+
+def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
+    """Slots of a worker where they are found while the run goes: what was told last, or what ran at most."""
+    if s.sglang_server_concurrency:
+        return int(s.sglang_server_concurrency)
+    told = {r["actor"]: int(r["slots"]) for r in records if r.get("kind") == "slots"}
+    slots = round(fmean(told.values())) if told else 0
+    slots = slots or math.ceil(max(s.get(f"{RUNNING}/mean") for s in steps)) or 1
+    notes.append(f"the run finds its slots itself (sglang_server_concurrency auto): simulated with {slots} on each worker, throughout")
+    return slots
+
+
+def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], settings: Flat, notes: list[str]) -> Pace:
+    tokens, seconds = [s.get("rollout/tokens") for s in steps], [s.get("perf/train_s") for s in steps]
+    middle, typical = fmean(tokens), fmean(seconds)
+    a_token = _slope(tokens, seconds)
+    base = typical - a_token * middle
+    if not any("perf/turned_s" in s.metrics for s in steps):
+        notes.append("the record does not tell how long the trainer waits for the filter's turn: taken as no time")
+    told = {int(r["version"]): wall_of(str(r["entry"]).partition("@")[2]) for r in records if r.get("kind") == "step" and "entry" in r}
+    since = steps[0].wall
+    loads = [r for r in history.activations if float(r["wall"]) >= since and int(r["version"]) in told]
+    if not loads:
+        notes.append("the record does not tell when versions were served: taken as at once")
+    return Pace(
+        train_s=base,
+        train_token_s=a_token,
+        train_noise_s=tuple(y - base - a_token * t for t, y in zip(tokens, seconds, strict=True)),
+        between_s=tuple(max(0.0, s.gap_s - s.get("perf/wait_s") - s.get("perf/train_s")) for s in steps),
+        turned_s=tuple(s.get("perf/turned_s") for s in steps),
+        publish_s=tuple(max(0.0, wall_of(str(r["entry"]).partition("@")[2]) - told[int(r["version"])]) for r in loads) or (0.0,),
+        pause_s=tuple(float(r["pause_s"]) for r in loads) or (0.0,),
+        # The filter's word is two messages away from the trainer's own; mostly it comes after others that take time.
+        hop_s=min(s.get("perf/turned_s") for s in steps) / 2,
+        slowdown=slowdown_of(steps),
+    )
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """What one of `x` adds to `y`, between nothing and all of it; all where the record does not tell it to a quarter."""
+    middle, typical = fmean(x), fmean(y)
+    every = typical / middle if middle else 0.0
+    spread = sum((a - middle) ** 2 for a in x)
+    if not spread:
+        return every
+    found = sum((a - middle) * (b - typical) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - typical - found * (a - middle)) ** 2 for a, b in zip(x, y, strict=True)) / (len(x) - 2)
+    return min(every, max(0.0, found)) if math.sqrt(rest / spread) < SURE * every else every
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------------
+
+
+def _pool(
+    lines: Mapping[int, Record], steps: Sequence[Step], settings: Flat, alone: float, notes: list[str]
+) -> tuple[tuple[Draw, ...], ...]:
+    """Groups as they were generated; seconds as if each sample ran alone."""
+    n, edge = settings.n_samples_per_prompt, settings.max_weight_staleness + 2
+    first, last = steps[0].step, steps[-1].step
+    found: dict[str, list[Draw]] = {}
+    began: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    for number in range(first - edge, last + 1):
+        for name, draw in _lives(lines.get(number, {}), alone):
+            found.setdefault(name, []).append(draw)
+            began.setdefault(name, number)
+            ended[name] = number
+    pool = [
+        tuple(draws)
+        for name, draws in found.items()
+        # Of a group at the edge of what is looked at, members may be outside of it: those that took longest.
+        if len(draws) == n or (began[name] >= first and ended[name] <= last - edge)
+    ]
+    if pool:
+        return tuple(pool)
+    notes.append("the record tells no single samples (it is of an older release): members of a group are taken as independent of each other")
+    draw = rng_for(0, "whatif")
+    spreads = [(a, b) for s in steps if (a := Spread.of(s, LENGTH)) is not None and (b := Spread.of(s, SECONDS)) is not None]
+    if not spreads:
+        raise SettingsError("no seconds of samples on engines are on record, so there is nothing to simulate", remedy="")
+    for lengths, seconds in spreads:
+        shares = [draw.random() for _ in range(settings.samples_per_rollout)]
+        made = [Draw(max(1, round(lengths.at(x))), seconds.at(x) * alone) for x in shares]
+        pool += [tuple(made[i : i + n]) for i in range(0, len(made), n)]
+    return tuple(pool)
+
+
+def _lives(line: Record, alone: float) -> Iterator[tuple[str, Draw]]:
+    """(group, sample) of each that a step tells; what cannot be is left out."""
+    groups = line.get("groups", [])
+    for at, tokens, ms, score_ms in line.get("lives", []):
+        if 0 <= at < len(groups) and tokens > 0 and ms > 0:
+            yield groups[at], Draw(tokens, ms / 1e3 * alone, max(0, score_ms) / 1e3)
+
+
+def _drops(records: Sequence[Record], steps: Sequence[Step]) -> tuple[Counter[str], dict[str, float]]:
+    """Samples dropped by reason meanwhile, and tokens of a mean one for each reason of the filter."""
+    since, until = steps[0].wall - steps[0].gap_s, steps[-1].wall
+    dropped: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for r in records:
+        if r.get("kind") == "drop" and since <= float(r.get("wall", 0.0)) <= until:
+            n = int(r.get("samples") or len(r.get("members", ())) or 1)
+            dropped[str(r["reason"])] += n
+            if "tokens" in r:  # what the trainer gives up is told without
+                tokens[str(r["reason"])] += int(r["tokens"])
+    return dropped, {reason: max(1.0, total / dropped[reason]) for reason, total in tokens.items()}
+
+
+__all__ = ("ASKED", "Measured", "Recorded", "knobs_of", "recorded")

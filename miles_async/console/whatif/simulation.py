@@ -1,0 +1,393 @@
+"""A run in simulated time (pure): what is issued, let go, trained and dropped is decided by the rooms' own code
+(actors.sampler.admission and progress, actors.filter.groups, actors.trainer.cut); this file brings time.
+
+Times come from `Pace`, samples from an endless iterator. Not simulated: failures, evaluations, checkpoints other than as
+seconds between two steps, the room of the bus.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from statistics import mean
+
+import msgspec
+
+from actors.filter.groups import GroupTable, Half, leaves_now, tips
+from actors.runtime.staleness import bound_in_steps, rule_of
+from actors.sampler.admission import engine_room, group_credits
+from actors.sampler.progress import Progress
+from actors.trainer.batches import PARTING
+from actors.trainer.cut import Part, cut
+from bus.messages.base import EMPTY
+from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
+from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
+from bus.messages.versions import PolicyVersion, staleness
+from bus.streams.entry import Entry
+from bus.topology import SCORED
+from miles_async.console.whatif.engines import NEVER, Draw, Engines, Running, Worker
+
+NO_END = 1 << 40  # steps: the run goes on for ever, so that its end is not counted
+EVENTS_A_SAMPLE = 64  # far more than any sample needs; then the run stands still
+
+
+class DrawnGroup(msgspec.Struct, frozen=True):
+    """Samples of one prompt, and why the filter drops them; empty = it does not."""
+
+    members: tuple[Draw, ...]
+    reason: str = ""
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the run under their own names; 0 for what is not set. `slots` are those of one worker."""
+
+    max_weight_staleness: int
+    staleness_policy: str
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    over_sampling_batch_size: int = 0
+    update_weights_interval: int = 1
+    staleness_lookahead: int = 1
+    slots: int = 64
+    num_generation_workers: int = 1
+    tail_slots: int = 0
+    tail_after_tokens: int = 0
+    max_tokens_per_slice: int = 0
+    partial_rollout: bool = True
+    aborts: bool = False  # running samples give their slots back at a weight update
+
+    @property
+    def size(self) -> int:
+        """Samples of a batch."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What takes time, in seconds; each list is drawn from at random. A training step takes `train_s + train_token_s * tokens`
+    and one of `train_noise_s`; `between_s` pass from its end to the next look for a batch, `turned_s` until the filter has let go;
+    a version is served `publish_s` after its step; then its engine stands still for `pause_s`. From one room to the next it takes `hop_s`."""
+
+    train_s: float = 0.0
+    train_token_s: float = 0.0
+    train_noise_s: tuple[float, ...] = (0.0,)
+    between_s: tuple[float, ...] = (0.0,)
+    turned_s: tuple[float, ...] = (0.0,)
+    publish_s: tuple[float, ...] = (0.0,)
+    pause_s: tuple[float, ...] = (0.0,)
+    hop_s: float = 0.0
+    slowdown: float = 0.0
+
+
+class Stands(Exception):  # noqa: N818 - no error of the program: the settings do not work
+    """The simulated run makes no further step; the text says what the trainer waits for."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the counted steps. `efficiency`: time that trainer or full engines need for a step, whichever is more, over the
+    time that it takes. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of the tokens
+    trained, `dropped` of the samples, by reason. Ages in steps; `mean_age` of what is within the bound, `max_age` before the mask."""
+
+    step_s: float
+    efficiency: float
+    wait: float
+    idle: float
+    masked: float
+    mean_age: float
+    max_age: float
+    dropped: dict[str, float]
+
+
+class Simulation:
+    """One run; `play` it once."""
+
+    def __init__(self, knobs: Knobs, pace: Pace, groups: Iterator[DrawnGroup], chance: Random) -> None:
+        self._knobs, self._pace, self._groups, self._chance = knobs, pace, groups, chance
+        self._engines = Engines(
+            workers=knobs.num_generation_workers,
+            slots=knobs.slots,
+            slowdown=pace.slowdown,
+            tail_slots=knobs.tail_slots,
+            tail_after=knobs.tail_after_tokens,
+            slice_tokens=knobs.max_tokens_per_slice,
+            resumes=knobs.partial_rollout,
+        )
+        self._rule = rule_of(knobs.staleness_policy, knobs.max_weight_staleness)
+        self._bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
+        self._progress, self._table = Progress(keeps=False), GroupTable()
+        self._drawn: dict[str, DrawnGroup] = {}
+        self._again: deque[DrawnGroup] = deque()  # prompts that were given up and start again
+        self._untrained: dict[str, int] = {}  # group -> samples that no step has trained, in the order of issue
+        self._away: Counter[int] = Counter()  # samples that are not with the trainer, by the step of their issue
+        self._ready: dict[str, Part] = {}
+        self._n_ready = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._now = 0.0
+        self._step = self._issued = self._on_way = self._scored = 0
+        self._training, self._turned, self._free_at = False, True, 0.0
+        self._starts = self._warm = 0
+        self._news = False  # since the last look for a batch
+        self._missing = ""
+        self._seen = _Seen(0.0, 0.0)
+
+    # -- time -----------------------------------------------------------------------------------------------------------
+
+    def play(self, steps: int, warm: int) -> Outcome:
+        """`steps` that count, after `warm` that do not. Stands: a step does not come."""
+        for worker in self._engines.workers:
+            self._activate(worker, 0)
+        self._warm = warm
+        left = EVENTS_A_SAMPLE * self._knobs.size * (steps + warm + self._bound + 1)
+        while self._starts <= steps + warm:
+            self._fill()
+            self._cut()
+            end, worker = self._engines.next_end()
+            at = min(end, self._events[0][0] if self._events else NEVER)
+            left -= 1
+            if at == NEVER or not left:
+                raise Stands(self._missing or "samples, and none is issued")
+            self._engines.advance(at)
+            self._now = at
+            if end <= at:
+                self._end(worker)
+            else:
+                heapq.heappop(self._events)[2]()
+        return self._seen.outcome(self._now, self._knobs, self._pace, self._engines, steps)
+
+    def _in(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + max(0.0, seconds), next(self._count), call))
+
+    def _one(self, values: tuple[float, ...]) -> float:
+        return self._chance.choice(values)
+
+    # -- sampler and engines --------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """As the sampler's `_fill`, then into the slots."""
+        knobs, progress, engines = self._knobs, self._progress, self._engines
+        group = knobs.n_samples_per_prompt
+        credits = group_credits(
+            bound=knobs.max_weight_staleness,
+            interval=knobs.update_weights_interval,
+            batch=knobs.rollout_batch_size,
+            over=knobs.over_sampling_batch_size,
+            group=group,
+            lookahead=knobs.staleness_lookahead if self._rule == "wait" else 0,
+            open_samples=progress.open_samples,
+            unjudged=progress.unjudged,
+            steps_left=NO_END,
+        )
+        if credits:
+            room = engine_room(slots=engines.slots, under_way=engines.under_way + self._on_way, group=group)
+            for _ in range(min(credits, -(-max(0, room) // group))):
+                self._issue(group)
+        engines.fill()
+
+    def _issue(self, n: int) -> None:
+        self._issued += 1
+        name = f"g{self._issued:07d}"
+        opened = OpenGroup(group_id=name, prompt_id="", n_samples=n, step=self._progress.active_step)
+        drawn = self._drawn[name] = self._again.popleft() if self._again else next(self._groups)
+        self._progress.issued(opened)
+        self._untrained[name] = n
+        self._away[opened.step] += n
+        self._on_way += n
+        self._in(self._pace.hop_s, partial(self._arrive, opened, drawn))
+
+    def _arrive(self, opened: OpenGroup, drawn: DrawnGroup) -> None:
+        self._on_way -= len(drawn.members)
+        for index, draw in enumerate(drawn.members):
+            self._engines.issue(Running(opened, index, draw))
+
+    def _end(self, worker: Worker) -> None:
+        run = self._engines.end(worker)
+        if run is not None:
+            self._seen.work += run.draw.seconds
+            self._in(2 * self._pace.hop_s + run.draw.score_s, partial(self._judge, run))
+
+    def _activate(self, worker: Worker, step: int) -> None:
+        if step <= worker.step:
+            return
+        self._engines.load(worker, step, self._one(self._pace.pause_s) if step else 0.0, abort=self._knobs.aborts)
+        serving = {w.name: w.step + 1 for w in self._engines.workers if w.step >= 0}
+        newest = max(serving.values())
+        said = PolicyActive(version=PolicyVersion(newest, newest - 1), serving=serving)
+        self._in(self._pace.hop_s if step else 0.0, partial(self._progress.fold, said))
+
+    # -- filter ---------------------------------------------------------------------------------------------------------
+
+    def _judge(self, run: Running) -> None:
+        """A scored sample reaches the filter."""
+        group_id = run.group.group_id
+        task = SampleTask(
+            sample_id=f"{group_id}/{run.index}", group_id=group_id, index=run.index, n_samples=run.group.n_samples,
+            prompt_id="", prompt_tokens=EMPTY, step=run.group.step,
+        )  # fmt: skip
+        done = RolloutDone(task=task, response=Response(spans=run.spans()), finish="stop")
+        if not self._table.knows(group_id):
+            self._table.begin(group_id, run.group)
+        self._scored += 1
+        entry = Entry(id=f"{self._scored}-0", stream=SCORED, readers="filter", fields={}, body=b"", size=0)
+        self._table.add(entry, Scored(rollout=done, reward=0.0))
+        self._release(self._table.get(group_id), came=run.index)
+
+    def _release(self, half: Half, came: int | None = None) -> None:
+        """As the filter's `_release`; what its judge says was drawn with the group."""
+        now = {"policy": self._rule, "step": self._step, "bound": self._bound}
+        if not leaves_now(half, **now):
+            return
+        basis = half.basis(came if tips(half, **now) else None)
+        group_id, indexes = half.group_id, sorted(half.members)
+        samples = tuple(m for i in indexes if isinstance(m := half.members[i], Scored))
+        whole = not half.split and half.complete
+        reason = self._drawn[group_id].reason
+        members = () if whole else tuple(indexes)
+        self._progress.fold(
+            GroupVerdict(group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members)
+        )
+        if reason:
+            self._away[half.opened.step] -= len(samples)
+            self._gone(group_id, reason, len(samples))
+        else:
+            known = () if whole else tuple(half.known.values())
+            key = group_id if whole else part_key(group_id, indexes)
+            kept = GroupKept(group_id=group_id, prompt_id="", samples=samples, part="" if whole else key, known=known)
+            self._in(self._pace.hop_s if came is not None else 0.0, partial(self._keep, key, kept, half.opened.step))
+        self._table.release(half, indexes, basis)
+
+    def _keep(self, key: str, kept: GroupKept, issued: int) -> None:
+        """A group or part reaches the trainer."""
+        self._ready[key] = Part.of(kept, came=self._step + self._training)
+        self._away[issued] -= len(kept.samples)
+        self._n_ready += len(kept.samples)
+        self._news = self._n_ready >= self._knobs.size or self._rule == "drop"
+
+    def _gone(self, group_id: str, reason: str, n: int) -> None:
+        self._seen.drop(reason, n)
+        self._closed(group_id, n)
+
+    def _closed(self, group_id: str, n: int) -> None:
+        self._untrained[group_id] -= n
+        if not self._untrained[group_id]:
+            del self._untrained[group_id], self._drawn[group_id]
+
+    # -- trainer --------------------------------------------------------------------------------------------------------
+
+    def _cut(self) -> None:
+        """Begin a step if the trainer's cut gives a batch."""
+        if self._training or self._now < self._free_at or not (self._turned and self._news):
+            return
+        self._news = False
+        knobs, step = self._knobs, self._step
+        window: frozenset[str] | None = None
+        if self._rule == "wait":
+            first = knobs.rollout_batch_size + max(1, knobs.staleness_lookahead) - 1
+            window = frozenset(itertools.islice(self._untrained, first))
+        elsewhere = dict(+self._away) if self._rule in PARTING else None
+        made = cut(
+            ready=self._ready, step=step, size=knobs.size, bound=self._bound, rule=self._rule, elsewhere=elsewhere, window=window
+        )
+        self._missing = made.missing
+        for key, reason in made.drop:
+            self._give_up(key, reason)
+        if made.take:
+            self._train(made.take)
+
+    def _give_up(self, key: str, reason: str) -> None:
+        """As the trainer's intake; under `drop` the prompts of whole groups start again."""
+        part = self._ready.pop(key)
+        self._n_ready -= len(part.left)
+        group_id = part.group.group_id
+        if self._rule == "drop" and not part.group.part and len(part.left) == len(part.group.samples):
+            self._again.append(self._drawn[group_id])
+        ids = tuple(part.group.samples[at].rollout.task.sample_id for at in part.left)
+        self._progress.fold(GroupsGivenUp(groups=((group_id, reason),), samples=ids))
+        self._gone(group_id, reason, len(ids))
+
+    def _train(self, take: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        ids: list[str] = []
+        tokens = 0
+        self._seen.wait += self._now - self._free_at
+        self._starts += 1
+        if self._starts == self._warm + 1:
+            self._seen = _Seen(self._now, self._engines.area)
+        for key, positions in take:
+            part = self._ready[key]
+            for at in positions:
+                rollout = part.group.samples[at].rollout
+                ids.append(rollout.task.sample_id)
+                tokens += rollout.n_made
+                self._seen.train(rollout, self._step, self._bound)
+            part.left = tuple(at for at in part.left if at not in positions)
+            self._n_ready -= len(positions)
+            if not part.left:
+                del self._ready[key]
+            self._closed(part.group.group_id, len(positions))
+        self._training = True
+        pace = self._pace
+        seconds = pace.train_s + pace.train_token_s * tokens + self._one(pace.train_noise_s)
+        self._in(seconds, partial(self._done, tuple(ids)))
+
+    def _done(self, ids: tuple[str, ...]) -> None:
+        pace, before = self._pace, self._step
+        self._step += 1
+        self._training, self._turned = False, self._rule not in PARTING
+        version = PolicyVersion(self._step + 1, self._step)
+        self._progress.fold(
+            StepDone(step=self._step, version=version, trained_on=PolicyVersion(before + 1, before), groups=(), samples=ids)
+        )
+        if self._step % self._knobs.update_weights_interval == 0:
+            for worker in self._engines.workers:
+                self._in(self._one(pace.publish_s), partial(self._activate, worker, self._step))
+        between = self._one(pace.between_s)
+        self._free_at = self._now + between
+        self._in(between + self._one(pace.turned_s), self._turn)
+
+    def _turn(self) -> None:
+        """The filter has heard of the step and lets go what is on its last turn."""
+        for half in self._table.halves():
+            self._release(half)
+        self._turned = self._news = True
+
+
+class _Seen:
+    """What is counted from the time `since` on, at which engines had done `area`."""
+
+    def __init__(self, since: float, area: float) -> None:
+        self.wait = self.work = 0.0  # seconds of the trainer, and of samples as if each had run alone
+        self._since, self._area = since, area
+        self._ages: Counter[int] = Counter()  # tokens trained
+        self._dropped: Counter[str] = Counter()  # samples
+        self._samples = self._masked = 0
+
+    def drop(self, reason: str, n: int) -> None:
+        self._dropped[reason] += n
+
+    def train(self, rollout: RolloutDone, step: int, bound: int) -> None:
+        self._samples += 1
+        for span in rollout.made:
+            age = staleness(step, span.step)
+            self._ages[age] += span.n
+            self._masked += span.n if age > bound else 0
+
+    def outcome(self, until: float, knobs: Knobs, pace: Pace, engines: Engines, steps: int) -> Outcome:
+        took = until - self._since
+        tokens, judged = self._ages.total(), self._samples + self._dropped.total()
+        bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
+        trains_s = pace.train_s + pace.train_token_s * tokens / (steps + 1) + mean(pace.between_s)
+        engines_s = self.work / steps * (1 + pace.slowdown * knobs.slots) / engines.slots
+        return Outcome(
+            step_s=took / steps,
+            efficiency=max(trains_s, engines_s) * steps / took,
+            wait=self.wait / took,
+            idle=1 - (engines.area - self._area) / (took * engines.slots),
+            masked=self._masked / max(1, tokens),
+            mean_age=sum(age * n for age, n in self._ages.items() if age <= bound) / max(1, tokens - self._masked),
+            max_age=max(self._ages, default=0),
+            dropped={reason: n / judged for reason, n in sorted(self._dropped.items())},
+        )

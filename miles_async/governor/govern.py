@@ -1,0 +1,124 @@
+"""The governor at work: looks when a step was recorded, proposes what decide.py says, and tells what it did.
+
+Reads  the launcher's feed    Writes  knobs, events; state field `governor` (what it stands at, for status and doctor)
+All that it decides by is on record, so a launcher that starts again goes on as if it had never ended. Nothing it meets ends a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from actors.recorder.feed import Feed
+from bus import Bus, Commit, Out
+from bus.errors import BusFull, BusUnreachable, KnobRejected
+from bus.knobs import propose
+from bus.messages.control import Event
+from bus.topology import EVENTS
+from miles_async.console.text import plural
+from miles_async.governor.decide import Decision, Note, decide
+from miles_async.governor.look import AUTHOR, Knob, Look, look
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.live import check_patch
+
+STATE_FIELD = "governor"
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the governor stands at after its newest decision. `due`: the step that it was made after; `last`: its newest change in
+    words; `changes`, `taken_back`: so far; `notes`: what holds it up now."""
+
+    due: int
+    knobs: tuple[Knob, ...]
+    last: str = ""
+    changes: int = 0
+    taken_back: int = 0
+    notes: tuple[Note, ...] = ()
+
+    def text(self) -> str:
+        """One line: knobs with their envelopes, what was changed, what holds it up."""
+        knobs = ", ".join(
+            f"{k.name} {k.value} of {k.low}:{k.high}" + (f" (left to {k.hand})" if k.hand else "") for k in self.knobs
+        )
+        done = plural(self.changes, "change") + (f", {self.taken_back} taken back" if self.taken_back else "")
+        held = "".join(f"; {note.text}" for note in self.notes if note.kind == "edge")
+        return f"governor: {knobs}; {done}" + (f", the last {self.last}" if self.last else "") + held
+
+
+class Moved(Exception):
+    """Somebody else changed a knob after the look."""
+
+
+async def read_standing(bus: Bus) -> Standing | None:
+    """None where no governor has decided anything."""
+    try:
+        return msgspec.json.decode(await bus.state(STATE_FIELD) or b"", type=Standing)
+    except msgspec.DecodeError:
+        return None
+
+
+async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
+    """Until `stop`; woken by what the feed takes in. `feed` is read by somebody else."""
+    standing = await read_standing(bus)
+    told = {(n.kind, n.about) for n in standing.notes} if standing else set()
+    done: tuple[int, int] | None = None  # the decision that was carried out: newest epoch, step
+    while not stop.is_set():
+        seen = look(feed.history)
+        if seen is not None and (seen.newest.epoch, seen.due) != done:
+            decision = await asyncio.to_thread(decide, seen)
+            try:
+                await _carry_out(bus, seen, decision, told)
+                done = (seen.newest.epoch, seen.due)
+            except (BusUnreachable, BusFull):
+                pass  # the actors meet the same; decided again with the next step
+        waiting = [asyncio.ensure_future(feed.heard()), asyncio.ensure_future(stop.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _carry_out(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str]]) -> None:
+    """Patch, events, standing. A note is told when it comes up, and again only after it had gone."""
+    move, notes, last = decision.move, list(decision.notes), ""
+    if move is not None:
+        about = f"{move.knob}={move.value}"
+
+        def check(values: Mapping[str, Any], patch: Mapping[str, object]) -> Mapping[str, Any]:
+            if any(values.get(knob.name) != knob.value for knob in seen.knobs):
+                raise Moved
+            return check_patch(values, patch)
+
+        try:
+            made = await propose(bus, {move.knob: move.value}, author=AUTHOR, reason=move.reason, check=check)
+            last = f"epoch {made.epoch} after step {decision.due}: {about} ({move.reason})"
+        except Moved:
+            return
+        except (KnobRejected, SettingsError) as error:
+            notes.append(Note(kind="refused", about=about, text=f"{about} would serve and is refused: {error}"))
+    fresh = [note for note in notes if (note.kind, note.about) not in told]
+    told.clear()
+    told.update((note.kind, note.about) for note in notes)
+    said = [("governor", last, False)] if last else []
+    said += [(f"governor/{note.kind}", note.text, note.kind in ("refused", "unusable")) for note in fresh]
+    wall = bus.clock.wall()
+    events = [
+        Event(actor=AUTHOR, kind=kind, text=text, wall=wall, level="warning" if wrong else "info")
+        for kind, text, wrong in said
+    ]
+    await bus.append([Out(EVENTS, event) for event in events], repeatable=True)
+    ours = [c.reason for c in seen.changes if c.author == AUTHOR] + ([move.reason] if move is not None and last else [])
+    standing = Standing(
+        due=decision.due,
+        knobs=tuple(
+            msgspec.structs.replace(k, value=move.value) if move is not None and last and k.name == move.knob else k
+            for k in seen.knobs
+        ),
+        last=last or (f"{AUTHOR}: {ours[-1]}" if ours else ""),
+        changes=len(ours),
+        taken_back=sum(reason.startswith("back:") for reason in ours),
+        notes=tuple(notes),
+    )
+    await bus.commit(Commit(state={STATE_FIELD: msgspec.json.encode(standing).decode()}))

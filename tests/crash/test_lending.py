@@ -1,0 +1,52 @@
+"""The trainer's GPU lent to an engine while the trainer waits, and somebody killed meanwhile. Without a GPU it is a seat on the
+CPU, and everything is done as with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.messages.policy import StepDone, Turn
+from tests.crash.conftest import Launch
+from tests.crash.house import until
+from tests.crash.judge import judge
+from tests.system.test_weight_transports import story
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
+
+LENDING: dict[str, dict[str, Any]] = {
+    "rollout": {"num_rollout": 4, "rollout_max_response_len": 230, "rollout_batch_size": 12, "over_sampling_batch_size": 24},
+    "sglang": {"sglang_server_concurrency": 2, "lend_trainer_gpus": True, "lend_after_s": 0.1, "update_weight_deadline_s": 20.0},
+}
+
+
+def steps_in_the_trainers_turn(policy: list[Any]) -> int:
+    """How often the GPU was lent; no step was trained meanwhile."""
+    holder, lent = "trainer", 0
+    for message in policy:
+        if isinstance(message, StepDone):
+            assert holder == "trainer", f"step {message.step} was trained while the GPU was lent"
+        if isinstance(message, Turn):
+            holder, lent = message.holder, lent + (message.holder == "engines")
+    return lent
+
+
+CASES = [
+    pytest.param("lent-0:before_save:3", id="the-engine-that-was-lent-the-gpu"),
+    pytest.param("lent-0:released:2", id="a-worker-after-it-gave-the-gpu-back"),
+    pytest.param("trainer:turn_taken:2", id="the-trainer-before-it-has-its-gpu"),
+    pytest.param("publisher:before_order:3", id="the-publisher-before-it-orders-a-version"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", CASES)
+def test_killed_while_gpus_are_lent(point: str, run_of: Launch) -> None:
+    run = run_of(LENDING)
+    run.start(fault=f"{point}:KILL")
+    until("the death", lambda: run.struck)
+    run.finish()
+    judge(run)
+    policy, _ = story(run)
+    assert steps_in_the_trainers_turn(policy) > 1
