@@ -172,6 +172,7 @@ async def evaluation(story: Story) -> None:
 
 async def held_back(story: Story) -> None:
     await story.alive(vitals("sampler", waits_for="slots: news of verdicts", waits_since=time.time()))
+    await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=time.time()))
     for name in ("generation-0", "generation-1"):
         await story.alive(vitals(name, "generation", version=2, slots=64, in_flight=2))
 

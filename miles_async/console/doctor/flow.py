@@ -97,7 +97,7 @@ def stuck_evaluation(scene: Scene) -> Iterator[Finding]:
     here = sum(f.length for f in facts)
     usual_s = max((s.get("rollout/generate_s/p99") for s in scene.steps[-5:]), default=0.0)
     still_s = min((f.newest_age_s for f in facts if f.newest_id), default=0.0)
-    if here and still_s > max(PATIENCE_S / 2, 3 * usual_s) and not scene.over:
+    if here and still_s > max(PATIENCE_S / 2, 10 * usual_s) and not scene.over:
         where = ", ".join(f"{f.length} on {f.name}" for f in facts if f.length)
         text = (
             f"the evaluation under way has not moved for {duration(still_s)} ({where}): no later one begins before it ends. A "
@@ -117,7 +117,10 @@ def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
     waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
-    held = any(a.vitals.waits_for.startswith("slots") for a in scene.snapshot.of_role("sampler") if a.life == "alive")
+    waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
+    held = waits and any(
+        a.vitals.waits_for.startswith("slots") for a in scene.snapshot.of_role("sampler") if a.life == "alive"
+    )
     workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
     slots, busy = sum(v.slots for v in workers), sum(v.in_flight for v in workers)
     if (
