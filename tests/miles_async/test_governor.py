@@ -25,7 +25,7 @@ from bus.messages.control import Event
 from bus.messages.policy import StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, KNOBS, POLICY
-from miles_async.console.doctor import diagnose
+from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.governor.decide import REST, Decision, decide
 from miles_async.governor.govern import govern, read_standing
