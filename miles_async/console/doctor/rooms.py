@@ -20,8 +20,9 @@ MEMORY_SHARE, MEMORY_ERROR_SHARE = 0.05, 0.02
 def missing_rooms(scene: Scene) -> Iterator[Finding]:
     """A room without a living actor, and what waits because of it."""
     snapshot = scene.snapshot
-    if scene.over:
-        return
+    up_s = [a.vitals.counters.get("up_s", PATIENCE_S) for a in snapshot.of_role("launcher") if a.life == "alive"]
+    if scene.over or any(s < PATIENCE_S for s in up_s):
+        return  # it is being started
     if not snapshot.actors:
         yield Finding(
             "error", "nobody there", "run", "no actor has ever sent a heartbeat: nothing is running on this bus"
