@@ -32,7 +32,7 @@ from tests.actors.agent_house import make_chat  # noqa: E402
 from tests.miles_async.launch_scripts import MODEL_4B, SCRIPTS  # noqa: E402
 
 SHAPE = {"qwen3-0.6b-fsdp": "0.6b", "qwen3-4b": "4b"}
-LEFT_OUT = ("--wandb-project p --wandb-group g --wandb-key KEY --use-wandb", "--model-name qwen3-4B", "--use-miles-dashboard")
+LEFT_OUT = ("--use-wandb --wandb-project p --wandb-group g --wandb-key KEY", "--model-name qwen3-4B", "--use-miles-dashboard")
 """What asks for a service or package that a machine without network lacks, and what Miles' Python recipe reads itself."""
 ON_GPUS = ("--sglang-mem-fraction-static", "--sglang-cuda-graph-bs", "--sglang-attention-backend", "--sglang-chunked-prefill-size",
            "--sglang-decode-log-interval", "--rollout-num-gpus-per-engine", "--colocate", "--actor-num-gpus-per-node",
@@ -47,7 +47,8 @@ def words_of(name: str, home: Path, *, rehearse: bool) -> list[str]:
     for part in (*LEFT_OUT, *([" ".join(MODEL_4B.split())] if rehearse else [])):
         text = text.replace(part, "")
     paths = {"MODEL": "${MODELS}/model", "MODEL_torch_dist": "${MODELS}/torch_dist", "MODEL_miles": "${MODELS}/saved",
-             "DATA": "${MODELS}/prompts.jsonl", "DETAILS": "${MODELS}/details"}  # fmt: skip
+             "DATA": "${MODELS}/prompts.jsonl", "DETAILS": "${MODELS}/details",
+             '{"PYTORCH_ALLOC_CONF":"x:1"}': '{"PYTORCH_CUDA_ALLOC_CONF":"expandable_segments:True"}'}  # fmt: skip
     words = [paths.get(word, word) for word in text.split()]
     return ["--hf-checkpoint", paths["MODEL"], *(_without(words, ON_GPUS) if rehearse else words)]
 
@@ -136,7 +137,7 @@ def main() -> int:
     parser.add_argument("--scripts", default=",".join(SHAPE))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget-s", type=float, default=500)
-    parser.add_argument("--flags", default="", help="of train, in one word: what is to differ from the script, such as one GPU for two")
+    parser.add_argument("--flags", default="", help="of train, in one word: what is to differ from the script")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -131,6 +131,8 @@ class Wire:
             if self._line is None:
                 await connection.connect()
                 self._line = _Line(connection._writer.transport, connection._parser.parse_error)
+            if self._line.transport.is_closing():
+                raise ConnectionError("the connection was closed")  # asyncio of Python 3.12 fails otherwise: no ConnectionError
             self._line.transport.writelines(packed)
             replies = await self._line.replies(len(commands))
             if lost := next((reply for reply in replies if isinstance(reply, ConnectionError)), None):

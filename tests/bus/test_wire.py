@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from redis.connection import HiredisRespSerializer
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError
 
 from bus import Bus, BusConfig, Commit, Out
 from bus.errors import InvariantBroken
@@ -56,6 +56,17 @@ async def test_after_a_cancelled_exchange_replies_answer_the_right_question(redi
         await waiting
     assert await wire.call("ECHO", "mine") == b"mine"
     await wire.close()
+
+
+async def test_a_connection_that_was_closed_between_two_exchanges_is_lost_and_the_next_one_dials(redis_url):
+    """Without uvloop too, where a closed transport of Python 3.12 fails with another error."""
+    wire, other = Wire(redis_url), Wire(redis_url)
+    await other.call("CLIENT", "KILL", "ID", await wire.call("CLIENT", "ID"))
+    await asyncio.sleep(0.05)
+    with pytest.raises(ConnectionError):
+        await wire.exchange([("PING",)])
+    assert await wire.call("ECHO", "again") == b"again"
+    await asyncio.gather(wire.close(), other.close())
 
 
 async def test_a_large_body_comes_whole_over_tls(redis_url, run_name, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.trainer.megatron_backend.layout import Layout, Shape, nearest, refusals
+from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, nearest, refusals
+from tests.declared import megatron_of
 
 QWEN3_30B = Shape(heads=32, groups=4, layers=48, ffn=6144, experts=128, expert_ffn=768)
 GLM4_9B = Shape(heads=32, groups=2, layers=40, ffn=13696)
@@ -46,11 +47,6 @@ GLM4_9B = Shape(heads=32, groups=2, layers=40, ffn=13696)
             "pipeline_model_parallel_size of 2 or more",
         ),
         (Layout(8, ep=2), GLM4_9B, "expert_model_parallel_size=2: the model has no experts; use 1"),
-        (
-            Layout(8, sequence_parallel=True),
-            GLM4_9B,
-            "sequence_parallel: needs tensor_model_parallel_size of 2 or more; leave it out",
-        ),
         (
             Layout(8, tp=2, etp=1),
             QWEN3_30B,
@@ -118,6 +114,12 @@ def test_an_accepted_layout_divides_all_and_a_suggestion_removes_its_refusal(lay
                 assert not any(
                     other.startswith(f"{found[1]}_parallel_size={choice}: ") and "nearest" in other for other in again
                 )
+
+
+def test_sequence_parallel_with_one_rank_has_no_effect() -> None:
+    """Scripts keep the flag when they go down to one GPU."""
+    asked = [layout_of(megatron_of(sequence_parallel=True, tensor_model_parallel_size=tp), 2) for tp in (1, 2)]
+    assert [layout.sequence_parallel for layout in asked] == [False, True] and not refusals(asked[0], GLM4_9B)
 
 
 def test_the_nearest_choices_lie_on_both_sides() -> None:

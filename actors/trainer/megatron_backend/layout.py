@@ -65,7 +65,7 @@ def layout_of(own: MegatronConfig, world: int) -> Layout:
         cp=own.context_parallel_size,
         ep=own.expert_model_parallel_size,
         etp=own.expert_tensor_parallel_size,
-        sequence_parallel=own.sequence_parallel,
+        sequence_parallel=own.sequence_parallel and own.tensor_model_parallel_size > 1,  # as Megatron-LM takes it
         first=own.num_layers_in_first_pipeline_stage,
         last=own.num_layers_in_last_pipeline_stage,
     )
@@ -95,8 +95,6 @@ def refusals(layout: Layout, shape: Shape) -> list[str]:
             f"tensor x pipeline x context parallel size = {tp} x {pp} x {cp}: {layout.world} ranks can't be cut into blocks of "
             f"{block}; {nearest(block, _divisors(layout.world), 'a product of ')}"
         )
-    if layout.sequence_parallel and tp == 1:
-        said.append(f"sequence_parallel: needs {_NAMES['tensor']} of 2 or more; leave it out")
     return said
 
 

@@ -10,7 +10,8 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
 
     tensor_model_parallel_size: Annotated[int, doc("Ranks that share each layer's matrices.", unit="ranks", ge=1)] = 1
     sequence_parallel: Annotated[
-        bool, doc("With several tensor-parallel ranks: what is between matrices is cut along the sequence; saves memory.")
+        bool, doc("With several tensor-parallel ranks: what is between matrices is cut along the sequence; saves memory."
+            " Without effect with one.")
     ] = False
     pipeline_model_parallel_size: Annotated[int, doc("Stages that the layers are dealt to.", unit="ranks", ge=1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[
