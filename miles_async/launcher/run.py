@@ -193,7 +193,7 @@ class Launcher:
         *,
         restores: int = 0,
     ) -> None:
-        self._placer, self._restores = placer, restores
+        self._placer, self._restores, self._began = placer, restores, bus.clock.monotonic()
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
@@ -328,7 +328,10 @@ class Launcher:
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
         pid, processes = os.getpid(), processes_name()
-        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
+        up = {"up_s": self._bus.clock.monotonic() - self._began}
+        return Vitals(
+            actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes, counters=up
+        )
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

@@ -16,7 +16,7 @@ from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
-from miles_async.console.doctor import diagnose
+from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.report_data import read_settings
 from miles_async.console.scene import read_scene
@@ -131,8 +131,9 @@ class Hub:
                 if audits.due(began):
                     ledger = await check(self._bus)
                     audits.done(began, clock.monotonic())
-                first = next((s.metrics for s in self._feed.history.steps[:1] if s.step == 1), {})
-                scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first)
+                steps = list(self._feed.history.steps)
+                first = next((s.metrics for s in steps[:1] if s.step == 1), {})
+                scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first, steps=steps)
                 findings, said = await asyncio.to_thread(lambda s: (diagnose(s), dict(explain(s))), scene)
                 of_trainer = said.get("trainer", "")
                 waited = of_trainer if waiting(of_trainer) else self.word.waited
