@@ -21,7 +21,8 @@ finished    step, version
 system      source, values                                         what a host (its name) or `Redis` uses: numbers by name
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
 trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
-                                                                   one trained sample, see bus.messages.policy.SampleTrained; in trained.jsonl
+                                                                   one trained sample, see bus.messages.policy.SampleTrained;
+                                                                   in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
