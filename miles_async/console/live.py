@@ -142,12 +142,17 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
             return f"{record['level']}: {record['actor']}: {record['event']}: {record['text']}"
         case "dead":
             return f"dead letter: {record['stream']} {record['sample']}: {record['error']}"
-        case "sample" if len(history.samples) <= FIRST_SAMPLES:
+        case "sample" if len(history.samples) <= FIRST_SAMPLES or _asked_for(history):
             texts = f"{shorten(record['prompt'], 160)} -> {shorten(record['response'], 320)}"
             return f"sample {record['sample']}, reward {record['reward']:.4g}: {texts}"
         case "finished":
             return f"finished at step {record['step']}"
     return ""
+
+
+def _asked_for(history: History) -> bool:
+    """--debug-rollout-print-every: the first entry of the knobs has all settings."""
+    return bool(history.knobs and history.knobs[0]["values"].get("debug_rollout_print_every"))
 
 
 async def _stopped(stop: asyncio.Event, seconds: float) -> bool:

@@ -39,6 +39,7 @@ from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
+from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
@@ -100,6 +101,8 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     with only_launcher(run_dir, settings.launch.name):
         placers = placers_of(settings, place, servers)
         (run_dir / "settings.toml").write_text(dump_toml(settings))
+        if settings.launch.env_report:
+            write_env_report(run_dir)
         return run_loop(_train(settings, place, run_dir, placers, servers))
 
 

@@ -17,6 +17,9 @@ STAYS = {
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
 }
+IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")
+STAYS |= {f"miles_async/__init__.py {name}": "the library in Python: docs/python.md" for name in IN_PYTHON}
+STAYS["miles_async/api/opened.py open_run"] = "as well"
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
 CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated"}  # asyncio
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server

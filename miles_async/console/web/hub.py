@@ -18,7 +18,7 @@ from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor import diagnose
 from miles_async.console.explain import explain, open_text
-from miles_async.console.report import read_settings
+from miles_async.console.report_data import read_settings
 from miles_async.console.scene import read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
