@@ -1,7 +1,7 @@
 """Recorder: keeps a run's story on disk. It follows the bus and writes metrics.jsonl, so that launchers may come and go.
 
-Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
-Owns  metrics.jsonl, samples.jsonl
+Reads  policy, trained, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
+Owns  metrics.jsonl, trained.jsonl, samples.jsonl
 Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
 line of its own that names the lost steps; lines already written stay.
 """
@@ -20,9 +20,10 @@ from actors.recorder.exporter import Exporter, ExporterSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
 from actors.recorder.history import History
-from actors.recorder.records import Record, sample_event
+from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
+from actors.recorder.trained import append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.host import lives
@@ -32,7 +33,7 @@ from bus import Bus, Out
 from bus.errors import BadMessage
 from bus.messages.control import Event, Vitals
 from bus.messages.groups import GroupKept
-from bus.topology import EVENTS, GROUPS
+from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
@@ -44,10 +45,12 @@ TEXTS_FROM_S, TEXTS_TO_S = (
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts. `trackers`, `exporter`: who else
+    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts. `print_every`:
+    steps between two texts that are said in any case; 0 = none. `trackers`, `exporter`: who else
     is told; None = nobody."""
 
     tokenizer_dir: str = ""
+    print_every: int = 0
     trackers: TrackerSpec | None = None
     exporter: ExporterSpec | None = None
 
@@ -63,11 +66,14 @@ class Recorder:
         *,
         unread: Callable[[str], None] = lambda _: None,
         opened: Callable[[History], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`opened`: told when the file is ours alone, with what it holds, which is folded further from then on."""
+        """`say`: for the log. `opened`: told when the file is ours alone, with what it holds, which is folded further from then
+        on."""
         self._bus = bus
         self._run_dir = run_dir
-        self._unread, self._opened = unread, opened
+        self._unread, self._opened, self._log = unread, opened, say
+        self._print_every = spec.print_every if spec is not None else 0
         directory = spec.tokenizer_dir if spec is not None else ""
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
@@ -77,7 +83,8 @@ class Recorder:
     ) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
-        feed = Feed(self._bus, file.past, unread=self._unread)
+        known = await asyncio.to_thread(last_trained, self._run_dir)
+        feed = Feed(self._bus, [*file.past, *known], unread=self._unread, streams=(*RECORDED, TRAINED))
         file.past = []
         self._opened(feed.history)
         try:
@@ -93,18 +100,28 @@ class Recorder:
             file.close()
 
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
-        records, more = await feed.read(block_s)
+        read, more = await feed.read(block_s)
+        if told := [record for record in read if record["kind"] == "trained"]:
+            await asyncio.to_thread(append_trained, self._run_dir, told)
+        records = [record for record in read if record["kind"] != "trained"]
         file.append(records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:
             await self._write_ledger(file, feed)
         now = self._bus.clock.monotonic()
-        if "step" in kinds and self._tokenizer is not None and now >= self._next_text_s:
-            self._next_text_s = now + self._text_pause_s
-            self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
+        timed, every = now >= self._next_text_s, self._print_every
+        asked = every > 0 and any(r["kind"] == "step" and r["step"] % every == 0 for r in records)
+        if "step" in kinds and self._tokenizer is not None and (timed or asked):
+            if timed:
+                self._next_text_s = now + self._text_pause_s
+                self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
             trained = next((set(r["groups"]) for r in reversed(records) if r["kind"] == "step"), set())
             texts = await self._texts(self._tokenizer, feed.history.furthest, trained)
             await self._bus.append([Out(EVENTS, text) for text in texts], repeatable=True)
+            for text in texts[:1] if asked else ():
+                d = text.data
+                said = f"step {d['step']} {text.text} reward {d['reward']}: {d['prompt']!r} -> {d['response']!r}"
+                self._log(f"First rollout sample: {said}")
         return more
 
     async def _texts(self, tokenizer: Tokenizer, step: int, trained: set[str]) -> list[Event]:
@@ -160,7 +177,8 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         if spec.exporter is not None:
             tasks.add(asyncio.create_task(Exporter(context.bus, spec.exporter, lambda: history, say).serve()))
 
-    recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning, opened=opened)
+    log, run_dir = context.log, Path(context.spec.run_dir)
+    recorder = Recorder(context.bus, run_dir, spec, unread=log.warning, opened=opened, say=log.info)
     try:
         with context.waiting("news"):
             await recorder.follow(context.draining, others_end)
