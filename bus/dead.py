@@ -28,6 +28,7 @@ from bus.topology import BY_NAME, DEAD, POLICY, ROLLOUTS, SCORED
 
 MOVE = Script("move.lua")
 
+
 class Letter(msgspec.Struct, frozen=True):
     """A dead letter and the id it is called by. `aside`: where the letter itself lies, if it was too large for its entry."""
 
@@ -88,6 +89,18 @@ async def find_letter(bus: Bus, name: str) -> Letter:
         if name in (item.id, item.letter.entry_id, item.letter.sample_id):
             return item
     raise CannotRetry(f"no dead letter {name!r}. miles-async bus dead list shows their ids; nothing was changed.")
+
+
+def prompt_of(letter: DeadLetter) -> str:
+    """Id of the prompt of its sample; empty where the letter does not hold it."""
+    stream = BY_NAME.get(letter.stream)
+    if stream is None or not letter.body:
+        return ""
+    try:
+        message = Decoder[Any](stream.union, stream.name).decode(letter.body)
+    except BadMessage:
+        return ""
+    return str(getattr(_task(message), "prompt_id", ""))
 
 
 async def drop(bus: Bus, item: Letter) -> None:

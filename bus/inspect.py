@@ -5,17 +5,20 @@ Nothing here takes an entry or changes one. Bodies stay on the server."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from bus.streams.entry import Entry
 from bus.streams.hop import text_of
 from bus.streams.link import Script
-from bus.streams.redis import Bus
+from bus.streams.redis import Bus, make_entry
 from bus.topology import STREAMS, Stream
 
 PAGE = 500
-HEADS, FACTS = Script("heads.lua"), Script("facts.lua")
+GREP_PAGE = 2000
+HEADS, FACTS, GREP = Script("heads.lua"), Script("facts.lua"), Script("grep.lua")
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -122,6 +125,18 @@ async def all_heads(bus: Bus, stream: Stream) -> list[Head]:
         if len(page) < PAGE:
             break
     return found
+
+
+async def entries_with(bus: Bus, stream: Stream, text: str, types: Sequence[str] = ()) -> list[Entry]:
+    """Entries that hold `text` in a field or in their body, those of some types, and those whose body lies elsewhere."""
+    found: list[Entry] = []
+    start = "-"
+    while True:
+        last, raw = await bus.link.run_script(GREP, [bus.keys.stream(stream.name)], [start, GREP_PAGE, text, *types])
+        found += [make_entry(stream, "", one) for one in raw]
+        if not last:
+            return found
+        start = f"({text_of(last)}"
 
 
 async def pending_entries(bus: Bus, stream: Stream, readers: str, *, limit: int = 10_000) -> list[Pending]:

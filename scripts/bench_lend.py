@@ -3,9 +3,10 @@
 
     python scripts/bench_lend.py --load R=2T R=4T --steps 8 --out FILE.json
 
-Real rooms, real Redis, a trainer that sleeps for its step and the stand-in engines of bench_schedule.py: one that is always there, and
-with lending one more while the trainer waits. R are the seconds of a batch on the first one, T those of a step. Giving memory back
-and taking it again costs the engine 0.2 s each. Without anything lost the run with lending takes (R + T) / 2 a step instead of R.
+Real rooms, real Redis, a trainer that sleeps for its step and the stand-in engines of bench_schedule.py: one that is always
+there, and with lending one more while the trainer waits. R are the seconds of a batch on the first one, T those of a step. Giving
+memory back and taking it again costs the engine 0.2 s each. Without anything lost the run with lending takes (R + T) / 2 a step
+instead of R.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bus import Tail  # noqa: E402
-from bus.messages.policy import StepDone  # noqa: E402
-from bus.topology import POLICY  # noqa: E402
-from scripts.schedule_house import LOADS, Case, run_of  # noqa: E402
+from bus import Tail
+from bus.messages.policy import StepDone
+from bus.topology import POLICY
+from scripts.schedule_house import LOADS, Case, run_of
 
 
 async def measure(case: Case, folder: Path) -> dict[str, Any]:

@@ -12,12 +12,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import random
 import signal
 import statistics
 import sys
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -34,9 +36,13 @@ from bus.errors import MilesAsyncError  # noqa: E402
 from bus.knobs.live import read_history, values_at  # noqa: E402
 from bus.messages.policy import GroupsGivenUp, Restored, StepDone  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
+from miles_async.console.trace import trace  # noqa: E402
 from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
 from tests.crash.mischief import Mischief  # noqa: E402
+
+TRACED = 200
+LIFE = {"issued", "begun", "ended", "made", "scored", "judged", "trained", "batch", "checkpoint"}
 
 
 class Soak:
@@ -104,8 +110,20 @@ class Soak:
             bound = values_at(history, message.knob_epoch).max_weight_staleness
             if message.metrics.get("train/staleness_max", 0.0) > bound:
                 self.faults.append(f"step {step} trained a token {message.metrics['train/staleness_max']} steps old")
+        traced = await self._trace_some(bus, samples, sorted(dropped))
         self._attribute_idle(steps)
-        return self._figures(found, steps, issued)
+        return {"samples_traced": traced} | self._figures(found, steps, issued)
+
+    async def _trace_some(self, bus: Bus, trained: Sequence[str], dropped: Sequence[str]) -> int:
+        """Each of TRACED trained samples and dropped groups, drawn at random, has its whole life on record; how many were asked."""
+        draw = random.Random(len(trained))
+        asked = draw.sample(trained, min(TRACED, len(trained))), draw.sample(dropped, min(TRACED, len(dropped)))
+        for wanted, ids in zip((LIFE, {"dropped"}), asked, strict=True):
+            for name in ids:
+                found = await trace(bus, name, self.mischief.run.dir)
+                if gaps := wanted - {moment.what for moment in found.moments}:
+                    self.faults.append(f"the life of {name} is told without {', '.join(sorted(gaps))}: {found.state}")
+        return sum(map(len, asked))
 
     def _attribute_idle(self, steps: dict[int, StepDone]) -> None:
         """Seconds between two steps above the median, given to the last disturbance before the later one."""

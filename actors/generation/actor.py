@@ -37,6 +37,7 @@ from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Transient
+from bus.inspect import wall_of
 from bus.messages.control import BOOTING
 from bus.messages.policy import Activate, PolicyActive, Sending, Turn
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
@@ -261,6 +262,11 @@ class Worker:
             return
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
+        if not running.marks:
+            running.mark("issued", "", wall_of(entry.id))
+        if entry.deliveries > 1:
+            running.mark("delivered again", context.name, context.clock.wall())
+        running.mark("resumed" if running.begun else "begun", context.name, context.clock.wall())
         saves = programs.resumable and bool(context.knobs.partial_rollout)
         began = context.clock.monotonic()
         try:
@@ -282,9 +288,10 @@ class Worker:
             await self._park(entry, running, found)
             return
         outcome = outcome_of(found, running, self._vocabulary)
+        running.mark("ended", context.name, context.clock.wall())
         out = RolloutDone(
             task=task,
-            response=outcome.response,
+            response=msgspec.structs.replace(outcome.response, marks=running.marks),
             finish=outcome.finish,
             worker=context.name,
             resumed_tokens=resumed,
@@ -327,10 +334,13 @@ class Worker:
             self._consumer.forget([entry])
             return
         self._context.count(f"parked/{reason}")
-        parked = Parked(task=running.task, response=Response(), reason=reason, worker=self._context.name)
+        running.mark(f"parked: {reason}", self._context.name, self._context.clock.wall())
+        nothing = Response(marks=running.marks)
+        parked = Parked(task=running.task, response=nothing, reason=reason, worker=self._context.name)
         thrown = running.thrown
         if self._programs.resumable:
-            parked = msgspec.structs.replace(parked, response=running.response(), journal=running.journal())
+            so_far = msgspec.structs.replace(running.response(), marks=running.marks)
+            parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens
         await self._commit(entry, parked, running, thrown={"restarted": thrown})

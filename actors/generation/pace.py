@@ -9,6 +9,8 @@ where it is only shown.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from actors.generation.engine import EngineLoad, EngineUnavailable, RequestRefused
 from actors.generation.lane import lane_of
@@ -22,6 +24,8 @@ from bus.messages.samples import SampleTask
 from bus.topology import TAIL
 
 LOOK_S, TOLD_S = 1.0, 5.0
+RATE_S = 30.0  # over which the rate of tokens is smoothed
+TOLD_SEEN = 0.3  # part of it, after which the rate is told: some ten seconds of work
 TOLD = 0.1  # change of the slots, since it was told last, that is worth an event
 
 
@@ -38,7 +42,11 @@ class Pace:
         self._masked: tuple[int, float] = (-1, 0.0)
         self._told = 0
         self._ended = 0
-        self.tokens = 0  # that came from the engine since the last look
+        self.tokens = 0  # that came from the engine since the last look of `auto`
+        self._came = 0  # tokens since the last second
+        self._came_at = 0.0  # when the newest came, or the engine last had nothing to do
+        self._asked = 0
+        self._rate, self._seen = 0.0, 0.0  # tokens a second, smoothed from 0; the same of a rate that is always 1
         self._looked_at = context.clock.monotonic()
         self._shown_at = 0.0
         self._serving: tuple[str, ...] = ()
@@ -71,6 +79,38 @@ class Pace:
         """One left, whichever way."""
         self._ended += 1
 
+    @contextmanager
+    def asking(self) -> Iterator[Callable[[int], None]]:
+        """A request is with the engine while the body runs, which says how many tokens came."""
+        if not self._asked:
+            self._came_at = self._context.clock.monotonic()
+        self._asked += 1
+
+        def came(n_tokens: int) -> None:
+            self.tokens += n_tokens
+            self._came += n_tokens
+            self._came_at = self._context.clock.monotonic()
+
+        try:
+            yield came
+        finally:
+            self._asked -= 1
+
+    def _show(self) -> None:
+        """What the doctor compares: requests with the engine, their tokens a second while there are any, and for how long none has
+        come although the engine serves."""
+        counters, now = self._context.counters, self._context.clock.monotonic()
+        if not self._asked or self._link.serving is None or self._link.released:
+            self._came_at = now
+        else:
+            share = LOOK_S / RATE_S
+            self._rate += share * (self._came / LOOK_S - self._rate)
+            self._seen += share * (1 - self._seen)
+            if self._seen > TOLD_SEEN:
+                counters["engine/tokens_per_s"] = self._rate / self._seen
+        self._came = 0
+        counters.update({"engine/asked": float(self._asked), "engine/silent_s": now - self._came_at})
+
     def hear(self, said: PolicyActive) -> None:
         """The newest batch's masked share and who serves, the same for every worker."""
         self._masked = (said.masked_step, said.masked_fraction)
@@ -84,6 +124,7 @@ class Pace:
     async def follow(self, reader: Reader, stop: asyncio.Event) -> None:
         """Until `stop`: looks at the engine while it serves, and at the lane; woken by time or the end."""
         while not stop.is_set():
+            self._show()
             knobs = self._context.knobs
             self._find_lane(knobs)
             others = bool(self._lane) and not self.in_lane

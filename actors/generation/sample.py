@@ -20,10 +20,11 @@ from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
 from bus.ledger import spans_after
 from bus.messages.base import EMPTY, Packed, join, pack_ints, unpack_ints
-from bus.messages.samples import Call, ParkReason, PrefixResume, Response, SampleTask, Sampling
+from bus.messages.samples import Call, Mark, ParkReason, PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans, spans_within
 
 Finish = Literal["", "stop", "length"]
+MOST_MARKS = 40
 
 
 class PrefixChunk(msgspec.Struct, frozen=True):
@@ -141,6 +142,7 @@ class Running:
         self.has_saved = False  # pieces of it lie on the bus
         self.least_step = 0  # of the version that may make the first token
         self.broken = 0  # answers that could not be read
+        self.marks: tuple[Mark, ...] = ()
         self.park_at: int | None = None  # tokens at which it gives its slot to others
         self.park_why: ParkReason = "slice"
         self._saved = 0
@@ -160,6 +162,10 @@ class Running:
     def begun(self) -> bool:
         """Whether any call was answered, wholly or in part."""
         return bool(self.told) or any(turn.tokens for turn in self.turns.values())
+
+    def mark(self, what: str, who: str, wall: float) -> None:
+        """Note what happens to it; of very many the middle is left out."""
+        self.marks = (*self.marks[:1], *self.marks[1:][-MOST_MARKS:], Mark(what, who, self.n_tokens, round(wall, 3)))
 
     def open(self, no: int, asked: list[int]) -> Turn:
         """A new turn."""
@@ -257,7 +263,7 @@ class Running:
         anew = Running(self.task)
         anew.has_saved = anew._fresh = True
         anew.thrown = self.thrown + sum(turn.counted for turn in self.turns.values())
-        anew.park_at, anew.park_why, anew.broken = self.park_at, self.park_why, self.broken
+        anew.park_at, anew.park_why, anew.broken, anew.marks = self.park_at, self.park_why, self.broken, self.marks
         return anew
 
     def take_up(self, response: Response, calls: Sequence[Call], *, counted: bool, mask: bool) -> None:
@@ -278,6 +284,8 @@ class Running:
 def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_prefix: bool) -> Running:
     """A sample from its entry and from what a former owner saved of it, in order, as far as the pieces join."""
     running = Running(message.task if isinstance(message, PrefixResume) else message)
+    if isinstance(message, PrefixResume):
+        running.marks = message.response.marks or ()
     if isinstance(message, PrefixResume) and (message.response.n_tokens or message.journal):
         calls = () if message.journal is msgspec.UNSET else message.journal
         running.take_up(message.response, calls, counted=True, mask=False)

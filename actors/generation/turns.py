@@ -136,18 +136,19 @@ class Turns:
         save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
         finish = None
         try:
-            stream = engine.generate(request)
-            async for chunk in stream:
-                finish = running.take(turn, chunk, link.versions)
-                self._pace.tokens += len(chunk.token_ids)
-                if more is not None and not more(turn):
-                    turn.finish = "stop"
-                    await stream.aclose()
-                    return None
-                due = finish is None and save_every and running.unsaved() >= save_every
-                if due and not await self.save(entry, running):
-                    await engine.abort(task.sample_id)
-                    return "lease"
+            with self._pace.asking() as came:
+                stream = engine.generate(request)
+                async for chunk in stream:
+                    finish = running.take(turn, chunk, link.versions)
+                    came(len(chunk.token_ids))
+                    if more is not None and not more(turn):
+                        turn.finish = "stop"
+                        await stream.aclose()
+                        return None
+                    due = finish is None and save_every and running.unsaved() >= save_every
+                    if due and not await self.save(entry, running):
+                        await engine.abort(task.sample_id)
+                        return "lease"
         except RouteBroken as error:
             context.count("routes_broken")
             context.log.warning("sample %s is sent again: %s", task.sample_id, error)

@@ -112,7 +112,7 @@ class PartialBuffer:
         if action == "drop":
             out = PrefixDropped(task=task, tokens_made=response.n_tokens)
         elif action == "restart":
-            out = PrefixResume(task=task, response=Response(tokens=EMPTY, logprobs=EMPTY, loss_mask=EMPTY))
+            out = PrefixResume(task=task, response=Response(marks=response.marks))
             ledger = {"tokens/dropped/restarted": response.n_tokens} if response.n_tokens else {}
         else:
             kept = mask_prefix(response) if self._spec.mask_offpolicy else response

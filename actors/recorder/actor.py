@@ -1,7 +1,7 @@
 """Recorder: keeps a run's story on disk. It follows the bus and writes metrics.jsonl, so that launchers may come and go.
 
-Reads  policy, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
-Owns  metrics.jsonl, samples.jsonl
+Reads  policy, trained, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
+Owns  metrics.jsonl, trained.jsonl, samples.jsonl
 Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
 line of its own that names the lost steps; lines already written stay.
 """
@@ -20,9 +20,10 @@ from actors.recorder.exporter import Exporter, ExporterSpec
 from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile
 from actors.recorder.history import History
-from actors.recorder.records import Record, sample_event
+from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
+from actors.recorder.trained import append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.host import lives
@@ -32,7 +33,7 @@ from bus import Bus, Out
 from bus.errors import BadMessage
 from bus.messages.control import Event, Vitals
 from bus.messages.groups import GroupKept
-from bus.topology import EVENTS, GROUPS
+from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
@@ -82,7 +83,8 @@ class Recorder:
     ) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
-        feed = Feed(self._bus, file.past, unread=self._unread)
+        known = await asyncio.to_thread(last_trained, self._run_dir)
+        feed = Feed(self._bus, [*file.past, *known], unread=self._unread, streams=(*RECORDED, TRAINED))
         file.past = []
         self._opened(feed.history)
         try:
@@ -98,7 +100,10 @@ class Recorder:
             file.close()
 
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
-        records, more = await feed.read(block_s)
+        read, more = await feed.read(block_s)
+        if told := [record for record in read if record["kind"] == "trained"]:
+            await asyncio.to_thread(append_trained, self._run_dir, told)
+        records = [record for record in read if record["kind"] != "trained"]
         file.append(records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:

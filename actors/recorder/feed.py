@@ -6,7 +6,7 @@ Reads  policy, eval.results, knobs, events, verdicts, dead (logs)    Writes  not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, records_of
 from actors.runtime.consume import STOPS
 from actors.runtime.content import fault_of
-from bus import Bus, Tail
+from bus import Bus, Stream, Tail
 from bus.errors import BadMessage
 from bus.streams.hop import id_key
 
@@ -24,14 +24,19 @@ class Feed:
     written down."""
 
     def __init__(
-        self, bus: Bus, past: Iterable[Record] = (), *, unread: Callable[[str], None] = lambda _: None
+        self,
+        bus: Bus,
+        past: Iterable[Record] = (),
+        *,
+        unread: Callable[[str], None] = lambda _: None,
+        streams: Sequence[Stream] = RECORDED,
     ) -> None:
         self._bus = bus
         self._unread = unread
-        self._tail = Tail(bus, RECORDED)
+        self._tail = Tail(bus, streams)
         self.history = History()
         self._heard = asyncio.Event()
-        self._tail.positions = dict.fromkeys((stream.name for stream in RECORDED), "0")
+        self._tail.positions = dict.fromkeys((stream.name for stream in streams), "0")
         for record in past:
             self.history.fold(record)
             stream, at, entry_id = str(record.get("entry", "")).partition("@")

@@ -20,6 +20,9 @@ fault       actor, event, text, level
 finished    step, version
 system      source, values                                         what a host (its name) or `Redis` uses: numbers by name
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
+trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
+                                                                   one trained sample, see bus.messages.policy.SampleTrained;
+                                                                   in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -39,7 +42,16 @@ from bus.inspect import wall_of
 from bus.messages.base import Packed, unpack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
-from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyAnnounced, Restored, StepDone
+from bus.messages.policy import (
+    Checkpointed,
+    Finished,
+    GroupsGivenUp,
+    PolicyAnnounced,
+    Restored,
+    SamplesTrained,
+    SampleTrained,
+    StepDone,
+)
 from bus.messages.samples import Scored
 from bus.topology import DEAD, EVAL_RESULTS, EVENTS, KNOBS, POLICY, VERDICTS
 
@@ -136,6 +148,16 @@ def _event(m: Event) -> Made:
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]
 
 
+def _trained(m: SamplesTrained) -> Made:
+    return [("trained", {"step": m.step, "sample": one.sample_id, **_fields(one)}) for one in m.samples]
+
+
+def _fields(one: SampleTrained) -> Record:
+    """Without what says nothing: most samples have one turn."""
+    values = {name: getattr(one, name) for name in one.__struct_fields__ if name != "sample_id"}
+    return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
+
+
 def _verdict(m: GroupVerdict) -> Made:
     if m.kept:
         return []
@@ -182,6 +204,7 @@ _MAKERS: dict[type, Callable[[Any], Made]] = {
     DeadLetter: _dead,
     Checkpointed: lambda m: [("checkpoint", {"step": m.step, "path": m.path, "save_s": m.save_s})],
     Restored: lambda m: [("restored", {"step": m.step, "version": m.version.id, "checkpoint": m.checkpoint})],
+    SamplesTrained: _trained,
     Finished: lambda m: [("finished", {"step": m.step, "version": m.version.id})],
     KnobPatch: _knob,
 }

@@ -34,6 +34,7 @@ from bus.messages.base import Packed, unpack_ints
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
+SMOOTH = 0.1  # part of the newest in the smoothed time of a scoring
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
 
 
@@ -134,6 +135,8 @@ class RewardRoom:
             raise
         took_s = self._context.clock.monotonic() - began
         self._context.count(f"scored/{scorer}", len(whole))
+        slowly = self._context.counters.get("score_s", took_s)
+        self._context.counters["score_s"] = slowly + SMOOTH * (took_s - slowly)
         if self._siblings is not None:
             self._siblings.take(message.task.group_id)
         outs = [

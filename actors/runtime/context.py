@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.runtime.host import processes_name, shared_memory_name
+from actors.runtime.host import processes_name, room_left, shared_memory_name
 from actors.runtime.refusals import Refusals
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
@@ -21,6 +21,7 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
 AT_ONCE_S = 0.02
+ROOM_S = 10.0  # between two looks at the host's disk and memory
 STOP_WISH = "stop"
 """Field of the run's state: who asked the whole run to stop; empty = nobody. Every actor looks at each heartbeat, so that it
 is heard without a launcher too."""
@@ -59,6 +60,7 @@ class Context:
         self.note = ""
         self.depot = ""  # where this actor serves versions to other hosts
         self.received = 0  # bytes of versions that came from other hosts
+        self._room_due = 0.0
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
 
@@ -128,6 +130,9 @@ class Context:
 
     async def beat(self) -> None:
         """Send vitals: the last ones to the hash that `status` reads, each one to the events log."""
+        if self.clock.monotonic() >= self._room_due:
+            self._room_due = self.clock.monotonic() + ROOM_S
+            self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
         vitals = self.vitals()
         await self.bus.set_vitals(self.name, vitals)
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)

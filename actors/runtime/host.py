@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import socket
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from actors.runtime.child import is_alive
 from bus.messages.control import Vitals
 
 SHARED = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @cache
@@ -38,6 +42,32 @@ def processes_name() -> str:
 def lives(vitals: Vitals) -> bool | None:
     """Whether the process that said this lives; None where it cannot be seen from here."""
     return is_alive(vitals.pid) if vitals.processes == processes_name() else None
+
+
+def is_stopped(vitals: Vitals) -> bool:
+    """Whether the process that said this was stopped, by SIGSTOP or a debugger; False where it cannot be seen from here."""
+    try:
+        return vitals.processes == processes_name() and psutil.Process(vitals.pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def room_left(folder: str) -> dict[str, float]:
+    """Free bytes on the disk of `folder` and in this host's memory, and that memory's free share; of a container, its own."""
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()).get("inactive_file", "0")
+        free, total = min(free, limit - int((CGROUP / "memory.current").read_text()) + int(cached)), min(total, limit)
+    except (OSError, ValueError):
+        pass  # no container, or one without a limit
+    found = {"free/memory": float(free), "free/memory_share": free / total}
+    try:
+        found["free/disk"] = float(shutil.disk_usage(folder).free)
+    except OSError:
+        pass  # it is somebody else's folder
+    return found
 
 
 def place(given: str, own: str) -> tuple[str, str, int]:

@@ -47,13 +47,14 @@ from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.spread import lives_of
+from actors.trainer.trained import trained_samples
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
 from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import POLICY
+from bus.topology import POLICY, TRAINED
 
 T = TypeVar("T")
 
@@ -324,6 +325,8 @@ class Trainer:
         await self._say(done)
         fault_point(context.name, "after_done")
         if not spec.replay_from:
+            told = trained_samples(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
+            await context.bus.append([Out(TRAINED, some) for some in told], repeatable=True)
             await self._batches.done(batch, result, step=step)
         context.version = number
         context.count("steps")

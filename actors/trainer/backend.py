@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,12 +111,14 @@ class StepBatch:
 @dataclass(slots=True)
 class StepResult:
     """`packing`: positions of samples in each micro-batch, in order. `flags`: reason -> sample ids, counted events.
-    `trained_spans`: response tokens with gradient, per sample position and version span of the sample."""
+    `trained_spans`: response tokens with gradient, per sample position and version span of the sample. `shares`: of the weights
+    that the reduction gives to all tokens of its optimizer step, per sample position."""
 
     metrics: dict[str, float]
     packing: tuple[tuple[int, ...], ...]
     trained_spans: list[tuple[int, ...]]
     flags: dict[str, list[str]] = field(default_factory=dict)
+    shares: Sequence[float] = ()
     skipped: bool = False  # non-finite gradient: weights unchanged, the data kept
 
     @property

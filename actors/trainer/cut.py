@@ -36,12 +36,13 @@ class Part(msgspec.Struct):
     left: tuple[int, ...]
     came: int
     steps: tuple[Span | None, ...] = ()  # by position; None = no tokens
+    at: float = 0.0  # when its entry was appended, seconds
 
     @staticmethod
-    def of(group: GroupKept, *, came: int, without: frozenset[int] = frozenset()) -> Part:
+    def of(group: GroupKept, *, came: int, at: float = 0.0, without: frozenset[int] = frozenset()) -> Part:
         """All samples of an entry, but for indexes that a checkpoint holds already."""
         left = tuple(at for at, s in enumerate(group.samples) if index_of(s.rollout.task.sample_id) not in without)
-        return Part(group, left, came, tuple(map(steps_of, group.samples)))
+        return Part(group, left, came, tuple(map(steps_of, group.samples)), at)
 
     def age(self, step: int, at: int) -> int:
         """Steps since the first token of one sample, 0 without tokens; below 0 in a lost future, whose turn is yet to come."""

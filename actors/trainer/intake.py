@@ -69,7 +69,7 @@ class Intake:
                 if settled is self._settled.get(group.key):
                     del self._settled[group.key]
                 self.uncommitted.append(Trained(step=0, entry=entry, consumed=settled))
-                self.ready[group.key] = Part.of(group, came=step, without=frozenset(settled.members))
+                self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id), without=frozenset(settled.members))
                 self._entries[group.key] = entry
                 continue
             if settled is not None or self._held(group.key) is not None:
@@ -80,7 +80,7 @@ class Intake:
                 why = "other samples are open under it" if opened else "it is closed, or was never issued"
                 await self._consumer.bury(entry, group, Poison(f"the run does not wait for {group.key!r}: {why}"))
                 continue
-            self.ready[group.key] = Part.of(group, came=step)
+            self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id))
             self._entries[group.key] = entry
             knobs = self._context.knobs
             batch = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)

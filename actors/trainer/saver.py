@@ -133,6 +133,7 @@ class Saver:
             f"checkpoint {step} not written to {self._save}: {error.strerror or error}. The former checkpoint "
             "is intact and training goes on; free space or correct --save, the next interval tries again.",
             level="error",
+            step=step,
         )
 
     async def _export(self, copied: Checkpoint, step: int) -> None:

@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from bus.messages.base import Header, Message, Packed
-from bus.messages.versions import PolicyVersion
+from bus.messages.samples import Mark
+from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.messages.weights import Parcel
 
 
@@ -96,6 +97,35 @@ class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
 
     def header(self) -> Header:
         return Header(id=f"turn{self.number}", note=self.holder)
+
+
+class SampleTrained(msgspec.Struct, frozen=True, array_like=True):
+    """One trained sample, as it came to its step. Times in seconds; `judged`: when the filter let it go. `spans` of its last
+    trajectory. `trained`: tokens with gradient; `share`: of the weights that the reduction gives the tokens of its optimizer step,
+    before corrections, -1 = the backend does not tell."""
+
+    sample_id: str
+    marks: tuple[Mark, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: str
+    turns: int
+    generate_s: float
+    reward: float
+    scorer: str
+    score_s: float
+    judged: float
+    trained: int
+    share: float
+
+
+class SamplesTrained(Message, frozen=True, kw_only=True, tag="policy.trained"):
+    """How some of a step's samples came to be trained. trainer -> recorder."""
+
+    step: int
+    samples: tuple[SampleTrained, ...]
+
+    def header(self) -> Header:
+        return Header(id=f"step{self.step}", note=f"{len(self.samples)} samples")
 
 
 class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):

@@ -64,6 +64,16 @@ class Routed(msgspec.Struct, frozen=True):
     wide: bool = False
 
 
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to a sample before it was scored, told by `who` at `wall` (seconds), when it had `tokens`. `what`: issued,
+    begun, resumed, delivered again, `parked: REASON`, ended."""
+
+    what: str
+    who: str = ""
+    tokens: int = 0
+    wall: float = 0.0
+
+
 class Response(msgspec.Struct, frozen=True):
     """What follows a prompt: generated tokens, and between them those of an environment, which have a span of their own, mask
     0 and log-prob 0. Invariant: spans cover [0, n_tokens) in order; all arrays have n_tokens entries."""
@@ -73,6 +83,7 @@ class Response(msgspec.Struct, frozen=True):
     loss_mask: Packed = EMPTY  # uint8 [n_tokens]; 1 = may be trained
     spans: tuple[VersionSpan, ...] = ()
     experts: Routed | msgspec.UnsetType = msgspec.UNSET  # UNSET = not asked for, or not known
+    marks: tuple[Mark, ...] | msgspec.UnsetType = msgspec.UNSET  # oldest first; decides nothing
 
     @property
     def n_tokens(self) -> int:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return preflight(args.preflight, as_json=args.as_json)
 
     async def body(bus: "Bus", ref: RunRef) -> int:
-        from miles_async.console.doctor import diagnose
+        from miles_async.console.doctor.diagnosis import diagnose
         from miles_async.console.explain import explain
         from miles_async.console.scene import read_scene
 
@@ -88,12 +88,12 @@ def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":
 
 def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
     """Findings by gravity, then one sentence per actor, then what bounds would do, then the verdict."""
-    from miles_async.console.doctor import diagnose
+    from miles_async.console.doctor.diagnosis import diagnose
     from miles_async.console.explain import explain
     from miles_async.console.text import human_bytes
 
     findings = diagnose(scene)
-    lines = [f"{finding.level:<7}  {finding.text}" for finding in findings]
+    lines = [f"{finding.level:<7}  {finding.text} [{finding.rule}]" for finding in findings]
     said = explain(scene)
     width = max((len(actor) for actor, _ in said), default=0)
     if said:

@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
         elif args.check:
             print(found.text())
         else:
-            from miles_async.console.scene import trained_unsaved
+            from miles_async.console.scene import policy_of_late
 
-            print(as_text(found, args.by, len(await trained_unsaved(bus))))
+            uncommitted, _ = await policy_of_late(bus)
+            print(as_text(found, args.by, len(uncommitted)))
         return 0 if found.closes else 1
 
     return on_bus(args, body)

@@ -46,6 +46,11 @@ async def _follow(ref: RunRef, sample_id: str) -> "Trace":
     from miles_async.console.attach import attached
     from miles_async.console.trace import trace, trace_file
 
+    socket = Path(ref.bus_url.partition("?")[0].removeprefix("unix://"))
+    if ref.run_dir is not None and ref.bus_url.startswith("unix://") and not socket.exists():
+        told = trace_file(ref.run_dir, sample_id)
+        if {"checkpoint", "dropped"} & {moment.what for moment in told.moments}:
+            return told  # its life is over: what the run's Redis kept has nothing to add
     try:
         async with attached(ref, look=True) as bus:
             run_dir = ref.run_dir or Path("runs") / bus.config.run

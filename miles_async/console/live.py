@@ -22,11 +22,12 @@ from actors.runtime.snapshot import Snapshot, read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
 from miles_async.console.text import duration, percent, shorten
-from miles_async.console.view import screen, step_line
+from miles_async.console.view import screen, state_text, step_line, waits_text
 
 Mode = Literal["live", "plain", "none"]
 REFRESH_S = 0.5
 SNAPSHOT_S = 1.0
+WAIT_SAID_S = 15.0
 FIRST_SAMPLES = 2  # shown in words at the start of a run; miles-async samples shows more
 
 
@@ -46,6 +47,8 @@ async def run_console(
         tasks.create_task(_follow(feed, stop, say, total_steps))
         if live:
             tasks.create_task(_Screen(bus, feed, console, total_steps).run(stop))
+        elif mode != "none":
+            tasks.create_task(_until_first_step(bus, feed, stop, say))
 
 
 async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], total_steps: int) -> None:
@@ -65,6 +68,18 @@ async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], t
                 say(line)
         if over and not more:
             return
+
+
+async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+    """Says every WAIT_SAID_S what is waited for, until there is a step."""
+    began = bus.clock.monotonic()
+    while not await _stopped(stop, WAIT_SAID_S) and not feed.history.steps:
+        try:
+            actors = [a for role in ("generation", "trainer") for a in (await read_snapshot(bus)).of_role(role)[:2]]
+        except BusUnreachable:
+            continue  # `_follow` says so
+        said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
+        say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said) or 'no actor has spoken yet'}")
 
 
 class _Screen:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from actors.recorder.file import read_records
+from actors.recorder.history import History, Step, history_of
+from actors.recorder.records import records_of
+from actors.runtime.host import is_stopped
 from actors.runtime.snapshot import Snapshot, read_snapshot, readable
 from bus import Bus
+from bus.dead import prompt_of
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
+from bus.messages.control import DeadLetter, Event
 from bus.messages.policy import StepDone
-from bus.topology import DEAD, POLICY, VERDICTS
+from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
 from miles_async.governor.govern import Standing, read_standing
+
+NEWS_S, MOST_NEWS, MOST_DEAD = 600.0, 100, 50
+NEWS = frozenset(
+    {"restart", "engine stalled", "engine boot failed", "engine boot refused", "weights refused", "transport failed", "activated",
+     "checkpoint failed"}
+)  # fmt: skip
+"""Kinds of events that a rule looks at."""
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
     `uncommitted`: samples that were trained since the last checkpoint; they hold no credit but stay open until the next.
-    `first_step`: metrics of the run's first training step, empty where unknown."""
+    `first_step`: metrics of the run's first training step, empty where unknown. `news`: events of the kinds NEWS of the last
+    NEWS_S, oldest first, their `wall` the server's. `steps`: those that are still known, oldest first. `stopped`: silent actors of
+    this host whose processes are stopped. `dead`: the newest, oldest first; `rows`: data set rows of those that name one."""
 
     snapshot: Snapshot
     places: Places
@@ -39,6 +53,10 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     stream_max_bytes: int
     first_step: Mapping[str, float | None] = {}
+    news: Sequence[Event] = ()
+    steps: Sequence[Step] = ()
+    stopped: frozenset[str] = frozenset()
+    rows: Sequence[str] = ()
     governor: Standing | None = None
 
     @property
@@ -57,9 +75,13 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
     snapshot, places, server, time = await asyncio.gather(
         read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
     )
-    verdicts, dead, patches, uncommitted = await asyncio.gather(
-        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, 20), read_history(bus), trained_unsaved(bus)
+    verdicts, dead, patches, (uncommitted, steps) = await asyncio.gather(
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus), policy_of_late(bus)
     )
+    first: Mapping[str, float | None] = {}
+    if run_dir is not None:
+        first, past = await asyncio.to_thread(_recorded, run_dir)
+        steps = past if len(past) > len(steps) else steps
     return Scene(
         snapshot=snapshot,
         places=places,
@@ -72,26 +94,51 @@ async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerChe
         now=time,
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
-        first_step=await asyncio.to_thread(_first_step, run_dir) if run_dir is not None else {},
+        first_step=first,
+        news=await _news(bus, time),
+        steps=steps,
+        stopped=frozenset(a.vitals.actor for a in snapshot.actors if a.life == "late" and is_stopped(a.vitals)),
+        rows=await _rows(bus) if dead else (),
         governor=await read_standing(bus),
     )
 
 
-def _first_step(run_dir: Path) -> Mapping[str, float | None]:
-    """Metrics of step 1 as it was last done: a run killed before its first checkpoint does it again."""
-    steps = (r for r in reversed(read_records(run_dir)) if r["kind"] == "step" and r.get("step") == 1)
-    metrics = next(steps, {}).get("metrics")
-    return metrics if isinstance(metrics, dict) else {}
+def _recorded(run_dir: Path) -> tuple[Mapping[str, float | None], list[Step]]:
+    """Metrics of step 1 as it was last done (a run killed before its first checkpoint does it again), and the steps on record."""
+    records = read_records(run_dir)
+    first = next((r for r in reversed(records) if r["kind"] == "step" and r.get("step") == 1), {}).get("metrics")
+    return first if isinstance(first, dict) else {}, history_of(records).steps
 
 
-async def trained_unsaved(bus: Bus, most: int = 1000) -> frozenset[str]:
-    """Samples of the steps behind the newest checkpoint or restore."""
+async def policy_of_late(bus: Bus, most: int = 1000) -> tuple[frozenset[str], list[Step]]:
+    """Samples of the steps behind the newest checkpoint or restore, and the steps on the log, oldest first."""
     samples: set[str] = set()
-    for entry in await bus.last(POLICY, most):
-        kind = entry.fields.get("type")
-        if kind in ("policy.checkpointed", "policy.restored"):
-            break
-        if kind == "policy.step":
-            message = await readable(bus, entry)
-            samples.update(message.samples if isinstance(message, StepDone) else ())
-    return frozenset(samples)
+    history = History()
+    for entry in reversed(await bus.last(POLICY, most)):
+        if entry.fields.get("type") not in ("policy.step", "policy.checkpointed", "policy.restored"):
+            continue
+        message = await readable(bus, entry)
+        if isinstance(message, StepDone):
+            samples.update(message.samples)
+        elif entry.fields["type"] != "policy.step":
+            samples.clear()
+        for record in records_of(entry, message):
+            history.fold(record)
+    return frozenset(samples), history.steps
+
+
+async def _news(bus: Bus, now: float) -> list[Event]:
+    heads = [h for h in await newest_heads(bus, EVENTS, 2000) if h.fields.get("note") in NEWS and now - h.wall < NEWS_S]
+    found: list[Event] = []
+    for head in heads[-MOST_NEWS:]:
+        entries = await bus.scan(EVENTS, start=head.id, count=1)
+        event = await readable(bus, entries[0]) if entries and entries[0].id == head.id else None
+        if isinstance(event, Event):
+            found.append(msgspec.structs.replace(event, wall=head.wall))
+    return found
+
+
+async def _rows(bus: Bus) -> list[str]:
+    """Prompts of the newest dead letters, as far as these hold them."""
+    letters = [await readable(bus, entry) for entry in await bus.last(DEAD, MOST_DEAD)]
+    return [prompt for one in letters if isinstance(one, DeadLetter) and (prompt := prompt_of(one))]

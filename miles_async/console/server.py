@@ -8,7 +8,8 @@ from bus import Bus
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """From INFO. `max_memory` 0 = no limit of its own. `aof` empty = no append-only file, else `ok` or its error."""
+    """From INFO. `max_memory` 0 = no limit of its own. `aof` empty = no append-only file, else `ok` or its error.
+    `snapshot_ok`: the last one was written; a server with one that was not refuses writes, unless told otherwise."""
 
     software: str = "redis"
     version: str = ""
@@ -18,6 +19,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "noeviction"
     role: str = "master"
     aof: str = ""
+    snapshot_ok: bool = True
     total_memory: int = 0
 
     @property
@@ -46,6 +48,7 @@ def parse_info(text: str) -> ServerState:
         eviction=pairs.get("maxmemory_policy", "noeviction"),
         role=pairs.get("role", "master"),
         aof=aof,
+        snapshot_ok=pairs.get("rdb_last_bgsave_status", "ok") == "ok",
         total_memory=_whole(pairs.get("total_system_memory")),
     )
 

@@ -1,6 +1,7 @@
 """One sample's whole life: from the streams while the run lives, from metrics.jsonl afterwards.
 
-A living run is asked for everything; what only a file remembers (steps whose entries were trimmed) is added from it.
+A living run is asked for everything; what only files remember (steps whose entries were trimmed) is added from them. Of logs and
+files only what names the sample or its group is read, however long they are.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ from typing import Any
 
 import msgspec
 
-from actors.recorder.file import read_records
+from actors.recorder.file import FILE as METRICS
 from actors.recorder.records import Record, records_of
+from actors.recorder.trained import FILE as TRAINED_FILE
+from actors.recorder.trained import OLDER as TRAINED_OLDER
+from actors.recorder.trained import lines_with
 from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
 from bus.identity import read_identity
-from bus.inspect import all_heads
-from bus.messages.control import DeadLetter, Event
+from bus.inspect import all_heads, entries_with
+from bus.messages.control import Event
 from bus.messages.groups import OpenGroup, index_of
-from bus.messages.policy import Restored, StepDone
+from bus.messages.samples import Mark
 from bus.streams.hop import id_key
-from bus.topology import DEAD, EVENTS, GROUPS, POLICY, VERDICTS
+from bus.topology import DEAD, EVENTS, GROUPS, POLICY, TRAINED, VERDICTS
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
 
+OF_STEPS = ("policy.restored", "policy.checkpointed")
 _SAMPLE = re.compile(r"[A-Za-z0-9_.-]+/\d+")
 
 
@@ -64,9 +69,9 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     opened = places.opened(sample_id)
     place = _find(places, sample_id, group)
     task = await _task(bus, place, sample_id) if place is not None else {}
-    seen = read_records(run_dir) if run_dir is not None else []
-    live = await _records(bus, group, sample_id)
-    moments = _moments([*seen, *live], sample_id, group)
+    seen = await asyncio.to_thread(_recorded, run_dir, group, sample_id) if run_dir is not None else []
+    moments = _moments([*seen, *await _records(bus, group, sample_id)], sample_id, group)
+    moments += [Moment(m.wall, m.what, _told(m)) for m in _marks(task)]
     moments += await _events(bus, sample_id, group)
     moments += await _kept(bus, group)
     saved = len(await bus.load_prefix(sample_id))
@@ -93,7 +98,7 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
 def trace_file(run_dir: Path, sample_id: str) -> Trace:
     """Follow one sample in what the run left behind."""
     group = group_of(sample_id)
-    moments = _moments(read_records(run_dir), sample_id, group)
+    moments = _moments(_recorded(run_dir, group, sample_id), sample_id, group)
     return Trace(
         sample=sample_id,
         group=group,
@@ -101,6 +106,27 @@ def trace_file(run_dir: Path, sample_id: str) -> Trace:
         state=_state(None, None, moments, 0.0),
         moments=tuple(sorted(moments, key=lambda m: m.wall)),
     )
+
+
+def _recorded(run_dir: Path, group: str, sample_id: str) -> list[Record]:
+    """Lines that name the sample or its group, and those that say what became of steps."""
+    kinds = (b'"kind":"restored"', b'"kind":"checkpoint"')
+    life = f'"sample":"{sample_id}' + ('"' if sample_id != group else "/")
+    lines = list(lines_with(run_dir / METRICS, (group.encode(), *kinds)))
+    for name in (TRAINED_OLDER, TRAINED_FILE):
+        lines += lines_with(run_dir / name, (life.encode(),))
+    return [line for line in lines if "wall" in line]
+
+
+def _marks(task: dict[str, Any]) -> list[Mark]:
+    """What a sample that is still under way has gone through."""
+    response = task.get("rollout", task).get("response") or {}
+    return msgspec.convert([list(m.values()) for m in response.get("marks") or ()], list[Mark])
+
+
+def _told(mark: Mark) -> str:
+    by = f" by {mark.who}" if mark.who else ""
+    return f"{mark.what}{by}" + (f" with {mark.tokens} tokens" if mark.tokens else "")
 
 
 def _find(places: Places, sample_id: str, group: str) -> Place | None:
@@ -140,19 +166,13 @@ async def _with_text(bus: Bus, value: dict[str, Any]) -> dict[str, Any]:
 async def _records(bus: Bus, group: str, sample_id: str) -> list[Record]:
     """Lines that the recorder would write, for entries that name this sample or group."""
     found: list[Record] = []
-    for stream in (POLICY, VERDICTS, DEAD):
-        for entry in await bus.scan_all(stream):
-            if stream is VERDICTS and entry.fields.get("group") != group:
-                continue
+    for stream, types in ((POLICY, OF_STEPS), (VERDICTS, ()), (DEAD, ()), (TRAINED, ())):
+        for entry in await entries_with(bus, stream, group, types):
             try:
                 message = await bus.message(entry)
             except BadMessage:
                 continue
-            if isinstance(message, DeadLetter) and sample_id not in (message.sample_id, message.group_id, group):
-                continue
-            other = stream is POLICY and not isinstance(message, StepDone | Restored)
-            if not other or group in str(getattr(message, "groups", "")):
-                found += records_of(entry, message)
+            found += records_of(entry, message)
     return found
 
 
@@ -160,19 +180,26 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
-        by_entry.setdefault((str(record.get("entry")), f"{record['kind']}{record.get('group', '')}"), record)
+        about = record["kind"] + str(record.get("group" if record["kind"] != "trained" else "sample", ""))
+        by_entry.setdefault((str(record.get("entry")), about), record)
     ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
+    saves = [(i, record) for i, record in enumerate(ordered) if record["kind"] == "checkpoint"]
     found: list[Moment] = []
     for i, record in enumerate(ordered):
         wall = float(record["wall"])
         match record["kind"]:
             case "step" if group in record["groups"] and _concerns(record.get("members", {}).get(group), sample_id):
+                saved = next((s for at, s in saves if at > i and s["step"] >= record["step"]), None)
                 lost = any(at > i and step < record["step"] for at, step in restores)
                 text = f"trained in step {record['step']}, policy version {record['version']}, knob epoch {record['knob_epoch']}"
                 text += "; that step was lost with the trainer and done again" if lost else ""
                 data = {"step": record["step"], "version": record["version"], "lost": lost}
                 found.append(Moment(wall, "lost step" if lost else "trained", text, data))
+                if saved is not None and not lost:
+                    found.append(Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final"))
+            case "trained" if sample_id in (record["sample"], group_of(record["sample"])):
+                found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""
                 text = f"group dropped: {record['reason']}{again}"
@@ -184,6 +211,27 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
                 text = f"{who}became a dead letter on {record['stream']}: "
                 found.append(Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]}))
+    return found
+
+
+def _life(record: Record, *, name: str) -> list[Moment]:
+    """What a trained sample went through. `name`: its id, where several are told."""
+    who = f"{name} " if name else ""
+    found = [Moment(m.wall, m.what, who + _told(m)) for m in msgspec.convert(record["marks"], list[Mark])]
+    ended = found[-1].wall if found else 0.0
+    spans = ", ".join(f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"])
+    n_turns, score_s = record.get("turns", 1), record.get("score_s", 0.0)
+    turns = f" in {n_turns} turns" if n_turns > 1 else ""
+    text = f"{who}made{turns}: {spans}; {record['finish']} after {record['generate_s']:.3g} s on engines"
+    found.append(Moment(ended, "made", text, {"spans": record["spans"], "turns": n_turns}))
+    text = f"{who}scored {record['reward']:g} by {record['scorer']} in {score_s:.3g} s"
+    found.append(Moment(ended, "scored", text, {"reward": record["reward"]}))
+    if record["judged"]:
+        found.append(Moment(record["judged"], "judged", f"{who}let go by the filter"))
+    share = f", {record['share']:.3%} of the weights in its step's loss" if record["share"] >= 0 else ""
+    data = {"step": record["step"], "trained": record["trained"], "share": record["share"]}
+    text = f"{who}in the batch of step {record['step']}: {record['trained']} tokens with gradient{share}"
+    found.append(Moment(float(record["wall"]), "batch", text, data))
     return found
 
 
@@ -206,14 +254,10 @@ async def _kept(bus: Bus, group: str) -> list[Moment]:
 async def _events(bus: Bus, sample_id: str, group: str) -> list[Moment]:
     """Notes of actors that name the sample or its group as a whole word."""
     word = re.compile(rf"(?<![\w/.-])(?:{re.escape(sample_id)}|{re.escape(group)})(?![\w/])")
-    notes = [h for h in await all_heads(bus, EVENTS) if h.fields.get("type") == "event.note"]
-    pages = await asyncio.gather(*(bus.scan(EVENTS, start=head.id, count=1) for head in notes))
     found: list[Moment] = []
-    for head, entries in zip(notes, pages, strict=True):
-        if not entries or entries[0].id != head.id:
-            continue  # trimmed meanwhile
+    for entry in await entries_with(bus, EVENTS, group):
         try:
-            event = await bus.message(entries[0])
+            event = await bus.message(entry)
         except BadMessage:
             continue
         if isinstance(event, Event) and (word.search(event.text) or word.search(str(event.data))):

@@ -11,7 +11,8 @@ from bus.ledger import LedgerCheck, check
 from bus.messages.control import Event
 from bus.sweep import sweep_orphans
 from bus.topology import EVENTS
-from miles_async.console.doctor import Finding, diagnose
+from miles_async.console.doctor.diagnosis import diagnose
+from miles_async.console.doctor.finding import Finding
 from miles_async.console.scene import read_scene
 
 AUDIT_SHARE = 0.01  # of the time that the ledger's audit may take: it holds the server, longer the more lies on the bus

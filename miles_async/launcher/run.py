@@ -37,6 +37,7 @@ from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
+from miles_async.console.view import banner, starting
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
@@ -83,7 +84,7 @@ def train(settings: RunSettings) -> int:
 
 def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
-        print(f"run {settings.launch.name}: checking model and data", flush=True)
+        print(banner(settings), flush=True)
     found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -192,7 +193,7 @@ class Launcher:
         *,
         restores: int = 0,
     ) -> None:
-        self._placer, self._restores = placer, restores
+        self._placer, self._restores, self._began = placer, restores, bus.clock.monotonic()
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
@@ -212,6 +213,8 @@ class Launcher:
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
+        if settings.launch.console != "none":
+            print(starting((k.spec.role for k in supervisor.kept.values()), settings.rollout.rollout_batch_size), flush=True)
         await placer.open()
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
         loop = asyncio.get_running_loop()
@@ -325,7 +328,10 @@ class Launcher:
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
         pid, processes = os.getpid(), processes_name()
-        return Vitals(actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes)
+        up = {"up_s": self._bus.clock.monotonic() - self._began}
+        return Vitals(
+            actor="launcher", role="launcher", state=state, wall=wall, pid=pid, host=host, processes=processes, counters=up
+        )
 
 
 async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervisor) -> None:

@@ -6,15 +6,18 @@ import time
 import msgspec
 import pytest
 
-from actors.recorder import samples
+from actors.recorder import samples, trained
 from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
+from actors.recorder.records import records_of
 from actors.recorder.samples import read_samples
+from actors.recorder.trained import append_trained, last_trained, lines_with
 from actors.runtime.context import Context
 from actors.runtime.readable import TEXT_LIMIT, bounded
-from bus import Bus, Out
+from bus import Bus, Entry, Out
 from bus.knobs.live import LiveKnobs
+from bus.messages.base import pack_ints
 from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
@@ -113,6 +116,13 @@ async def test_what_is_on_the_streams_at_the_end_is_still_written(redis_url, run
     assert [r["step"] for r in read_records(tmp_path)] == list(range(1, 601))
 
 
+def test_a_step_tells_its_samples_one_by_one_and_what_is_cut_short_is_left_out():
+    entry = Entry(id="1700000000000-0", stream=POLICY, readers="", fields={}, body=b"", size=0)
+    done = StepDone(step=1, version=VERSION, trained_on=VERSION, groups=("g1",), lives=pack_ints([0, 812, 4031, 12, 0, 9]))
+    assert records_of(entry, done)[0]["lives"] == [[0, 812, 4031, 12]]
+    assert "lives" not in records_of(entry, msgspec.structs.replace(done, lives=msgspec.UNSET))[0]
+
+
 def test_a_second_writer_is_refused_in_one_line(tmp_path):
     first = MetricsFile(tmp_path)
     try:
@@ -203,3 +213,21 @@ async def test_whom_the_recorder_waits_for_at_the_end_does_not_hang_on_another_h
         await bus.set_vitals("filter", vitals("filter", processes="another of this name", wall=bus.clock.wall() + skew_s))
         await bus.link.run("HINCRBY", bus.keys.heard, "filter", -1000 * silent_s)
         assert await _living(context) == lives
+
+
+def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoils_no_other(tmp_path, monkeypatch):
+    def line(n):
+        return {"kind": "trained", "entry": f"trained@{n}-0", "sample": f"g{n:07d}/0", "wall": float(n)}
+
+    assert last_trained(tmp_path) == [] and list(lines_with(tmp_path / trained.FILE, [b"g"])) == []
+    append_trained(tmp_path, map(line, range(5)))
+    with (tmp_path / trained.FILE).open("ab") as file:
+        file.write(b'{"kind":"trained","sample":"g0000009/0","wa')  # a crash
+    assert last_trained(tmp_path) == [line(4)]
+    append_trained(tmp_path, [line(7)])
+    asked = [b'"g0000003/0"', b'"g0000007/0"', b'"g0000009/0"', b"@7-0"]
+    assert list(lines_with(tmp_path / trained.FILE, asked)) == [line(3), line(7)]
+    monkeypatch.setattr(trained, "MOST_BYTES", 100)
+    append_trained(tmp_path, [line(8)])
+    assert [*lines_with(tmp_path / trained.OLDER, asked)] == [line(3), line(7)]
+    assert last_trained(tmp_path) == [line(8)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from actors.generation import pace
 from actors.generation.engine import EngineUnavailable, GenerateRequest
 from actors.generation.sglang_client import SGLangClient
 from actors.generation.sglang_wire import load_of
@@ -102,6 +106,35 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
 
             await until(lowered, deadline_s=40)
             assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
+
+
+async def test_the_worker_shows_the_pace_of_its_engine_and_for_how_long_it_has_been_silent(
+    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "LOOK_S", 0.1)
+    monkeypatch.setattr(pace, "RATE_S", 0.3)
+    first, _ = models("qwen3-endless")
+    with engine_process(first, "--stream-interval", "8") as (url, process):
+        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
+        async with at_work(redis_url, run_name, spec, knobs={"sglang_server_concurrency": 4}) as (bus, worker):
+            await until(lambda: told(bus, "joined", 1))
+            await bus.append([Out(ACTIVE, order(1, first))])
+            await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(40)])
+            shown = worker._context.counters
+
+            async def works() -> bool:
+                busy = shown.get("engine/asked", 0) == 4 and shown.get("engine/tokens_per_s", 0) > 0
+                return busy and shown["engine/silent_s"] < 0.5
+
+            await until(works)
+            process.send_signal(signal.SIGSTOP)
+
+            async def silent() -> bool:
+                return shown["engine/silent_s"] > 1.0
+
+            await until(silent)
+            process.send_signal(signal.SIGCONT)
+            await until(works)
 
 
 async def test_an_engine_that_is_gone_tells_nothing() -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from actors.recorder.file import FILE
 from bus import Bus
-from bus.topology import POLICY, PROMPTS, STREAMS
+from bus.topology import PROMPTS, STREAMS
 from miles_async.cli import app
 from miles_async.cli.bus_verbs import tail
 from miles_async.settings.runs import write_run_file
@@ -264,58 +263,6 @@ def test_a_ledger_that_does_not_close_names_the_ids_and_fails(whole):
     assert status == 1
     assert "DOES NOT CLOSE · 1 in no stream: g4/1" in out
     assert whole.ask_json("ledger")[1]["missing"] == ["g4/1"]
-
-
-# -- trace --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_trace_tells_where_a_sample_is_and_how_it_ended(whole):
-    assert "held by generation-1 on prompts" in whole.ask("trace", "g3/1")[1]
-    assert "scored, waiting for its siblings: held by filter" in whole.ask("trace", "g3/0")[1]
-    assert "trained in step 1, policy version 2" in whole.ask("trace", "g1/0")[1].splitlines()[0]
-    out = whole.ask("trace", "g2/1")[1]
-    assert out.startswith("g2/1: group dropped: zero_std_0")
-    assert "reward: retry: rollouts g2/1: slow" in out
-    _, found = whole.ask_json("trace", "g3/0")
-    assert found["place"]["stream"] == "scored"
-    assert found["task"]["rollout"]["task"]["prompt_text"] == "1+1="
-
-
-def test_a_step_that_was_lost_is_told_apart(whole):
-    async def again(story):
-        from bus.messages.policy import Restored
-        from bus.messages.versions import PolicyVersion
-
-        await story.say(POLICY, Restored(step=0, version=PolicyVersion(5, 0)))
-
-    whole.tell(again)
-    assert "that step was lost with the trainer and done again" in whole.ask("trace", "g1/0")[1]
-
-
-def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
-    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
-    lines = [
-        {
-            "kind": "step",
-            "wall": 5.0,
-            "entry": "policy@5-0",
-            "step": 3,
-            "version": 4,
-            "knob_epoch": 0,
-            "groups": ["g7"],
-        },
-        {
-            "kind": "sample", "wall": 4.0, "entry": "events@4-0", "step": 2, "sample": "g7/1", "group": "g7", "version": 3,
-            "reward": 0.5, "label": "2", "tokens": 1, "finish": "stop", "prompt": "1+1=", "response": "2\x1b[2J",
-        },
-        {"kind": "drop", "wall": 6.0, "entry": "verdicts@6-0", "group": "g8", "reason": "zero_std_1"},
-    ]
-    (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = run.ask("trace", "g7/1")[1]
-    assert shown.startswith("g7/1: trained in step 3, policy version 4")
-    assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
-    assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped: zero_std_1")
-    assert run.ask("trace", "g9/0")[0] == 2
 
 
 # -- finding the run ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from bus import Bus, Commit
 from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
-from miles_async.console.doctor import diagnose
+from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
@@ -107,6 +107,17 @@ async def test_a_room_without_a_living_actor_is_named_with_what_waits_for_it(red
     assert found["no actor"].startswith("no living generation worker; generation-0 stopped")
     assert "3 entries on prompts" in found["no actor"]
     assert "miles-async worker" in found["no actor"]
+
+
+async def test_nobody_is_missed_while_the_launcher_starts_them(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.alive(vitals("trainer", state="stopped"))
+        await story.alive(vitals("launcher", counters={"up_s": 3.0}))
+        assert await faults(bus) == {}
+        await story.alive(vitals("launcher", counters={"up_s": 90.0}))
+        assert set(await faults(bus)) == {"no actor"}
 
 
 async def test_a_finished_run_misses_nobody(redis_url, run_name):

@@ -25,7 +25,7 @@ from bus.messages.control import Event
 from bus.messages.policy import StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, KNOBS, POLICY
-from miles_async.console.doctor import diagnose
+from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.governor.decide import REST, Decision, decide
 from miles_async.governor.govern import govern, read_standing
@@ -317,7 +317,7 @@ async def test_on_a_bus_it_patches_as_anybody_does_and_goes_on_after_a_restart(
         await until(left)
         scene = await read_scene(bus)
         [finding] = [f for f in diagnose(scene) if f.about == "governor"]
-        assert (finding.level, finding.rule) == ("info", "governor hand") and "by me@host and is left alone" in finding.text
+        assert (finding.level, finding.rule) == ("info", "governor") and "by me@host and is left alone" in finding.text
         assert scene.governor is not None
         assert scene.governor.text().startswith(f"governor: {KNOB} 3 of 1:6 (left to me@host); 1 change, the last ")
         stop.set()

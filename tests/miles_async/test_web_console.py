@@ -20,7 +20,7 @@ from bus import Bus
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY, PROMPTS
 from miles_async.cli import app
-from miles_async.console.doctor import diagnose
+from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
@@ -87,7 +87,7 @@ async def test_a_run_whose_actors_all_fell_silent_is_an_alarm_and_not_an_end(red
         silent = replace(seen, actors=tuple(replace(a, age_s=60.0) for a in seen.actors))
         word = Word(tuple(diagnose(replace(await read_scene(bus), snapshot=silent))), {}, seen.wall)
         fell = state_of(silent, History(), Looks(), word, **said)
-        assert not fell["run"]["ended"] and "no living trainer" in fell["why"]["text"]
+        assert not fell["run"]["ended"] and "silent for 1:00" in fell["why"]["text"]
         assert sum(a["level"] == "error" and a["now"] for a in fell["alarms"]) > 5
         stopped = replace(seen, actors=tuple(replace(a, vitals=replace(a.vitals, state="stopped")) for a in seen.actors))
         of_a_copy = state_of(silent, History(), Looks(), word, kept=True, **said)

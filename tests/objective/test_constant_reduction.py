@@ -50,6 +50,13 @@ def config(**fields: object) -> ObjectiveConfig:
     return objective_of(correction="tis", eps_clip_high=0.28, **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("reduction", "shares"), [("per_sample", [1 / 3] * 3), ("per_token", [0.25, 0.25, 0.5])])
+def test_a_samples_share_of_the_loss_follows_from_the_reduction(reduction, shares):
+    prepared = prepare_batch(check(config(reduction=reduction)), batch([2, 2, 4, 3])[0], dtype=torch.float64)
+    assert prepared.shares([(0, 1, 2), (3,)]) == pytest.approx([*shares, 1.0])
+    assert prepared.shares([(1,)]) == [0.0, 1.0, 0.0, 0.0]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=8),

@@ -18,6 +18,8 @@ from bus.messages.policy import (
     GroupsGivenUp,
     PolicyActive,
     Restored,
+    SamplesTrained,
+    SampleTrained,
     Seat,
     Send,
     SendFailed,
@@ -29,6 +31,7 @@ from bus.messages.policy import (
 from bus.messages.samples import (
     Call,
     Episode,
+    Mark,
     Parked,
     PrefixResume,
     Response,
@@ -82,6 +85,25 @@ EXAMPLES: tuple[Message, ...] = (
     _more(GroupVerdict, members=(1, 3)),
     GroupsGivenUp(
         groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
+    ),
+    SamplesTrained(
+        step=4,
+        samples=(
+            SampleTrained(
+                sample_id="g0000042/1",
+                marks=(Mark("issued", wall=1.5), Mark("parked: drain", "generation-1", 2, 2.5)),
+                spans=(VersionSpan(7, 5, 2),),
+                finish="stop",
+                turns=2,
+                generate_s=0.5,
+                reward=1.0,
+                scorer="math",
+                score_s=0.25,
+                judged=3.5,
+                trained=2,
+                share=0.125,
+            ),
+        ),
     ),
     _more(Restored, samples=("g0000041/0",)),
     _more(Turn, boots=True),

@@ -77,6 +77,17 @@ class PreparedBatch:
         size = divisor(self.cfg.reduction, count, trained)
         return Norm(size, count, trained, tokens.to(self.advantages.device), mean, scale)
 
+    def shares(self, steps: Sequence[Sequence[int]]) -> list[float]:
+        """Of the weights that the reduction gives the tokens of its optimizer step, each sample's part, [S]; 0 = not trained."""
+        found = torch.zeros(len(self.sample_ids), dtype=torch.float64)
+        for step in steps:
+            chosen = torch.tensor(list(step), dtype=torch.int64)
+            own, rollouts = self.counts[chosen].double(), self.rollout_of[chosen]
+            totals = segment_sum(own, rollouts, self.rollouts)[rollouts]
+            weights = own * token_weights(self.cfg.reduction, totals, torch.arange(len(chosen)), self.cfg.loss_constant)
+            found[chosen] = weights / weights.sum().clamp(min=1e-30)
+        return [float(share) for share in found]
+
     def trained_spans(self, samples: Sequence[TrainSample]) -> list[tuple[int, ...]]:
         """Trained tokens of each version span of the samples prepared from. A mask may sit anywhere."""
         found = []

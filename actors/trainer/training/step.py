@@ -329,6 +329,10 @@ def _result(
     }
     if packed.routes is not None:
         metrics |= packed.routes.metrics(core.total)
+    if torch.cuda.is_initialized():
+        stats = torch.cuda.memory_stats()
+        metrics["gpu_peak_bytes"] = float(stats.get("allocated_bytes.all.peak", 0))
+        metrics["gpu_retries"] = float(stats.get("num_alloc_retries", 0))
     if core.n_ranks > 1:
         metrics["rank_imbalance"] = plan.imbalance
     packing = tuple(ids for step in steps for group in zip(*step.ranks, strict=True) for ids in group)
@@ -337,5 +341,6 @@ def _result(
         packing=packing,
         trained_spans=trained,
         flags=flags,
+        shares=prepared.shares([step.samples for step in steps]),
         skipped=bool(tally.skipped) and tally.updates == 0,
     )

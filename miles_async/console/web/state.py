@@ -15,7 +15,7 @@ from actors.recorder.records import Record
 from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
 from bus.topology import ROLES
-from miles_async.console.doctor import Finding
+from miles_async.console.doctor.finding import Finding
 from miles_async.console.explain import meaning
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.live import plain_line
@@ -107,7 +107,8 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
     wait, train, publish = shares(history.steps[-RECENT:])
     lately = f"Of the last steps' time it waited {wait:.0%}, trained {train:.0%}, published and saved {publish:.0%}."
     said = word.actors.get("trainer")
-    gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ("no actor", "silent actor")), "")
+    ways = ("stopped process", "silent actor", "no actor")
+    gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ways), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
     waits = bool(gone) or waiting(said or "")
     if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):

@@ -1,0 +1,137 @@
+"""Engines and the versions they serve (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from actors.runtime.snapshot import ActorFacts
+from bus.messages.control import BOOTING, UNLENT
+from miles_async.console.doctor.finding import BRIEF_S, Finding
+from miles_async.console.scene import Scene
+from miles_async.console.text import duration, shorten
+
+STALE_S = 30.0  # a worker may serve an older version for so long
+SILENT_S = 30.0  # an engine with requests may give no token for so long
+FAILED_S, FAILED_OFTEN = 300.0, 3  # so many failures of an engine within this time will not end by themselves
+SLOW = 1 / 3  # of the peers' rate
+SLOW_LOAD_S = 5.0  # a version may take so long to load, or as long as two steps
+
+
+def _workers(scene: Scene) -> list[ActorFacts]:
+    """Living ones that are not about to end."""
+    return [
+        a
+        for a in scene.snapshot.of_role("generation")
+        if a.life == "alive" and a.vitals.state != "draining" and not scene.over
+    ]
+
+
+def stale_workers(scene: Scene) -> Iterator[Finding]:
+    """Workers that may take no lease, because they do not serve the version that was announced."""
+    policy = scene.snapshot.policy
+    for actor in scene.snapshot.of_role("generation"):
+        vitals = actor.vitals
+        if actor.life != "alive" or vitals.version >= policy.announced or vitals.state == "draining" or scene.over:
+            continue
+        if vitals.waits_for == UNLENT:
+            continue  # it takes a version when it has a GPU
+        behind_s = policy.behind_s(vitals.version)
+        if behind_s < BRIEF_S and vitals.version >= 0:
+            continue
+        has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
+        doing = f"; it waits for {vitals.waits_for}" if vitals.waits_for else ""
+        doing += f" ({vitals.note})" if vitals.note else ""
+        if behind_s > STALE_S and vitals.waits_for.startswith("activation") and not vitals.note:
+            doing += f", for {duration(actor.waited_s)}: its engine hangs, or loads slowly"
+        text = f"{vitals.actor} {has}, newer ones have been announced for {duration(behind_s)} (now {policy.announced}){doing}"
+        yield Finding("warning" if behind_s > STALE_S else "info", "stale worker", vitals.actor, text, behind_s)
+
+
+def refused_weights(scene: Scene) -> Iterator[Finding]:
+    """Workers that could not load a version and have loaded none since."""
+    workers = _workers(scene)
+    said = {e.actor: e for e in scene.news if e.kind in ("weights refused", "transport failed") and "version" in e.data}
+    behind = {a.vitals.actor: said[a.vitals.actor] for a in workers if a.vitals.actor in said}
+    behind = {
+        name: e
+        for name, e in behind.items()
+        if next(a for a in workers if a.vitals.actor == name).vitals.version < e.data["version"]
+    }
+    if behind and len(behind) == len(workers):
+        newest = max(behind.values(), key=lambda e: e.wall)
+        text = (
+            f"no worker could load version {newest.data['version']}: {shorten(newest.text, 250)}. They go on with older weights, "
+            "or with none, "
+            "until one loads"
+        )
+        yield Finding("error", "weights refused", "generation", text, scene.now - min(e.wall for e in behind.values()))
+        return
+    for name, event in sorted(behind.items()):
+        text = f"{name} could not load version {event.data['version']}: {shorten(event.text, 250)}"
+        yield Finding("warning", "weights refused", name, text, scene.now - event.wall)
+
+
+def failing_engines(scene: Scene) -> Iterator[Finding]:
+    """Engines that do not start, or were given up as dead or stalled."""
+    kinds = ("engine stalled", "engine boot failed", "engine boot refused")
+    failures = [e for e in scene.news if e.kind in kinds and scene.now - e.wall < FAILED_S]
+    serving = {a.vitals.actor for a in _workers(scene) if a.vitals.version >= 0 and a.vitals.waits_for != BOOTING}
+    for actor in sorted({e.actor for e in failures}):
+        own = [e for e in failures if e.actor == actor]
+        often = len(own) >= FAILED_OFTEN
+        if scene.over or (not often and actor in serving):
+            continue
+        times = f"failed {len(own)} times in {duration(scene.now - own[0].wall)}" if len(own) > 1 else "failed"
+        text = f"the engine of {actor} {times}, the last time: {own[-1].kind}: {shorten(own[-1].text, 300)}"
+        yield Finding("error" if often else "warning", "engine failing", actor, text, scene.now - own[0].wall)
+
+
+def silent_engines(scene: Scene) -> Iterator[Finding]:
+    """Engines that have requests and give no token."""
+    for actor in _workers(scene):
+        counters = actor.vitals.counters
+        silent_s = counters.get("engine/silent_s", 0.0)
+        if silent_s > SILENT_S:
+            text = (
+                f"the engine of {actor.vitals.actor} has given no token for {duration(silent_s)} to any of its "
+                f"{counters.get('engine/asked', 0):.0f} "
+                "requests: it hangs, or reads very long prompts. After --engine-token-deadline-s its samples go elsewhere and it "
+                "starts anew"
+            )
+            yield Finding("error", "engine silent", actor.vitals.actor, text, silent_s)
+
+
+def slow_engines(scene: Scene) -> Iterator[Finding]:
+    """Engines that give far fewer tokens than their peers, in all and per request."""
+    rates = {}
+    for actor in _workers(scene):
+        rate, asked = (actor.vitals.counters.get(f"engine/{name}", 0.0) for name in ("tokens_per_s", "asked"))
+        if rate and asked:
+            rates[actor.vitals.actor] = (rate, rate / asked)
+    for name, own in rates.items():
+        peers = [rate for other, rate in rates.items() if other != name]
+        usual = [median(column) for column in zip(*peers, strict=True)]
+        if usual and all(mine < SLOW * theirs for mine, theirs in zip(own, usual, strict=True)):
+            text = (
+                f"the engine of {name} gives {own[0]:.0f} tokens/s, its peers {usual[0]:.0f}: look at what else runs on its GPU "
+                "or host, "
+                "its clocks and its log"
+            )
+            yield Finding("warning", "slow engine", name, text)
+
+
+def slow_weights(scene: Scene) -> Iterator[Finding]:
+    """Versions that take longer to load than steps take to make them."""
+    loads = [float(e.data.get("total_s", 0.0)) for e in scene.news if e.kind == "activated"][-8:]
+    gaps = [s.gap_s for s in scene.steps[-8:] if s.gap_s and not s.resumed]
+    if len(loads) < 3 or len(gaps) < 3 or scene.over:
+        return
+    load_s, step_s = median(loads), median(gaps)
+    if load_s > max(SLOW_LOAD_S, 2 * step_s):
+        text = (
+            f"a version takes {duration(load_s)} to arrive, a step {duration(step_s)}: samples are born stale. Use a faster "
+            "transport "
+            "(--update-weight-transport), or publish more seldom (--update-weights-interval)"
+        )
+        yield Finding("warning", "slow weights", "generation", text)

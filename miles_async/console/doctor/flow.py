@@ -1,0 +1,140 @@
+"""Samples on their way to a step and past it (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from miles_async.console.doctor.finding import PATIENCE_S, Finding
+from miles_async.console.explain import open_text
+from miles_async.console.scene import Scene
+from miles_async.console.text import duration, plural, shorten
+
+UNSCORED_S = 10.0  # a sample may wait for its score for so long while the trainer waits
+IDLE_STEPS, IDLE_SHARE, IDLE_SLOTS = (
+    10,
+    0.7,
+    0.25,
+)  # the trainer waited for this part of so many steps, and so few slots work
+
+
+def dead_letters(scene: Scene) -> Iterator[Finding]:
+    """Entries that failed for good."""
+    if not scene.dead:
+        return
+    newest = scene.dead[-1]
+    of_one, times = max(Counter(scene.rows).items(), key=lambda item: item[1], default=("", 0))
+    same = (
+        f"; {times} of the newest {len(scene.dead)} are of prompt {of_one}, row {of_one.removeprefix('p')} of the data"
+        if times > 1
+        else ""
+    )
+    what = f"{newest.sample} on {shorten(newest.fields.get('note', ''), 120)}"
+    n = plural(scene.snapshot.streams["dead"].length, "dead letter")
+    age = max(0.0, scene.now - newest.wall)
+    yield Finding(
+        "warning", "dead letters", "dead", f"{n}, the newest {what}{same}. See miles-async bus dead list", age
+    )
+
+
+def starving_filter(scene: Scene) -> Iterator[Finding]:
+    """Groups rejected one after the other."""
+    notes = [head.fields.get("note", "") for head in scene.verdicts]
+    kept = max((i for i, note in enumerate(notes) if not note.startswith("dropped")), default=-1)
+    reasons = Counter(note.removeprefix("dropped: ") for note in notes[kept + 1 :])
+    streak = reasons.total()
+    wave = max(1, *(int(scene.knobs.get(name, 0)) for name in ("over_sampling_batch_size", "rollout_batch_size")))
+    if streak < 2 * wave:
+        return
+    most = int(scene.knobs.get("max_waves") or 0)
+    why = ", ".join(f"{n} × {reason}" for reason, n in reasons.most_common(3))
+    limit = f"; the run ends at max_waves = {most}" if most else ""
+    text = (
+        f"the last {streak} groups were all dropped ({why}): {streak / wave:.1f} waves of {wave}{limit}. Make the prompts "
+        "easier or harder, or change the filter"
+    )
+    yield Finding("error" if most and streak >= most * wave else "warning", "filter starving", "filter", text)
+
+
+def failed_checkpoints(scene: Scene) -> Iterator[Finding]:
+    """A save that failed, until a later one is durable."""
+    failed = [
+        e
+        for e in scene.news
+        if e.kind == "checkpoint failed" and int(e.data.get("step", 0)) > scene.snapshot.policy.checkpoint_step
+    ]
+    if failed:
+        newest = failed[-1]
+        text = f"{newest.text} ({plural(len(failed), 'save')} in a row failed)" if len(failed) > 1 else newest.text
+        yield Finding("error", "checkpoint failed", "trainer", text, scene.now - failed[0].wall)
+
+
+def slow_rewards(scene: Scene) -> Iterator[Finding]:
+    """Samples that wait for their score while the trainer waits for them."""
+    heads = scene.places.heads.get("rollouts", [])
+    waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
+    scorers = [a for a in scene.snapshot.of_role("reward") if a.life == "alive"]
+    if not heads or not waits or not scorers or scene.over:
+        return
+    oldest = scene.now - min(head.wall for head in heads)
+    stages = scene.places.stages()
+    if oldest < UNSCORED_S or stages["reward"] * 2 < sum(stages.values()) - stages["kept"]:
+        return
+    each = max(a.vitals.counters.get("score_s", 0.0) for a in scorers)
+    retries = sum(a.vitals.counters.get("scorer_failures", 0.0) for a in scorers)
+    text = (
+        f"{plural(len(heads), 'sample')} wait to be scored, the oldest for {duration(oldest)}, and the trainer waits for them: a "
+        "score takes "
+        f"{duration(each)}, {retries:.0f} attempts failed or came late. Look at the judge, remote service or function; raise "
+        "--num-reward-workers"
+    )
+    yield Finding("warning", "slow rewards", "reward", text, oldest)
+
+
+def stuck_evaluation(scene: Scene) -> Iterator[Finding]:
+    """An evaluation of which no sample has moved for long, by the run's own measure of long."""
+    facts = [scene.snapshot.streams[name] for name in ("eval.prompts", "eval.rollouts", "eval.scored")]
+    here = sum(f.length for f in facts)
+    usual_s = max((s.get("rollout/generate_s/p99") for s in scene.steps[-5:]), default=0.0)
+    still_s = min((f.newest_age_s for f in facts if f.newest_id), default=0.0)
+    if here and still_s > max(PATIENCE_S / 2, 10 * usual_s) and not scene.over:
+        where = ", ".join(f"{f.length} on {f.name}" for f in facts if f.length)
+        text = (
+            f"the evaluation under way has not moved for {duration(still_s)} ({where}): no later one begins before it ends. A "
+            "missing sample is "
+            "found with miles-async trace; a lost one ends with miles-async bus dead list"
+        )
+        yield Finding("warning", "evaluation stuck", "evaluator", text, still_s)
+
+
+def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
+    """What would serve lies outside of what the user allows, or is left to hands."""
+    for note in scene.governor.notes if scene.governor is not None and scene.knobs.get("governor") else ():
+        yield Finding("info", "governor", "governor", f"the governor is held up: {note.text}")
+
+
+def idle_trainer(scene: Scene) -> Iterator[Finding]:
+    """A bound that holds back what the engines have room for while the trainer waits."""
+    steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
+    waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
+    waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
+    held = waits and any(
+        a.vitals.waits_for.startswith("slots") for a in scene.snapshot.of_role("sampler") if a.life == "alive"
+    )
+    workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
+    slots, busy = sum(v.slots for v in workers), sum(v.in_flight for v in workers)
+    if (
+        len(steps) < IDLE_STEPS
+        or waited < IDLE_SHARE * (waited + worked)
+        or not held
+        or busy > IDLE_SLOTS * slots
+        or scene.over
+    ):
+        return
+    bound = int(scene.knobs.get("max_weight_staleness", 0))
+    text = (
+        f"the trainer waited for {waited / (waited + worked):.0%} of the last {IDLE_STEPS} steps while {slots - busy} of {slots} "
+        "slots were free: "
+        f"{open_text(scene)}. Bound {bound} holds prompts back: raise max_weight_staleness or the batch (miles-async tune)"
+    )
+    yield Finding("warning" if bound else "info", "idle trainer", "trainer", text)
