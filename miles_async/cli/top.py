@@ -72,7 +72,8 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
         here = folder if folder.is_dir() and folder != Path() else None
         kept = bus.config.url != ref.bus_url
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
-        feed, total = Feed(bus, await asyncio.to_thread(read_records, folder)), total_steps(folder)
+        feed = Feed(bus, await asyncio.to_thread(read_records, here) if here else ())
+        total = total_steps(here) if here else 0
         hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
         app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -133,7 +133,9 @@ class Hub:
                     audits.done(began, clock.monotonic())
                 steps = list(self._feed.history.steps)
                 first = next((s.metrics for s in steps[:1] if s.step == 1), {})
-                scene = msgspec.structs.replace(await read_scene(self._bus, ledger=ledger), first_step=first, steps=steps)
+                scene = msgspec.structs.replace(
+                    await read_scene(self._bus, ledger=ledger), first_step=first, steps=steps
+                )
                 findings, said = await asyncio.to_thread(lambda s: (diagnose(s), dict(explain(s))), scene)
                 of_trainer = said.get("trainer", "")
                 waited = of_trainer if waiting(of_trainer) else self.word.waited
