@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 SIGMA, TAIL_SHARE, TAIL_TIMES, GEOMETRIC_MEAN, GEOMETRIC_CUT = 0.6, 0.02, 10.0, 1.2, 3.1
+MOVES_S = 0.2  # of an engine that gives its memory back, or takes it again
 LENGTHS = ("lognormal", "heavy", "geometric")
 
 
@@ -101,6 +102,8 @@ class Engine:
             router.add_post(f"{root}/{path}", self.change)
         for path in ("pause_generation", "continue_generation", "flush_cache"):
             router.add_post(f"{root}/{path}", _well)
+        for path in ("release_memory_occupation", "resume_memory_occupation"):
+            router.add_post(f"{root}/{path}", _moves)
         for path in ("health", "model_info", "server_info"):
             router.add_get(f"{root}/{path}", self.tell)
 
@@ -215,6 +218,12 @@ def event(version: str, start: int, end: int, finish: str | None) -> bytes:
         pairs(end - start),
     )
     return b'data: {"meta_info":%b}\n\n' % meta
+
+
+async def _moves(http: web.Request) -> web.Response:
+    """Memory comes and goes."""
+    await asyncio.sleep(MOVES_S)
+    return await _well(http)
 
 
 async def _well(_: web.Request) -> web.Response:

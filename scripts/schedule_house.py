@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.child import Child, free_port
+from actors.trainer.spec import TurnSpec
 from bus import Bus
 from bus.knobs.live import publish_initial
 from bus.server.embedded import EmbeddedRedis
@@ -32,7 +33,8 @@ from miles_async.settings.run import RunSettings
 from scripts.schedule_engine import draws
 
 BENCH = Path(__file__).with_name("bench_schedule.py")
-LOADS = {"R=T": 1.0, "R=2T": 0.5, "T=2R": 2.0}  # trainer's seconds over the engines' seconds of a batch
+LOADS = {"R=T": 1.0, "R=2T": 0.5, "R=4T": 0.25, "T=2R": 2.0}  # trainer's seconds over the engines' seconds of a batch
+LENT_AFTER_S = 1.0
 NEVER = 1 << 30  # steps: the run is ended by the bench, so that its end is not measured
 
 
@@ -55,6 +57,7 @@ class Case:
     chunk: int = 0
     warm: int = 12
     steps: int = 50
+    lends: bool = False  # the trainer's GPU, to one more engine with as many slots as each has
     more: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -86,6 +89,25 @@ def settings_of(case: Case, folder: Path, port: int) -> RunSettings:
     return settings_from(**(given | case.more))
 
 
+def rooms_of(case: Case, settings: RunSettings, place: Place, port: int) -> list[tuple[str, str, Any]]:
+    """As the launcher makes them; engines that run elsewhere cannot be lent a GPU, so these are told here that it is theirs."""
+    rooms = room_specs(settings, place)
+    if not case.lends:
+        return rooms
+    lent, replace = "lent-0", msgspec.structs.replace
+    found: list[tuple[str, str, Any]] = []
+    for name, role, room in rooms:
+        if role == "trainer":
+            room = replace(room, turns=TurnSpec(workers=(lent,), lends=True, after_s=LENT_AFTER_S))
+        if role == "publisher":
+            room = replace(room, lent=(lent,))
+        if name == "generation-0":
+            url = f"http://127.0.0.1:{port}/{case.workers}"
+            found.append((lent, role, replace(room, engine_url=url, gives_back=("weights",), lent_s=20.0)))
+        found.append((name, role, room))
+    return found
+
+
 @asynccontextmanager
 async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str, int], str]]:
     """Redis, engines and rooms at work: (bus, process ids by name, address of the engines)."""
@@ -96,8 +118,8 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
     port, children = free_port(), {"engines": Child()}
     script = {
         "lengths": case.lengths, "median_s": case.median_s, "tokens": case.tokens, "proportional": case.proportional,
-        "chunk": case.chunk, "slots": case.slots,
-        "engines": case.workers, "seed": "bench", "log": str(folder / "samples.jsonl"),
+        "chunk": case.chunk, "slots": case.slots // case.workers * (case.workers + case.lends),
+        "engines": case.workers + case.lends, "seed": "bench", "log": str(folder / "samples.jsonl"),
     }  # fmt: skip
     settings = settings_of(case, folder, port)
     place = Place(
@@ -114,7 +136,7 @@ async def run_of(case: Case, folder: Path) -> AsyncIterator[tuple[Bus, dict[str,
         async with Bus(bus_config(settings, server.url, place)) as bus:
             await bus.make_readers()
             await publish_initial(bus, initial_values(settings), live_kinds())
-            for name, role, room in room_specs(settings, place):
+            for name, role, room in rooms_of(case, settings, place, port):
                 file = folder / f"{name}.json"
                 file.write_bytes(msgspec.json.encode(actor_spec(settings, place, bus.config, name, role, room)))
                 start = [str(BENCH), "--trainer", str(case.train_s)] if role == "trainer" else ["-m", f"actors.{role}"]

@@ -10,6 +10,7 @@ engine that was lent the GPU (`lent_s`) go on at peers.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -107,7 +108,7 @@ class Sharing:
             return
         self._told = number
         took = self._context.clock.monotonic() - began
-        lent = {"ready_s": self._ready_s, "tokens": int(self._made() - self._tokens)} if self.lent else {}
+        lent: dict[str, Any] = {"ready_s": self._ready_s, "tokens": int(self._made() - self._tokens)} if self.lent else {}
         text = f"for turn {number} of the trainer"
         await self._context.event("memory released", text, turn=number, release_s=took, **lent)
 

@@ -45,10 +45,12 @@ TEXTS_FROM_S, TEXTS_TO_S = (
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts. `trackers`, `exporter`: who else
+    """`tokenizer_dir`: turns tokens into the texts that are kept now and then; empty = no texts. `print_every`:
+    steps between two texts that are said in any case; 0 = none. `trackers`, `exporter`: who else
     is told; None = nobody."""
 
     tokenizer_dir: str = ""
+    print_every: int = 0
     trackers: TrackerSpec | None = None
     exporter: ExporterSpec | None = None
 
@@ -64,11 +66,14 @@ class Recorder:
         *,
         unread: Callable[[str], None] = lambda _: None,
         opened: Callable[[History], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`opened`: told when the file is ours alone, with what it holds, which is folded further from then on."""
+        """`say`: for the log. `opened`: told when the file is ours alone, with what it holds, which is folded further from then
+        on."""
         self._bus = bus
         self._run_dir = run_dir
-        self._unread, self._opened = unread, opened
+        self._unread, self._opened, self._log = unread, opened, say
+        self._print_every = spec.print_every if spec is not None else 0
         directory = spec.tokenizer_dir if spec is not None else ""
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
@@ -104,12 +109,19 @@ class Recorder:
         if kinds & {"checkpoint", "finished"}:
             await self._write_ledger(file, feed)
         now = self._bus.clock.monotonic()
-        if "step" in kinds and self._tokenizer is not None and now >= self._next_text_s:
-            self._next_text_s = now + self._text_pause_s
-            self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
+        timed, every = now >= self._next_text_s, self._print_every
+        asked = every > 0 and any(r["kind"] == "step" and r["step"] % every == 0 for r in records)
+        if "step" in kinds and self._tokenizer is not None and (timed or asked):
+            if timed:
+                self._next_text_s = now + self._text_pause_s
+                self._text_pause_s = min(TEXTS_TO_S, 2 * self._text_pause_s)
             trained = next((set(r["groups"]) for r in reversed(records) if r["kind"] == "step"), set())
             texts = await self._texts(self._tokenizer, feed.history.furthest, trained)
             await self._bus.append([Out(EVENTS, text) for text in texts], repeatable=True)
+            for text in texts[:1] if asked else ():
+                d = text.data
+                said = f"step {d['step']} {text.text} reward {d['reward']}: {d['prompt']!r} -> {d['response']!r}"
+                self._log(f"First rollout sample: {said}")
         return more
 
     async def _texts(self, tokenizer: Tokenizer, step: int, trained: set[str]) -> list[Event]:
@@ -165,7 +177,8 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         if spec.exporter is not None:
             tasks.add(asyncio.create_task(Exporter(context.bus, spec.exporter, lambda: history, say).serve()))
 
-    recorder = Recorder(context.bus, Path(context.spec.run_dir), spec, unread=context.log.warning, opened=opened)
+    log, run_dir = context.log, Path(context.spec.run_dir)
+    recorder = Recorder(context.bus, run_dir, spec, unread=log.warning, opened=opened, say=log.info)
     try:
         with context.waiting("news"):
             await recorder.follow(context.draining, others_end)

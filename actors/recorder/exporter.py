@@ -80,6 +80,8 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     by = Counter("governor" if r.get("author") == "governor" else "others" for r in history.knobs[1:])
     yield "knob_changes", "counter", "changes of live settings, by whom", [({"by": who}, float(n)) for who, n in by.items()]
     yield "restores", "counter", "starts of the trainer", [({}, float(len(history.restores)))]
+    used = [({"source": source, "value": name}, n) for source, r in history.system.items() for name, n in r["values"].items()]
+    yield "system", "gauge", "what a host or Redis uses", used
     if history.steps:
         for name, value in history.steps[-1].metrics.items():
             yield plain(name), "gauge", f"{name} of the newest step", [({}, value)]

@@ -66,7 +66,7 @@ class Feed:
             except Exception as error:  # noqa: BLE001 - a log is for all: no entry of it may end a reader
                 self._unread(f"{entry.stream.name} {entry.id} not recorded: {type(error).__name__}: {error}"[:400])
                 continue
-            for record in made:
+            for record in filter(self.history.wants, made):
                 if record["kind"] == "restored":
                     record["lost"] = [s.step for s in self.history.steps if s.step > record["step"]]
                 self.history.fold(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,23 +21,27 @@ class MetricsBusy(MilesAsyncError):
 
 def read_records(run_dir: Path) -> list[Record]:
     """All whole lines of the run's file, in order; none when there is no file. Lines that are no records are left out."""
+    return list(stream_records(run_dir))
+
+
+def stream_records(run_dir: Path) -> Iterator[Record]:
+    """The same one by one: the file of a week is larger than memory should hold."""
     try:
-        data = (run_dir / FILE).read_bytes()
+        file = (run_dir / FILE).open("rb")
     except FileNotFoundError:
-        return []
-    return _parse(data[: data.rfind(b"\n") + 1])
+        return
+    with file:
+        yield from _parse(line for line in file if line.endswith(b"\n"))
 
 
-def _parse(data: bytes) -> list[Record]:
-    found: list[Record] = []
-    for line in data.splitlines():
+def _parse(lines: Iterable[bytes]) -> Iterator[Record]:
+    for line in lines:
         try:
             record = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            found.append(record)
-    return found
+            yield record
 
 
 class MetricsFile:
@@ -59,7 +64,7 @@ class MetricsFile:
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             self._file.truncate(whole)
-        self.past = _parse(data[:whole])
+        self.past = list(_parse(data[:whole].splitlines()))
 
     def append(self, records: list[Record]) -> None:
         """Write whole lines and hand them to the operating system."""

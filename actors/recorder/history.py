@@ -6,8 +6,9 @@ Steps after a restore point are a lost future: they leave `steps` and are counte
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.recorder.records import Record
 
@@ -16,6 +17,16 @@ AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
 MOST_DROPS = 200
+NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "fault": {"wall": float, "actor": str, "event": str, "text": str, "level": str},
+    "dead": {"wall": float, "stream": str, "error": str},
+    "knob": {"wall": float, "epoch": int, "values": dict},
+    "activated": {"wall": float, "step": int, "actor": str, "pause_s": float, "total_s": float},
+    "checkpoint": {"wall": float, "step": int},
+    "restored": {"wall": float, "step": int},
+}
+"""What readers of a history take from its records, which lie in it as they are."""
+SYSTEM_S, MOST_OF_SYSTEM = 10.0, 4
 
 
 @dataclass(slots=True)
@@ -69,6 +80,7 @@ class History:
     checkpoints: list[Record] = field(default_factory=list)
     restores: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)  # texts; of many, fewer and fewer from further back
+    system: dict[str, Record] = field(default_factory=dict)  # the newest of each host and of Redis
     ledger: dict[str, int] = field(default_factory=dict)
     first_wall: float = 0.0
     last_wall: float = 0.0
@@ -88,6 +100,8 @@ class History:
             self.left_out += 1
 
     def _take(self, record: Record) -> None:
+        for name, kind in NEEDED.get(record.get("kind", ""), {}).items():
+            kind(record[name])
         wall = float(record.get("wall", 0.0))
         self.first_wall = min(self.first_wall, wall) if self.first_wall else wall
         self.last_wall = max(self.last_wall, wall)
@@ -117,8 +131,19 @@ class History:
                 self.samples.append(record)
                 if len(self.samples) > MOST_SAMPLES:
                     del self.samples[: MOST_SAMPLES // 2 : 2]
+            case "system":
+                self.system[str(record["source"])] = {**record, "values": {str(k): float(v) for k, v in record["values"].items()}}
             case "finished":
                 self.finished = True
+
+    def wants(self, record: Record) -> bool:
+        """False for the use of hosts where it is told more often than a record should hold: of all of them together at most
+        MOST_OF_SYSTEM lines in SYSTEM_S."""
+        if record.get("kind") != "system":
+            return True
+        last = self.system.get(str(record.get("source")))
+        apart = SYSTEM_S * max(1.0, len(self.system) / MOST_OF_SYSTEM)
+        return last is None or float(record["wall"]) - float(last["wall"]) > 0.9 * apart
 
     def _step(self, record: Record, wall: float) -> None:
         number = int(record["step"])

@@ -18,9 +18,11 @@ drop        group, prompt, reason, samples, tokens, reward, members (indexes; ab
 dead        stream, sample, group, actor, error
 fault       actor, event, text, level
 finished    step, version
+system      source, values                                         what a host (its name) or `Redis` uses: numbers by name
 ledger      accounts                                               samples and tokens by account, at checkpoints and ends
 trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
-                                                                   one trained sample, see bus.messages.policy.SampleTrained; in trained.jsonl
+                                                                   one trained sample, see bus.messages.policy.SampleTrained;
+                                                                   in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -34,6 +36,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.readable import readable
+from actors.runtime.usage import EVENT as USAGE
 from bus import Entry
 from bus.inspect import wall_of
 from bus.messages.base import Packed, unpack_ints
@@ -138,6 +141,8 @@ def _event(m: Event) -> Made:
         return [("sample", dict(m.data))]
     if m.kind == "slots":
         return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
+    if m.kind == USAGE:
+        return [("system", {"source": str(m.data["source"]), "values": {str(k): float(v) for k, v in m.data["values"].items()}})]
     if m.level == "info":
         return []
     return [("fault", {"actor": m.actor, "event": m.kind, "text": m.text, "level": m.level})]

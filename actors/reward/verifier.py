@@ -21,8 +21,10 @@ from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
 from actors.runtime.hooks import load_hook
+from actors.runtime.priority import lower_to
 
 Hook = Callable[[Any], Any]
+NICE = "MILES_ASYNC_HOOK_NICE"  # variable: how far back such a process stands; unset = as its parent
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -30,6 +32,7 @@ def main() -> None:
     """Serve until the parent closes the pipe."""
     hook_path, parent = sys.argv[1], int(sys.argv[2])
     _end_with(parent)
+    lower_to(int(os.environ.get(NICE, "0")))
     asks, answers = _take_pipes()
     try:
         hook: Hook = load_hook(hook_path)

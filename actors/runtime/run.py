@@ -27,6 +27,7 @@ from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import RunEnds
+from actors.runtime.usage import tell_usage
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, BusWentBack, MilesAsyncError, printable
 from bus.knobs.live import LiveKnobs
@@ -142,6 +143,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
             tasks.create_task(work(), name=context.name)
             tasks.create_task(_heartbeat(context, over, drain), name="heartbeat")
             tasks.create_task(context.live_knobs.follow(over), name="knobs")
+            tasks.create_task(tell_usage(context, over), name="usage")
             tasks.create_task(_drain_watch(context, over), name="drain")
     except* Exception as group:
         context.state = "failed"

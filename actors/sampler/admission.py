@@ -26,7 +26,9 @@ def open_limit(*, per_version: int, max_staleness: int, over_sampling: int = 0, 
     return (max(0, allowed) + 1) * per_version
 
 
-def free_samples(*, open_samples: int, unjudged: int, limit: int, over_sampling: int, still_needed: int, engine_room: int) -> int:
+def free_samples(
+    *, open_samples: int, unjudged: int, limit: int, over_sampling: int, still_needed: int, engine_room: int
+) -> int:
     """Samples that may be issued now, >= 0.
 
     `unjudged`: issued and not yet judged; `over_sampling`: how many of those are wanted at most, 0 = as many as may be open.
@@ -54,12 +56,24 @@ def engine_room(*, slots: int, under_way: int, group: int) -> int:
 
 
 def group_credits(
-    *, bound: int, interval: int, batch: int, over: int, group: int, lookahead: int, open_samples: int, unjudged: int, steps_left: int
+    *,
+    bound: int,
+    interval: int,
+    batch: int,
+    over: int,
+    group: int,
+    lookahead: int,
+    open_samples: int,
+    unjudged: int,
+    steps_left: int,
 ) -> int:
-    """Whole groups that may be issued now, whatever room the engines have. `batch`, `over` and `lookahead` (0 = the trainer does not
-    look ahead) in groups, `interval` in steps from one published version to the next, `steps_left` to the end of the run."""
+    """Whole groups that may be issued now, whatever room engines have. `batch`, `over` and `lookahead` (0 = none) in groups,
+    `interval` in steps from one published version to the next, `steps_left` to the end of the run."""
     limit = open_limit(
-        per_version=batch * group * interval, max_staleness=bound, over_sampling=over * group, lookahead=lookahead * group
+        per_version=batch * group * interval,
+        max_staleness=bound,
+        over_sampling=over * group,
+        lookahead=lookahead * group,
     )
     free = free_samples(
         open_samples=open_samples,

@@ -37,6 +37,7 @@ from actors.trainer.checkpoint import (
 )
 from actors.trainer.convert import batch_metrics, to_samples
 from actors.trainer.courier import Courier
+from actors.trainer.determinism import step_line, write_line
 from actors.trainer.followers import Followers
 from actors.trainer.intake import Intake
 from actors.trainer.lender import Lender
@@ -283,7 +284,7 @@ class Trainer:
     async def _done(
         self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float
     ) -> None:
-        context, groups = self._context, batch.groups
+        context, spec, groups = self._context, self._spec, batch.groups
         step = self._version.step
         number = await context.bus.next_number("version", at_least=self._version.id + 1)
         version = PolicyVersion(id=number, step=step + 1, parent=self._version.id)
@@ -309,18 +310,21 @@ class Trainer:
             seed=seed_for(context.spec.run_seed, "step", step),
             knob_epoch=self._step_epoch,
             metrics=metrics,
-            weights_hash=await self._in_thread(self._backend.weights_hash) if self._spec.record else "",
+            weights_hash=await self._in_thread(self._backend.weights_hash) if spec.record or spec.debug_determinism else "",
             wall=context.clock.wall(),
             lives=lives_of(groups),
         )
-        if self._spec.record:
+        if spec.debug_determinism:
+            line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)
+            await asyncio.to_thread(write_line, Path(context.spec.run_dir), line)
+        if spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)
-            await asyncio.to_thread(write_record, self._spec.record, record)
+            await asyncio.to_thread(write_record, spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")
         await self._say(done)
         fault_point(context.name, "after_done")
-        if not self._spec.replay_from:
+        if not spec.replay_from:
             told = trained_samples(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
             await context.bus.append([Out(TRAINED, some) for some in told], repeatable=True)
             await self._batches.done(batch, result, step=step)

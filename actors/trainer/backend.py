@@ -42,6 +42,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     trainer_threads: int
     seed: int
+    deterministic_mode: bool  # torch's deterministic algorithms alone
     objective: ObjectiveConfig
     max_tokens_per_gpu: int
     log_probs_max_tokens_per_gpu: int

@@ -84,6 +84,7 @@ def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict
     n = max(1, len(samples))
     return {
         **spread_metrics(groups, step=step),
+        "rollout/samples": float(len(samples)),
         "rollout/raw_reward": sum(s.reward for s in samples) / n,
         "rollout/response_len/mean": sum(lengths) / n,
         "rollout/response_len/max": float(max(lengths, default=0)),

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from actors.runtime.logs import fold_log
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.files import VersionWriter, copied
-from actors.trainer.transports.flat import NamedTensors
+from actors.trainer.transports.flat import NamedTensors, spoken
 from actors.trainer.transports.nccl import GroupBroken, in_daemon
 from actors.trainer.transports.senders import Senders
 from bus import Entry, Out, Tail
@@ -88,8 +88,7 @@ class Courier:
         self._written: tuple[int, WeightManifest] | None = None  # its whole files, and the number of that writing
         self._files = asyncio.Lock()  # one writer of whole files
         self._copying = asyncio.Lock()  # neither buffers nor version change while they are copied
-        export = partial(backend.export, spec.buffer_bytes)
-        self._senders = Senders(context.bus, spec, weights_dir / "flat", export)
+        self._senders = Senders(context.bus, spec, weights_dir / "flat", self._export)
         self._under_way = 0  # orders for the version
         self._taken = asyncio.Event()  # there were some, and none is under way
         self._plans: list[str] = []  # blobs of the newest plans
@@ -119,6 +118,8 @@ class Courier:
 
     def _obey(self, order: Send, tasks: asyncio.TaskGroup) -> None:
         self._under_way += 1
+        names = ", ".join(seat.worker for seat in order.seats) or "whoever needs it"
+        self._tell(f"version {order.version.id} is to go by {order.transport} to {names}")
         if order.transport == "disk":
             tasks.create_task(self._done_with(self._to_disk(order.version, order.attempt)), name="files")
             return
@@ -146,6 +147,9 @@ class Courier:
                 self._ready.add(event.actor)
             case "activated" | "transport failed":
                 self._reported.add(event.actor)
+                took = ", ".join(f"{k} {float(event.data[k]):.3f}" for k in ("pause_s", "total_s") if k in event.data)
+                how = event.data.get("transport", "?")
+                self._tell(f"{event.actor} {event.kind}: version {self._version.id}, transport {how}, {took}")
 
     def stop(self) -> None:
         """Let `follow` end."""
@@ -154,6 +158,18 @@ class Courier:
     def close(self) -> None:
         """Leave the group and free the buffers; harmless twice."""
         self._senders.close()
+
+    def _tell(self, text: str, level: int = 1) -> None:
+        """What --debug-weight-sync asks for."""
+        if self._spec.verbosity >= level:
+            self._context.log.info("weight_sync: %s", text)
+
+    def _export(self) -> Generator[NamedTensors]:
+        """In the training's thread."""
+        buckets = self._backend.export(self._spec.buffer_bytes)
+        if self._spec.verbosity < 2:
+            return buckets
+        return spoken(buckets, partial(self._tell, level=2))
 
     # -- a version ----------------------------------------------------------------------------------------------
 
@@ -229,13 +245,14 @@ class Courier:
     def _copy(self, target: Path) -> VersionWriter:
         """In the training's thread: weights on their way into files."""
         self._beside = self._backend.beside()
-        buckets = self._backend.export(self._spec.buffer_bytes)
-        return copied(buckets, self._beside, target, self._kept if self._spec.keep_copy else None)
+        return copied(self._export(), self._beside, target, self._kept if self._spec.keep_copy else None)
 
     async def _announce(self, version: PolicyVersion, manifest: WeightManifest, began: float) -> None:
         prepared = self._context.clock.monotonic() - began
         fault_point(self._context.name, "before_announce")
         await self._say(PolicyAnnounced(version=version, manifest=manifest, prepare_s=prepared))
+        size = f"{manifest.n_bytes:,} bytes"
+        self._tell(f"version {version.id}, step {version.step}, announced: {size}, prepared in {prepared:.3f} s")
         fault_point(self._context.name, "after_announce")
 
     async def _say(self, message: Message) -> None:

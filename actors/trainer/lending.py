@@ -52,8 +52,8 @@ def should_be_lent(
     """Whether engines should have the GPUs now.
 
     `lent`: they have them. `wait_s`: until the batch is complete. `lend_s`, `take_s`: what lending costs, from the word to the
-    first version served, and from the word to the trainer's memory being back. `floor_s`: least wait. `returns`: how often they came
-    back in this wait. `unread`: whether samples wait for an engine; without, there is nothing to lend them for.
+    first version served, and from the word to the trainer's memory being back. `floor_s`: least wait. `returns`: how often they
+    came back in this wait. `unread`: whether samples wait for an engine; without, there is nothing to lend them for.
     """
     back_s = SPARE * take_s + EARLY_S
     if lent:

@@ -17,6 +17,7 @@ class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 60.0
     check_equal: bool = False
     copy: bool = True  # nccl: on the GPU, so that the weights may move while engines take it
+    verbosity: int = 0  # how much the log says of each version
     keep_copy: bool = False  # disk: in host memory, to write files anew once the weights sleep or have moved on
 
 
@@ -61,6 +62,7 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     train_env_vars: str  # JSON object: added to this process's environment, and its children's; empty = none
     train_master: str  # HOST:PORT where they meet, started by others; empty = this process starts them, on its host
     ci_test: bool  # end the run when its first step fails its self-check
+    debug_determinism: bool  # hashes of each step into determinism.jsonl
     record: str = ""  # path with {rollout_id}: write every trained batch there
     courier: CourierSpec = CourierSpec()
     turns: TurnSpec = TurnSpec()

@@ -57,7 +57,7 @@ async def _attach(ref: RunRef, mode: str) -> None:
 
 def total_steps(folder: Path) -> int:
     """Steps that a run's settings ask for; 0 = unknown."""
-    from miles_async.console.report import read_settings
+    from miles_async.console.report_data import read_settings
 
     return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import msgspec
 
 from actors.runtime.snapshot import read_snapshot
-from bus import STREAMS, Bus, Stream
+from bus import STREAMS, Bus, Stream, Tail
 from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
-from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, heads, newest_heads
+from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, stream_facts
 from bus.streams.entry import Entry
 from miles_async.cli.inspection import print_json
 from miles_async.cli.status import stream_json
@@ -25,7 +26,8 @@ from miles_async.console.text import duration, human_bytes, plural, shorten, tab
 from miles_async.console.where import Where
 from miles_async.settings.errors import SettingsError
 
-FOLLOW_S = 0.3
+FOLLOW_S = 1.0  # a read waits so long
+LOOK_S = 2.0  # between two looks at how many entries there were
 HEAD_OF_ROW = ("stream", "id", "wall", "type")
 
 
@@ -47,41 +49,54 @@ async def ls(bus: Bus, *, as_json: bool) -> int:
 
 
 async def tail(bus: Bus, stream: Stream, *, n: int, follow: bool, as_json: bool, where: Where | None = None) -> int:
-    """The newest entries, then each new one until interrupted. Asks several times a second; bodies stay on the server unless
-    `where` needs them, and then each sample that meets it is a line."""
-    if where is not None:
-        return await _tail_rows(bus, stream, where, n=n, follow=follow, as_json=as_json)
-    newest = await newest_heads(bus, stream, max(1, n))
-    position = newest[-1].id if newest else "0"
-    page = newest if n > 0 else []
-    while True:
-        for head in page:
-            print(_json_line(head) if as_json else _line(head))
-            position = head.id
-        sys.stdout.flush()
-        if not follow:
-            return 0
-        page = await heads(bus, stream, start=f"({position}")
-        if not page:
-            await asyncio.sleep(FOLLOW_S)
+    """The newest entries, then each new one until interrupted. With `where` each sample that meets it is a line."""
+    newest = (await bus.last(stream, max(1, n)))[::-1]
+    for entry in newest if n > 0 else ():
+        await _print(bus, entry, where, as_json=as_json)
+    sys.stdout.flush()
+    async with aclosing(_coming(bus, stream, newest[-1].id if newest else "0")) as pages:
+        while follow:
+            for entry in await anext(pages):
+                await _print(bus, entry, where, as_json=as_json)
+            sys.stdout.flush()
+    return 0
 
 
-async def _tail_rows(bus: Bus, stream: Stream, where: Where, *, n: int, follow: bool, as_json: bool) -> int:
-    """Of `n` entries and all that follow, the rows that meet the condition."""
-    page = (await bus.last(stream, max(1, n)))[::-1]
-    position, page = page[-1].id if page else "0", page if n > 0 else []
-    while True:
-        for entry in page:
-            position = entry.id
-            for row in await rows_at(bus, entry):
-                if where.holds(row):
-                    print(msgspec.json.encode(row, enc_hook=str).decode() if as_json else _row_line(row))
-        sys.stdout.flush()
-        if not follow:
-            return 0
-        page = await bus.scan(stream, start=f"({position}")
-        if not page:
-            await asyncio.sleep(FOLLOW_S)
+async def _coming(bus: Bus, stream: Stream, position: str) -> AsyncGenerator[list[Entry]]:
+    """Entries after `position` as they come, in blocking reads: one that is taken and deleted at once is seen too. What came and
+    went while a reply was being read is counted on stderr, where the server tells (Redis 7 or newer)."""
+    tail = Tail(bus, [stream], start=position)
+    await tail.open()
+    first, seen, told, looked = await _added(bus, stream), 0, 0, 0.0
+    try:
+        while True:
+            look = bus.clock.monotonic() >= looked + LOOK_S
+            added = await _added(bus, stream) if look else 0  # before the read: what comes in between is not taken for unseen
+            page = await tail.read(FOLLOW_S)
+            seen += len(page)
+            if look:
+                looked = bus.clock.monotonic()
+                if (unseen := added - first - seen) > told:
+                    told = unseen
+                    print(f"note: so far {plural(unseen, 'entry')} came and went between two reads", file=sys.stderr)
+            yield page
+    finally:
+        await tail.close()
+
+
+async def _added(bus: Bus, stream: Stream) -> int:
+    return (await stream_facts(bus))[1][stream.name].added
+
+
+async def _print(bus: Bus, entry: Entry, where: Where | None, *, as_json: bool) -> None:
+    if where is None:
+        aside = {"blob": entry.blob} if entry.blob else {}
+        head = Head(entry.stream.name, entry.id, entry.size, {**entry.fields, **aside})
+        print(_json_line(head) if as_json else _line(head))
+        return
+    for row in await rows_at(bus, entry):
+        if where.holds(row):
+            print(msgspec.json.encode(row, enc_hook=str).decode() if as_json else _row_line(row))
 
 
 async def rows_at(bus: Bus, entry: Entry, decode: Decode | None = None) -> list[Row]:

@@ -66,8 +66,9 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
             notes.append(f"{word} has no effect here: {NEEDLESS[word]}")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1:
-                raise SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes.")
-            positional.append(word)
+                refused.found.append(SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes."))
+            else:
+                positional.append(word)
         else:
             try:
                 values.append(_flag_value(word, rest, switches))

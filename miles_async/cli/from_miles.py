@@ -58,6 +58,7 @@ class _Flag(NamedTuple):
             return f"{self.name} ***"
         return textwrap.shorten(" ".join(word.text for word in (self.word, *self.values)), SHOWN, placeholder=" ...")
 
+
 MEANT = (
     ("--engine", "sglang", "Miles has no other; --engine embedded is for a CPU"),
     ("--dynamic-sampling-filter-path", "none", "Miles filters no group unless told to"),
@@ -100,13 +101,23 @@ def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
             if now is not None:
                 yield now
             now = _Flag(word, [])
-        elif now is not None:
+        elif now is not None and (not word.unread or _takes_one_more(now)):
             now.values.append(word)
+        elif word.unread.endswith("is set nowhere") and word.text == word.unread.split()[0]:
+            script.notes.append(f"{word.where}: {word.unread}, and stands for nothing")
         else:
-            problem = f"{word.where}: {word.text!r} is no flag: {word.unread or 'it stands before the first flag'}"
-            refused.found.append(SettingsError(problem, remedy="Take it out of the script."))
+            why = f"may hold flags: {word.unread}" if word.unread else "stands before the first flag"
+            remedy = "Take it out of the script, and give what it holds behind it."
+            refused.found.append(SettingsError(f"{word.where}: {word.text} {why}", remedy=remedy))
     if now is not None:
         yield now
+
+
+def _takes_one_more(flag: _Flag) -> bool:
+    spec = names().get(flag.name.removeprefix("--").replace("-", "_"))
+    if spec is None or spec.kind in ("list", "table"):
+        return not (flag.values and flag.values[-1].unread)
+    return spec.kind != "bool" and not flag.values and "=" not in flag.word.text
 
 
 def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:

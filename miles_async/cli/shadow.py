@@ -14,11 +14,13 @@ Of a run that has ended, or with --offline, it compares on recorded batches (--s
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.cli.inspection import print_json
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import RunRef, finished_run
 
@@ -40,11 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 when the shadow's own function does not work, 2 refused."""
+    from actors.reward.verifier import NICE as HOOK_NICE
     from miles_async.console.shadow.plan import read_plan, shadow_settings
+    from miles_async.console.shadow.units import NICE
     from miles_async.launcher.prepare import model_dir
 
+    os.environ[HOOK_NICE] = str(NICE)
     plan, ref = read_plan(args.config), chosen_run(args)
-    run_dir = ref.run_dir or args.runs_dir / str(ref.run)
+    if ref.run is None:
+        raise SettingsError("a shadow needs the run's folder and the settings in it", remedy="Give --run and --runs-dir.")
+    run_dir = ref.run_dir or args.runs_dir / ref.run
     before, settings = shadow_settings(plan, run_dir)
     model = model_dir(settings, run_dir)
     offline = args.offline or finished_run(run_dir) is not None
@@ -75,18 +82,20 @@ async def _go(
             print("\n".join(as_text(summary)), flush=True)
 
     comparer = _comparer(plan, settings, model)
-    if not offline and plan.what != "loss":
+    live = not offline and plan.what != "loss"
+    if live:
         try:
             async with attached(ref) as bus:
-                status = await follow(plan, Tap(bus, share=plan.share), comparer, Results(run_dir, plan.label), say)
+                with Results(run_dir, plan.label) as results:
+                    status = await follow(plan, Tap(bus, share=plan.share), comparer, results, say)
         except BusUnreachable:
             if last:
                 raise
-            offline = True
-    if offline or plan.what == "loss":
-        status = await follow(
-            plan, _recorded(plan, run_dir, settings[0], model), comparer, Results(run_dir, plan.label), say
-        )
+            live = False
+    if not live:
+        source = _recorded(plan, run_dir, settings[0], model)
+        with Results(run_dir, plan.label) as results:
+            status = await follow(plan, source, comparer, results, say)
     if as_json:
         print_json(last[0])
     return status

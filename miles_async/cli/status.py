@@ -27,14 +27,25 @@ def run(args: argparse.Namespace) -> int:
         from actors.runtime.snapshot import read_snapshot
         from miles_async.governor.govern import read_standing
 
-        snapshot, governor = await read_snapshot(bus), await read_standing(bus)
         if args.as_json:
-            print_json(as_json(snapshot) | {"governor": governor})
+            print_json(await document(bus))
         else:
-            print(as_text(snapshot, governor))
+            print(as_text(await read_snapshot(bus), await read_standing(bus)))
         return 0
 
     return on_bus(args, body)
+
+
+async def document(bus: "Bus") -> dict[str, Any]:
+    """What --json prints, as plain values."""
+    import msgspec
+
+    from actors.runtime.snapshot import read_snapshot
+    from miles_async.governor.govern import read_standing
+
+    found = as_json(await read_snapshot(bus)) | {"governor": await read_standing(bus)}
+    plain: dict[str, Any] = msgspec.to_builtins(found, enc_hook=str)
+    return plain
 
 
 def as_json(snapshot: "Snapshot") -> dict[str, Any]:

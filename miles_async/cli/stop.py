@@ -33,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when the run has stopped, 1 when it has not within --wait."""
-    return asyncio.run(_stop(chosen_run(args), args.wait))
+    return asyncio.run(stop(chosen_run(args), args.wait))
 
 
-async def _stop(ref: RunRef, wait_s: float) -> int:
+async def stop(ref: RunRef, wait_s: float) -> int:
+    """Ask it, and wait for its end for at most `wait_s` seconds; 0 when it has ended, else 1. Says so, too."""
     from bus.errors import BusUnreachable
 
     pid = certain_launcher(ref)

@@ -1,6 +1,7 @@
 """The cockpit of a run in the terminal: alarms, flow, curves, engines, samples, knobs, dead letters, events, the doctor.
 
-Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. Keys stand in the last line.
+Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. The last line
+names the keys.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.runs import RunRef
 
+LOOK_S = 1.0  # a terminal is drawn anew at each look
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --read-only and the shared options."""
@@ -26,34 +29,39 @@ def run(args: argparse.Namespace) -> int:
     """0 when the operator left."""
     args.run = args.run or args.name
     _check_terminal()
-    return asyncio.run(_top(chosen_run(args), args.read_only))
+    ref = chosen_run(args)
+    while asyncio.run(_top(ref, args.read_only)):
+        continue
+    return 0
 
 
 def _check_terminal() -> None:
     term, remedy = os.environ.get("TERM", ""), "Use miles-async attach --console plain, or miles-async status."
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise SettingsError("top needs a terminal for its input and its output", remedy=remedy)
+    streams = (sys.stdin, sys.stdout, sys.__stderr__)  # textual draws on the last
+    if not all(stream is not None and stream.isatty() for stream in streams):
+        raise SettingsError("top needs a terminal for its input, output and errors", remedy=remedy)
     if term in ("", "dumb", "unknown"):
         raise SettingsError("this terminal cannot place text on a screen", field="TERM", value=term, remedy=remedy)
 
 
-def _ended(folder: Path | None) -> str:
-    """What to say beside a bus that does not answer."""
+def _ended(folder: Path | None) -> bool:
+    """Whether the launcher has gone, with its own Redis, and left what that kept."""
     from actors.runtime.host import is_alive
     from miles_async.console.attach import launcher_pid
 
     pid = launcher_pid(folder)
-    return "its launcher has ended; leave with q, then miles-async top shows what it kept" if pid and not is_alive(pid) else ""
+    return bool(pid) and not is_alive(pid) and folder is not None and any((folder / "redis").glob("appendonly*"))
 
 
-async def _top(ref: RunRef, read_only: bool) -> int:
+async def _top(ref: RunRef, read_only: bool) -> bool:
+    """Whether to attach again: the run has ended meanwhile."""
     from actors.recorder.feed import Feed
     from actors.recorder.file import read_records
     from bus.identity import read_identity
     from miles_async.cli.attach import total_steps
     from miles_async.console.attach import attached
     from miles_async.console.live import run_console
-    from miles_async.console.top.app import Top
+    from miles_async.console.top.app import AGAIN, Terminal, Top
     from miles_async.console.verbs import Verbs
     from miles_async.console.web.hub import Hub
 
@@ -65,20 +73,20 @@ async def _top(ref: RunRef, read_only: bool) -> int:
         kept = bus.config.url != ref.bus_url
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
         feed, total = Feed(bus, await asyncio.to_thread(read_records, folder)), total_steps(folder)
-        hub = Hub(bus, feed, here, total_steps=total, kept=kept)
-        app = Top(hub, Verbs(bus, here, "top"), read_only=why, after=lambda: _ended(here))
+        hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
+        app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
-                tasks.create_task(hub.run(stop))
+                console = run_console(bus, feed, mode="none", total_steps=total, stop=stop)
+                aside = [tasks.create_task(console), tasks.create_task(hub.run(stop))]
                 await app.run_async()
-                stop.set()
+                for task in aside:  # they only look: who leaves does not wait for a bus that does not answer
+                    task.cancel()
         finally:
-            stop.set()
             await feed.close()
-    if app.return_code:
-        return app.return_code
+    if app.return_code == AGAIN:
+        return True
     print("left the view" + ("" if kept else "; the run goes on"))
-    return 0
+    return False

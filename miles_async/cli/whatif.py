@@ -1,6 +1,5 @@
-"""Simulate a run under other settings, from its record: `miles-async whatif RUN --max-weight-staleness 4 --sglang-server-concurrency 96`.
-The rooms' own code decides what is issued, trained and dropped; times and lengths are those of the run. Settings that can be asked for:
-{asked}."""
+"""Simulate a run under other settings, from its record: `miles-async whatif RUN --max-weight-staleness 4`. The rooms' own code
+decides what is issued, trained and dropped; times and lengths are those of the run. Settings that can be asked for: {asked}."""
 
 import argparse
 import textwrap
@@ -38,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         flag = word.partition("=")[0]
         spec = names().get(flag.removeprefix("--no-").removeprefix("--").replace("-", "_"))
         if flag.startswith("--") and (spec is None or spec.name not in ASKED):
-            raise SettingsError("the simulation does not know this setting", field=flag, remedy=f"It knows {', '.join(ASKED)}.")
+            raise SettingsError("not known to the simulation", field=flag, remedy=f"It knows {', '.join(ASKED)}.")
     parsed = parse_flags(rest, frozenset())
     if len(parsed.positional) > 1:
         raise SettingsError(f"one run expected, got {' '.join(parsed.positional)}", remedy="Put RUN before the flags.")
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     ref = chosen_run(args)
     if ref.run_dir is None:
-        raise SettingsError("a run is simulated from the record in its folder", remedy="Run this on its host, with --runs-dir.")
+        raise SettingsError("the record lies in the run's folder", remedy="Run this on its host, with --runs-dir.")
     records, damaged = _read(ref.run_dir)
     whole = sound(records)
     found = compare(recorded(whole), args.patch, seeds=args.seeds)
@@ -76,8 +75,7 @@ def _read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
     file = run_dir / FILE
     if not file.is_file():
-        raise SettingsError(f"the run has no record: {file} is missing", remedy="Its recorder writes it when the run has begun.")
+        raise SettingsError(f"the run has no record: {file} is missing", remedy="Its recorder begins it.")
     records = read_records(run_dir)
     with file.open("rb") as opened:
         return records, max(0, sum(line.endswith(b"\n") for line in opened) - len(records))
-

@@ -99,6 +99,7 @@ def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:
 async def run_named(ref: RunRef) -> str:
     """Name of the run on the bus: the one given, or the only one there."""
     socket = ref.bus_url.partition("?")[0].removeprefix("unix://")
+    socket = socket if socket.startswith("/") else socket.partition("@")[2]  # of a user
     if ref.bus_url.startswith("unix://") and not Path(socket).exists():
         raise BusUnreachable(_gone(ref, "its socket is not there"))
     try:

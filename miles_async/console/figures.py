@@ -13,6 +13,7 @@ from bus.inspect import StreamFacts
 
 RECENT = 20
 FRESH_S = 600.0  # a restart or an error stays in sight for so long, whatever else is said meanwhile
+DROPPED = "dropped/"  # before a reason: groups a step
 TRAINER = {
     "loss": "train/loss",
     "grad norm": "train/grad_norm",
@@ -71,6 +72,18 @@ def throughput(steps: Sequence[Step]) -> float:
     return steps[-1].get("perf/tokens_per_s") if steps else 0.0
 
 
+def derived(step: Step) -> dict[str, float]:
+    """Numbers that a step does not record as such: the split of its time, tokens a second, dropped groups by reason."""
+    split = time_split(step)
+    found = {
+        "wait_s": split.wait_s,
+        "train_s": split.train_s,
+        "publish_s": split.publish_s,
+        "tokens_per_s": throughput([step]),
+    }
+    return found | {DROPPED + reason: float(n) for reason, n in step.dropped.items()}
+
+
 def seconds_per_step(history: History) -> float:
     """Typical wall seconds of a recent step: the median, so that one save or restart does not count. 0 = unknown."""
     gaps = [s.gap_s for s in history.steps[-RECENT:] if s.gap_s > 0]
@@ -83,18 +96,6 @@ def eta_s(history: History, total_steps: int) -> float | None:
     if not pace or not history.steps or total_steps <= 0:
         return None
     return max(0, total_steps - history.steps[-1].step) * pace
-
-
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each place, of fewer at the start."""
-    out: list[float] = []
-    total = 0.0
-    for i, value in enumerate(values):
-        total += value
-        if i >= window:
-            total -= values[i - window]
-        out.append(total / min(i + 1, window))
-    return out
 
 
 class Lying(msgspec.Struct, frozen=True):

@@ -22,11 +22,12 @@ from actors.runtime.snapshot import Snapshot, read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
 from miles_async.console.text import duration, percent, shorten
-from miles_async.console.view import screen, step_line
+from miles_async.console.view import screen, state_text, step_line, waits_text
 
 Mode = Literal["live", "plain", "none"]
 REFRESH_S = 0.5
 SNAPSHOT_S = 1.0
+WAIT_SAID_S = 15.0
 FIRST_SAMPLES = 2  # shown in words at the start of a run; miles-async samples shows more
 
 
@@ -46,6 +47,8 @@ async def run_console(
         tasks.create_task(_follow(feed, stop, say, total_steps))
         if live:
             tasks.create_task(_Screen(bus, feed, console, total_steps).run(stop))
+        elif mode != "none":
+            tasks.create_task(_until_first_step(bus, feed, stop, say))
 
 
 async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], total_steps: int) -> None:
@@ -65,6 +68,18 @@ async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], t
                 say(line)
         if over and not more:
             return
+
+
+async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Callable[[str], None]) -> None:
+    """Says every WAIT_SAID_S what is waited for, until there is a step."""
+    began = bus.clock.monotonic()
+    while not await _stopped(stop, WAIT_SAID_S) and not feed.history.steps:
+        try:
+            actors = [a for role in ("generation", "trainer") for a in (await read_snapshot(bus)).of_role(role)[:2]]
+        except BusUnreachable:
+            continue  # `_follow` says so
+        said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
+        say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said) or 'no actor has spoken yet'}")
 
 
 class _Screen:
@@ -142,12 +157,17 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
             return f"{record['level']}: {record['actor']}: {record['event']}: {record['text']}"
         case "dead":
             return f"dead letter: {record['stream']} {record['sample']}: {record['error']}"
-        case "sample" if len(history.samples) <= FIRST_SAMPLES:
+        case "sample" if len(history.samples) <= FIRST_SAMPLES or _asked_for(history):
             texts = f"{shorten(record['prompt'], 160)} -> {shorten(record['response'], 320)}"
             return f"sample {record['sample']}, reward {record['reward']:.4g}: {texts}"
         case "finished":
             return f"finished at step {record['step']}"
     return ""
+
+
+def _asked_for(history: History) -> bool:
+    """--debug-rollout-print-every: the first entry of the knobs has all settings."""
+    return bool(history.knobs and history.knobs[0]["values"].get("debug_rollout_print_every"))
 
 
 async def _stopped(stop: asyncio.Event, seconds: float) -> bool:

@@ -7,78 +7,102 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-import tomllib
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from hashlib import sha256
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from actors.recorder.file import read_records
-from actors.recorder.history import MAX_STALENESS, REWARD, History, history_of
-from bus.errors import InvariantBroken, printable
-from bus.ledger import Accounts, accounts_of
-from miles_async.console import charts
-from miles_async.console.figures import TRAINER, shares, throughput
-from miles_async.console.schedule.advice import advise, share
-from miles_async.console.text import duration, human_count, percent, plural
+import msgspec
 
-FILE = "report.html"
+from actors.recorder.history import MAX_STALENESS, REWARD, History
+from bus.errors import InvariantBroken
+from bus.ledger import Accounts, accounts_of
+from miles_async.console.explain import meaning
+from miles_async.console.figures import TRAINER, shares, throughput
+from miles_async.console.report_data import Run, data_of, read_run
+from miles_async.console.schedule.advice import advise, share
+from miles_async.console.shadow.results import notes as shadow_notes
+from miles_async.console.text import duration, human_bytes, human_count, percent, plural
+
+FILE, COMPARED = "report.html", "report-compared.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
             "sglang", "sglang-router", "megatron-core", "ray")  # fmt: skip
-SHOWN_SAMPLES = 12
-STALENESS_KNOB = "max_weight_staleness"
+HERE = Path(__file__).parent
+STATIC = HERE / "web" / "static"
+SCRIPTS = (
+    *(STATIC / f"{name}.js" for name in ("format", "dom", "chartlist", "samples")),
+    *(HERE / f"{name}.js" for name in ("report_charts", "report")),
+)
+"""Modules of the web console and the report's own, each after those that it imports."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}"
+LATER = "<noscript><p>Curves and samples need a browser that runs scripts; the tables below do not.</p></noscript>"
+CURVES = (
+    f'<nav id="controls" aria-label="Curves"></nav>{LATER}'
+    '<p id="spoken" class="unseen" role="status"></p><div id="charts"></div>'
+)
 
 
-def write_report(run_dir: Path) -> Path:
-    """Make the report of a run from what it left in its folder; works during the run and after any end of it."""
-    history = history_of(read_records(run_dir))
-    settings = read_settings(run_dir)
-    page = render(run_dir.name, history, settings)
-    path = run_dir / FILE
+def write_report(run_dir: Path, others: Sequence[Path] = (), path: Path | None = None) -> Path:
+    """Make the report of a run from what it left in its folder, with the curves of `others` over its own; works during the run and
+    after any end of it. `path`: where to; else in the run's folder."""
+    page = render([read_run(one) for one in (run_dir, *others)])
+    path = path or run_dir / (COMPARED if others else FILE)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(page, "utf-8")
     fresh.replace(path)
     return path
 
 
-def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """settings.toml as tables; empty when it is not there."""
-    try:
-        found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return {}
-    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
-
-
-def render(name: str, history: History, settings: dict[str, dict[str, Any]]) -> str:
-    """The whole page."""
-    css = (Path(__file__).parent / "report.css").read_text("utf-8")
-    accounts = _accounts(history)
+def render(runs: Sequence[Run]) -> str:
+    """The whole page, about the first of these runs. What it may load or run is said in its head: nothing but its own parts."""
+    first = runs[0]
+    history, accounts = first.history, _accounts(first.history)
+    plot = (STATIC / "vendor" / "uPlot.iife.min.js").read_text("utf-8")
+    page = joined(path.read_text("utf-8") for path in SCRIPTS)
+    styles = (STATIC / "vendor" / "uPlot.min.css").read_text("utf-8") + (HERE / "report.css").read_text("utf-8")
+    allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in (plot, page))
+    data = msgspec.json.encode([data_of(run, len(runs)) for run in runs]).decode().replace("<", "\\u003c")
     body = "\n".join(
         [
-            _header(name, history),
-            _notes(history, accounts),
+            _header(first.name, history),
+            _notes(history, accounts, shadow_notes(first.dir)),
             _tiles(history, accounts),
-            '<div class="grid">',
-            *_charts(history, settings, accounts),
+            CURVES,
+            _card("Samples", "What the policy wrote: kept now and then, whole groups.",
+                  '<div id="filters"></div><p id="found" role="status"></p><div id="list"></div>'),
+            _differences(runs),
+            _evals(history),
             _trainer(history),
-            _samples(history),
+            _scheduling(history),
+            _drops(history, accounts),
             _ledger(accounts),
+            _system(first),
             _events(history),
-            _settings(settings),
-            "</div>",
+            _settings(first.settings),
             _footer(),
         ]
-    )
+    )  # fmt: skip
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(allowed)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}: run report</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        "</body>\n</html>\n"
+        f"<title>{escape(' and '.join(run.name for run in runs))}: run report</title>\n<style>\n{styles}</style>\n</head>\n<body>\n"
+        f'<main>\n{body}\n</main>\n<script type="application/json" id="data">{data}</script>\n'
+        f'<script>{plot}</script>\n<script type="module">{page}</script>\n</body>\n</html>\n'
+    )
+
+
+def joined(modules: Iterable[str]) -> str:
+    """Modules as one: a page that is one file has no other to import."""
+    return "".join(
+        re.sub(r"^export ", "", re.sub(r"^import .*\n", "", text, flags=re.M), flags=re.M) for text in modules
     )
 
 
@@ -99,8 +123,8 @@ def _header(name: str, history: History) -> str:
     return f"<header><h1>{escape(name)}</h1><p>{steps} steps in {took}, started {began}, {end}</p></header>"
 
 
-def _notes(history: History, accounts: Accounts | None) -> str:
-    notes: list[tuple[str, str]] = []
+def _notes(history: History, accounts: Accounts | None, others: Sequence[str]) -> str:
+    notes: list[tuple[str, str]] = [("", text) for text in others]
     if history.lost_steps:
         times = plural(len(history.restores) - 1, "restart")
         notes.append(("", f"{plural(history.lost_steps, 'step')} lost with the trainer and done again ({times})."))
@@ -135,60 +159,66 @@ def _tiles(history: History, accounts: Accounts | None) -> str:
     return f'<div class="tiles">{inner}</div>' if tiles else ""
 
 
-def _card(title: str, text: str, body: str, *, wide: bool = False) -> str:
-    kind = ' class="wide"' if wide else ""
-    return f"<section{kind}><h2>{escape(title)}</h2><p>{escape(text)}</p>\n{body}\n</section>"
+def _card(title: str, text: str, body: str) -> str:
+    said = f"<p>{escape(text)}</p>" if text else ""
+    return f"<section><h2>{escape(title)}</h2>{said}\n{body}\n</section>"
 
 
-def _charts(history: History, settings: dict[str, dict[str, Any]], accounts: Accounts | None) -> list[str]:
-    cards: list[str] = []
-    steps = history.steps
-    if steps or history.evals:
-        marks = "; dotted lines are knob changes" if any(int(k["epoch"]) > 0 for k in history.knobs) else ""
-        marks += "; dashed red lines are restarts of the trainer" if len(history.restores) > 1 else ""
-        text = f"Over training steps and over wall time{marks}."
-        cards.append(_card("Learning", text, charts.learning(history), wide=True))
+def _differences(runs: Sequence[Run]) -> str:
+    """Settings in which the runs are not alike."""
+    if len(runs) < 2:
+        return ""
+    names = dict.fromkeys((group, key) for run in runs for group, table in run.settings.items() for key in table)
+    rows = [[key, *(_value(run.settings.get(group, {}).get(key, "")) for run in runs)] for group, key in names]
+    unlike = [row for row in rows if len(set(row[1:])) > 1]
+    table = _table(["setting", *(run.name for run in runs)], unlike, numbers=0)
+    return _card("Settings that differ", "", table) if unlike else _card("Settings that differ", "None.", "")
+
+
+def _evals(history: History) -> str:
+    rows = []
+    for name in history.eval_names():
+        found = history.evals_of(name)
+        best = max(found, key=lambda e: e.score)
+        rows.append(
+            [
+                name,
+                str(len(found)),
+                f"{found[0].score:.4g}",
+                f"{best.score:.4g} (step {best.step})",
+                f"{found[-1].score:.4g}",
+            ]
+        )
+    table = _table(["set", "evaluations", "first", "best", "last"], rows, numbers=4)
+    return _card("Evaluations", "Mean reward of held-out prompts.", table) if rows else ""
+
+
+def _scheduling(history: History) -> str:
+    """How the time went, what the bound costs these lengths, and what others would."""
+    steps, parts = history.steps, []
     if steps:
         wait, train, publish = shares(steps)
-        split = f"Training {train:.0%}, waiting for rollouts {wait:.0%}, publishing and saving {publish:.0%}."
-        rate = f"{human_count(throughput(steps))} response tokens per second overall."
-        late = max(s.get(MAX_STALENESS) for s in steps)
-        old = f"Versions between the weights that made a token and those trained; at most {late:.0f}."
-        cards += [
-            _card("Time of the trainer", split, charts.time_of_steps(history)),
-            _card("Throughput", rate, charts.throughput(history)),
-            _card("Staleness", old, charts.staleness(history, staleness_bounds(history, settings))),
-            _card("Response length", _lengths_text(history), charts.lengths(history)),
-        ]
-    cards += _scheduling(history)
+        parts.append(
+            f"The trainer trained {train:.0%} of its time, waited {wait:.0%} for rollouts, published and saved {publish:.0%}."
+        )
+        cut = steps[-1].get("rollout/truncated_ratio")
+        parts.append(f"{percent(cut)} of the last step's responses reached the limit of their length.")
     if history.activations:
-        cards.append(_card("Pauses of the engines", _pauses_text(history), charts.pauses(history)))
-    by_reason, unit = _drops(history, accounts)
-    if by_reason:
-        total = sum(n for _, n in by_reason)
-        of = f" of {accounts.issued:,} issued" if accounts is not None and unit == "samples" else ""
-        cards.append(_card("Dropped", f"{total:,} {unit}{of}, by reason.", charts.drops(by_reason, unit)))
-    return cards
-
-
-def _scheduling(history: History) -> list[str]:
-    """What the bound costs these lengths, and what others would."""
+        parts.append(_pauses_text(history))
     advice = advise(history)
-    if advice is None:
-        return []
-    picture = charts.spreads(history, advice.observed.bound or None)
-    said = "".join(f"<p>{escape(line)}</p>" for line in advice.lines[:-1])
-    rows = [
-        [str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"] for c in advice.choices
-    ]
-    table = _table(["bound", "s a step", "running", "tokens masked", "groups split"], rows, numbers=4)
-    last = f"What the model of docs/scheduling.md gives for these lengths, {advice.choices[0].rule}, {advice.observed.slots} slots:"
-    return [_card("Scheduling", advice.lines[-1], f"{said}{picture}<p>{escape(last)}</p>{table}", wide=True)]
-
-
-def _lengths_text(history: History) -> str:
-    cut = [s.get("rollout/truncated_ratio") for s in history.steps]
-    return f"Tokens per response; {percent(cut[-1])} reached the limit in the last step."
+    table = ""
+    if advice is not None:
+        parts += advice.lines
+        slots = advice.observed.slots
+        parts.append(
+            f"What the model of docs/scheduling.md gives for these lengths, {advice.choices[0].rule}, {slots} slots:"
+        )
+        rows = [
+            [str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"]
+            for c in advice.choices
+        ]
+        table = _table(["bound", "s a step", "running", "tokens masked", "groups split"], rows, numbers=4)
+    return _card("Scheduling", "", "".join(f"<p>{escape(line)}</p>" for line in parts) + table) if parts else ""
 
 
 def _pauses_text(history: History) -> str:
@@ -196,30 +226,38 @@ def _pauses_text(history: History) -> str:
     whole = sorted(1000 * float(r["total_s"]) for r in history.activations)
     high = waits[min(len(waits) - 1, int(0.95 * len(waits)))]
     return (
-        f"Generation stands still for {median(waits):.0f} ms (median), {high:.0f} ms (95 %); "
-        f"with checks before it {median(whole):.0f} ms. {len(waits)} activations."
+        f"Generation stands still for {median(waits):.0f} ms (median), {high:.0f} ms (95 %) at a new version; "
+        f"with checks before it {median(whole):.0f} ms. {plural(len(waits), 'activation')}."
     )
 
 
-def _drops(history: History, accounts: Accounts | None) -> tuple[list[tuple[str, int]], str]:
-    if accounts is not None and accounts.dropped:
-        return sorted(accounts.dropped.items(), key=lambda item: -item[1]), "samples"
-    return history.drops.most_common(), "groups"
+def _drops(history: History, accounts: Accounts | None) -> str:
+    """By reason, most first."""
+    of = accounts.dropped if accounts is not None and accounts.dropped else history.drops
+    unit = "samples" if accounts is not None and accounts.dropped else "groups"
+    issued = f" of {accounts.issued:,} issued" if accounts is not None and unit == "samples" else ""
+    rows = [
+        [reason, f"{n:,}", meaning(reason) or "a reason of the run's own filter"]
+        for reason, n in sorted(of.items(), key=lambda i: -i[1])
+    ]
+    return (
+        _card(
+            "Dropped", f"{sum(of.values()):,} {unit}{issued}, by reason.", _table(["reason", unit, ""], rows, numbers=0)
+        )
+        if rows
+        else ""
+    )
 
 
-def staleness_bounds(history: History, settings: dict[str, dict[str, Any]]) -> list[tuple[int, int]]:
-    """(from step, bound) in order: the setting, then each knob change at the first step after it."""
-    rollout = settings.get("rollout", {})
-    bounds: list[tuple[int, int]] = []
-    if STALENESS_KNOB in rollout:
-        bounds.append((0, int(rollout[STALENESS_KNOB])))
-    for record in history.knobs:
-        if STALENESS_KNOB in record["values"]:
-            step = next((s.step for s in history.steps if s.wall >= float(record["wall"])), None)
-            value = int(record["values"][STALENESS_KNOB])
-            if step is not None and (not bounds or bounds[-1][1] != value):
-                bounds.append((step if bounds else 0, value))
-    return bounds
+def _system(run: Run) -> str:
+    """What each host and Redis used: mean and most."""
+    rows = []
+    for source, found in run.system.items():
+        for name in sorted({name for row in found for name in row} - {"wall"}):
+            values = [row[name] for row in found if name in row]
+            show = percent if name.endswith("_share") else human_bytes if "bytes" in name else human_count
+            rows.append([source, name, show(sum(values) / len(values)), show(max(values))])
+    return _card("Hosts and Redis", "", _table(["", "", "mean", "most"], rows, numbers=2)) if rows else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, last_is_sum: bool = False) -> str:
@@ -233,7 +271,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
         lines.append(
             f"<tr{total}>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kinds, row, strict=True)) + "</tr>"
         )
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _trainer(history: History) -> str:
@@ -250,19 +288,6 @@ def _trainer(history: History) -> str:
     return _card("Trainer", "", _table(["", "first step", "last tenth, mean", "least", "most"], rows, numbers=4))
 
 
-def _samples(history: History) -> str:
-    """Texts of a few samples over the run."""
-    if not history.samples:
-        return ""
-    every = max(1, len(history.samples) // SHOWN_SAMPLES)
-    body = "".join(
-        f"<details><summary>step {r['step']}, reward {float(r['reward']):g}, {r['tokens']} tokens, {escape(str(r['sample']))}"
-        f"</summary><pre>{escape(printable(str(r['prompt'])))}<b>{escape(printable(str(r['response'])))}</b></pre></details>"
-        for r in history.samples[::-every][::-1]
-    )
-    return _card("Samples", "What the policy wrote, now and then; the response is bold.", body, wide=True)
-
-
 def _ledger(accounts: Accounts | None) -> str:
     if accounts is None:
         return ""
@@ -270,7 +295,7 @@ def _ledger(accounts: Accounts | None) -> str:
     rows.append(["issued / generated", f"{accounts.issued:,}", f"{accounts.tokens_generated:,}"])
     table = _table(["account", "samples", "tokens"], rows, numbers=2, last_is_sum=True)
     text = "Every sample issued and every token generated ends in exactly one account."
-    return _card("Ledger", text, table, wide=True)
+    return _card("Ledger", text, table)
 
 
 def _events(history: History) -> str:
@@ -292,15 +317,15 @@ def _events(history: History) -> str:
     for r in history.restores[1:]:
         rows.append((float(r["wall"]), "warning", "trainer restored", f"to step {r['step']} {r.get('checkpoint', '')}"))
     if not rows:
-        return _card("Events", "No fault, no restart, no knob was turned.", "", wide=True)
+        return _card("Events", "No fault, no restart, no knob was turned.", "")
     lines = "".join(
         f"<tr><td>{duration(wall - history.first_wall)}</td><td class='level-{level}'>{escape(what)}</td>"
         f"<td>{escape(text[:400])}</td></tr>"
         for wall, level, what, text in sorted(rows)[-40:]
     )
     head = "<thead><tr><th>after</th><th>what</th><th></th></tr></thead>"
-    table = f'<div class="scroll"><table>{head}<tbody>{lines}</tbody></table></div>'
-    return _card("Events", "Faults, restarts and knob changes; the newest last.", table, wide=True)
+    table = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{lines}</tbody></table></div>'
+    return _card("Events", "Faults, restarts and knob changes; the newest last.", table)
 
 
 def _settings(settings: dict[str, dict[str, Any]]) -> str:
@@ -313,7 +338,7 @@ def _settings(settings: dict[str, dict[str, Any]]) -> str:
     )
     versions = "".join(f"<tr><td>{escape(k)}</td><td><code>{escape(v)}</code></td></tr>" for k, v in package_versions())
     shown = f'<details><summary>Settings</summary><div class="settings">{tables}</div></details>' if tables else ""
-    return f'<section class="wide">{shown}<details><summary>Versions</summary><table>{versions}</table></details></section>'
+    return f"<section>{shown}<details><summary>Versions</summary><table>{versions}</table></details></section>"
 
 
 def _value(value: object) -> str:

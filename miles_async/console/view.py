@@ -6,7 +6,8 @@ explain leave first. Colours only repeat what the words say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,8 @@ from rich.text import Text
 
 from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
 from actors.runtime.snapshot import ActorFacts, Snapshot
+from bus.client import without_secrets
+from bus.errors import printable
 from bus.ledger import accounts_of
 from bus.messages.control import Vitals
 from miles_async.console.figures import RECENT, TRAINER, alarms, eta_s, lying, shares, throughput
@@ -27,6 +30,7 @@ from miles_async.console.text import (
     shorten,
     sparkline,
 )
+from miles_async.settings.run import RunSettings
 
 WIDE, NARROW, TALL = 118, 72, 36
 LIFE_STYLE = {"alive": "", "ended": "dim", "late": "yellow", "dead": "bold red"}
@@ -285,6 +289,34 @@ def _faults(history: History, wall: float, count: int) -> list[RenderableType]:
         )
         for r in alarms(history, wall, count)
     ]
+
+
+def banner(settings: RunSettings) -> str:
+    """What a run is, said before anything takes time: model, data, workers, trainer, folder; then what is done first."""
+    r, s, perf = settings.rollout, settings.sglang, settings.perf
+    rewards = r.custom_rm_path or r.rm_type or "the data's own"
+    external = f" and {plural(n, 'running engine')}" if (n := len(s.rollout_external_engine_addrs)) else ""
+    gpus = f" on {plural(len(s.rollout_gpu_ids), 'GPU')}" if s.rollout_gpu_ids else ""
+    steps = plural(r.num_rollout, "step") if r.num_rollout else "epochs"
+    facts = {
+        "model": settings.model.hf_checkpoint,
+        "data": f"{r.prompt_data or r.data_source_path}, rewards by {rewards}",
+        "plan": f"{steps} of {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} answers, staleness at most "
+        f"{r.max_weight_staleness}",
+        "workers": f"{plural(s.num_generation_workers, 'generation worker')}{external}, {s.engine} engines{gpus}",
+        "trainer": f"{perf.train_backend}, {plural(settings.flat.train_ranks, 'rank')}",
+        "folder": str(settings.run_dir),
+        "bus": without_secrets(settings.bus.bus_url) if settings.bus.bus_url else "a Redis of its own in the folder",
+    }
+    lines = [f"run {settings.launch.name}", *(f"  {name:8} {printable(str(fact))}" for name, fact in facts.items())]
+    return "\n".join([*lines, "checking model and data, then Redis and the actors are started"])
+
+
+def starting(roles: Iterable[str], groups: int) -> str:
+    """Which actors are being started, and what the first step waits for."""
+    count = Counter(roles)
+    said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
+    return f"starting {said}; the first step waits for engines with the weights, then for {plural(groups, 'scored group')}"
 
 
 def step_line(step: Step, history: History, *, total_steps: int) -> str:

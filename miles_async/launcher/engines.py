@@ -18,7 +18,9 @@ from miles_async.settings.run import RunSettings
 if TYPE_CHECKING:
     from miles_async.launcher.plan import Place
 
-EXACT: dict[str, ArgValue] = {"enable-deterministic-inference": True, "attention-backend": "fa3"}
+REPEATABLE: dict[str, ArgValue] = {"enable-deterministic-inference": True}
+"""What deterministic_mode asks of engines."""
+EXACT: dict[str, ArgValue] = {**REPEATABLE, "attention-backend": "fa3"}
 """What true_on_policy_mode asks of engines."""
 AUTO_MAX_RUNNING = 512
 """Requests that our engines run at once where neither a number nor a ceiling is set: SGLang's largest CUDA graph on 80 GB."""
@@ -51,6 +53,7 @@ def generation_spec(
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
         server_args=(engine_args(settings.flat) if shares else {})
+        | (REPEATABLE if settings.launch.deterministic_mode else {})
         | (EXACT if settings.model.true_on_policy_mode else {})
         | s.server_args
         | ({"mem-fraction-static": s.lend_mem_fraction} if lent else {}),
@@ -114,6 +117,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
         copy=s.update_weight_copy,
+        verbosity=settings.launch.debug_weight_sync,
         keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,6 +116,9 @@ def objective_config(settings: RunSettings) -> ObjectiveConfig:
 def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     """The training backend's settings."""
     s = settings.flat
+    own: TorchConfig | MegatronConfig = told(TorchConfig, s)
+    if s.train_backend == "megatron":
+        own = told(MegatronConfig, s, megatron={**s.megatron, **({"deterministic_mode": True} if s.deterministic_mode else {})})
     return told(
         BackendConfig,
         s,
@@ -128,7 +132,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
         offload_train_target="stay" if s.lend_trainer_gpus and not s.offload_train else s.offload_train_target,
-        own=told(MegatronConfig if s.train_backend == "megatron" else TorchConfig, s),
+        own=own,
     )
 
 
@@ -167,7 +171,23 @@ def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
     config = {key: value for key, value in initial_values(settings).items() if value is not None}
     trackers = told(TrackerSpec, s, run=name, run_dir=place.run_dir, config=config, use_tensorboard=wanted) if on else None
     exporter = ExporterSpec(host=t.prometheus_host, port=t.prometheus_port, run=t.prometheus_run_name or name)
-    return RecorderSpec(tokenizer_dir=place.model_dir, trackers=trackers, exporter=exporter if t.use_prometheus else None)
+    return RecorderSpec(
+        tokenizer_dir=place.model_dir,
+        print_every=settings.launch.debug_rollout_print_every or 0,
+        trackers=trackers,
+        exporter=exporter if t.use_prometheus else None,
+    )
+
+
+FIXED_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""What deterministic_mode asks of libraries below torch, unless train_env_vars says otherwise."""
+
+
+def _variables(settings: RunSettings) -> str:
+    given = settings.perf.train_env_vars or ""
+    if not settings.launch.deterministic_mode:
+        return given
+    return json.dumps(FIXED_ORDER | json.loads(given or "{}"))
 
 
 def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
@@ -196,6 +216,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 record=c.save_debug_rollout_data or "",
                 replay_from=c.load_debug_rollout_data or "",
                 hook_values=custom_config(r.custom_config_path),
+                train_env_vars=_variables(settings),
             ),
         ),
         (

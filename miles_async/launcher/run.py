@@ -37,8 +37,10 @@ from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
 from miles_async.console.live import run_console
+from miles_async.console.view import banner, starting
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
+from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
@@ -82,7 +84,7 @@ def train(settings: RunSettings) -> int:
 
 def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
-        print(f"run {settings.launch.name}: checking model and data", flush=True)
+        print(banner(settings), flush=True)
     found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -100,6 +102,8 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     with only_launcher(run_dir, settings.launch.name):
         placers = placers_of(settings, place, servers)
         (run_dir / "settings.toml").write_text(dump_toml(settings))
+        if settings.launch.env_report:
+            write_env_report(run_dir)
         return run_loop(_train(settings, place, run_dir, placers, servers))
 
 
@@ -209,6 +213,8 @@ class Launcher:
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
+        if settings.launch.console != "none":
+            print(starting((k.spec.role for k in supervisor.kept.values()), settings.rollout.rollout_batch_size), flush=True)
         await placer.open()
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
         loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ SEPARATORS = ("\n", ";", "&", "|", "||", "&&", "(", ")", ";;")
 OPERATOR = re.compile(r"<<<|<<-?|&>>?|>>|>&|<&|\|\||&&|;;|[;&|()<>\n]")
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]\s]*\])?(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")
-_BRACES = re.compile(r"([A-Za-z_]\w*|0)(?:\[([@*0])\])?(?:(:?[-=+?])|(?=\}))")
+_BRACES = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?:\[([@*0])\])?(?:(:?[-=+?])|(?=\}))")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -162,7 +162,7 @@ class Lexer:
             return Part("no", body[0], True, s[start : self._i])
         if then and then in "0123456789@*#?$!-":
             self._i += 1
-            return Part("var" if then == "0" else "no", then, quoted, s[start : self._i])
+            return Part("var" if then.isdigit() else "all" if then in "@*" else "no", then, quoted, s[start : self._i])
         return Part("lit", "" if then == '"' and not quoted else "$", quoted)
 
     def _braces(self, start: int, quoted: bool) -> Part:
@@ -173,7 +173,7 @@ class Lexer:
         self._i = head.end()
         default = tuple(self._parts("}", quoted=quoted))
         self._pass(self._i, "}")
-        kind: Literal["all", "var"] = "all" if head[2] in ("@", "*") else "var"
+        kind: Literal["all", "var"] = "all" if head[2] in ("@", "*") or head[1] in "@*" else "var"
         return Part(kind, head[1], quoted, self._s[start : self._i], head[3] or "", default)
 
     def _skip(self, close: str) -> None:

@@ -161,6 +161,8 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
     ("save_debug_rollout_data", lambda v: _under(v["dump_details"], "rollout_data/{rollout_id}.msgpack")),
+    ("debug_determinism", lambda v: v["dump_details"] is not None),
+    ("env_report", lambda v: v["dump_details"] is not None),
     ("dynamic_sampling_filter_path", _filter),
     ("staleness_policy", _staleness_policy),
     ("staleness_lookahead", _lookahead),

@@ -51,8 +51,14 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(config: Path | None, flags: Sequence[FlagValue] = (), found: Refusals | None = None) -> Loaded:
-    """Read `config` (TOML, may be None), lay the flags over it, resolve and check.
+def load(
+    config: Path | None,
+    flags: Sequence[FlagValue] = (),
+    found: Refusals | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """Read `config` (TOML, may be None), lay the flags over it, or `values` (a program's, by name), resolve and check.
 
     SettingsError with all that is wrong. With `found` it is raised only for what cannot be read; broken rules are left in
     there, for who goes on to look for more.
@@ -60,6 +66,9 @@ def load(config: Path | None, flags: Sequence[FlagValue] = (), found: Refusals |
     refused = Refusals()
     from_file = refused.attempt(read_file, config) if config is not None else {}
     from_flags: dict[str, Any] = {}
+    for name, value in (values or {}).items():
+        for spec, typed in refused.attempt(_of_program, name, value) or ():
+            from_flags[spec.name] = {**(from_file or {}).get(spec.name, {}), **typed} if spec.kind == "table" else typed
     for flag in flags:
         for value in refused.attempt(lambda flag: [value_of_words(flag)], flag) or ():
             if flag.spec.kind == "table":  # flags add to the table of the file, name by name
@@ -74,11 +83,15 @@ def load(config: Path | None, flags: Sequence[FlagValue] = (), found: Refusals |
 
 def settings_from(**fields: Any) -> RunSettings:
     """RunSettings from keywords: `settings_from(hf_checkpoint=..., prompt_data=..., num_rollout=3, rm_type=...)`."""
-    given: dict[str, Any] = {}
-    for name, value in fields.items():
-        spec = find(name, "settings_from")
-        given[spec.name] = coerce(spec, value, spec.name)
-    return _resolve(given, {}, None, None).settings
+    return load(None, values=fields).settings
+
+
+def _of_program(name: str, value: object) -> list[tuple[FieldSpec, Any]]:
+    """A setting by name with its value, or a whole table of them."""
+    if isinstance(value, Mapping) and name in groups():
+        return [pair for inner, one in value.items() for pair in _of_program(inner, one)]
+    spec = find(name, "settings:")
+    return [(spec, coerce(spec, os.fspath(value) if isinstance(value, os.PathLike) else value, spec.name))]
 
 
 def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None, found: Refusals | None) -> Loaded:

@@ -18,7 +18,7 @@ OTHERWISE: dict[str, str] = {
     "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
-    "dump_details": "the batches alone",
+    "dump_details": "the batches, hashes of each step and the environment",
     "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
@@ -112,7 +112,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples"),
     ("Samples are scheduled one by one.", "--rollout-submission-granularity"),
     ("The bus is the buffer; --buffer-filter-path orders what was interrupted.", "--custom-async-data-buffer-path"),
-    ("miles-async trace, doctor and replay look into a run instead.", "--dumper-* --debug-* --memory-* --env-report "
+    ("miles-async trace, doctor and replay look into a run instead.", "--dumper-* --debug-* --memory-* "
      "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
     ("Every actor is restarted and every entry delivered again without being asked.", "--ft-* --mini-ft-* "
      "--control-server-port --rollout-health-check-* --ci-ft-*"),

@@ -2,8 +2,8 @@
 
 Reads  the script, and what it sources, where that is there    Writes  nothing
 Known are assignments, arrays, `${X:-default}`, quotes, `source`, this process's environment, and the usual ways to say "the folder
-of this script". What needs a shell (substituted commands, loops, conditions, the script's own arguments) leaves the words that
-depend on it unread, with place and reason. Always true: no process is started.
+of this script". What needs a shell (substituted commands, loops, conditions) leaves the words that
+depend on it unread, with place and reason. The script is given no arguments. Always true: no process is started.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from miles_async.settings.errors import SettingsError
 
 PROGRAMS = ("train.py", "train_async.py")
 MOST_FILES = 32
+ARCHITECTURE = "MODEL_ARGS"  # what a model file of Miles sets; config.json says the same
 DECLARE = ("export", "declare", "typeset", "local", "readonly")
 QUIET = ("set", "[", "[[", "test", "echo", "true", ":", "exit", "return")  # nothing is lost where these are not run
 _HERE = r"\$(?:\{BASH_SOURCE(?:\[0\])?\}|BASH_SOURCE|\{?0\}?)"
@@ -76,6 +77,7 @@ class _Reader:
         self._path, self._environ, self._files = path, environ, 0
         self._values: dict[str, list[Word]] = {}
         self._exported: dict[str, None] = {}
+        self._lost: list[str] = []  # sourced files that were not read
 
     def file(self, path: Path) -> None:
         """Read one file to its end."""
@@ -256,6 +258,10 @@ class _Reader:
         if part.kind == "no":
             return [Word(part.raw, where, f"{part.raw} is known to a shell alone")]
         known = self._known(part.text, where)
+        if known is None and part.kind == "all" and self._lost and part.text != ARCHITECTURE:
+            return [Word(part.raw, where, f"{part.raw} may be set in {self._lost[0]}, which is not read")]
+        if known is None and part.text in ("@", "*"):
+            return []  # the script is given no arguments
         if known is None and part.kind == "all":
             self.script.notes.append(f"{where}: {part.raw} is set nowhere, and stands for nothing")
             return []
@@ -281,6 +287,7 @@ class _Reader:
         if file is None or unsure:
             why = f"it stands in {unsure}" if unsure else "no such file, nor beside the script"
             self.script.notes.append(f"{word.where}: {word.text} is not read: {why}")
+            self._lost.append(word.text)
         else:
             self.file(file)
 

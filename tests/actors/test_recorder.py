@@ -10,12 +10,14 @@ from actors.recorder import samples, trained
 from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
 from actors.recorder.history import history_of
+from actors.recorder.records import records_of
 from actors.recorder.samples import read_samples
 from actors.recorder.trained import append_trained, last_trained, lines_with
 from actors.runtime.context import Context
 from actors.runtime.readable import TEXT_LIMIT, bounded
-from bus import Bus, Out
+from bus import Bus, Entry, Out
 from bus.knobs.live import LiveKnobs
+from bus.messages.base import pack_ints
 from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
@@ -112,6 +114,13 @@ async def test_what_is_on_the_streams_at_the_end_is_still_written(redis_url, run
         stop.set()
         await Recorder(bus, tmp_path).follow(stop)
     assert [r["step"] for r in read_records(tmp_path)] == list(range(1, 601))
+
+
+def test_a_step_tells_its_samples_one_by_one_and_what_is_cut_short_is_left_out():
+    entry = Entry(id="1700000000000-0", stream=POLICY, readers="", fields={}, body=b"", size=0)
+    done = StepDone(step=1, version=VERSION, trained_on=VERSION, groups=("g1",), lives=pack_ints([0, 812, 4031, 12, 0, 9]))
+    assert records_of(entry, done)[0]["lives"] == [[0, 812, 4031, 12]]
+    assert "lives" not in records_of(entry, msgspec.structs.replace(done, lives=msgspec.UNSET))[0]
 
 
 def test_a_second_writer_is_refused_in_one_line(tmp_path):

@@ -5,8 +5,19 @@ import numpy as np
 import pytest
 
 from actors.trainer.convert import batch_metrics
-from actors.trainer.spread import BORN, LENGTH, PACE, QUANTILES, RUNNING, SECONDS, SPANNED, STRAGGLER, spread_metrics
-from bus.messages.base import pack_ints
+from actors.trainer.spread import (
+    BORN,
+    LENGTH,
+    PACE,
+    QUANTILES,
+    RUNNING,
+    SECONDS,
+    SPANNED,
+    STRAGGLER,
+    lives_of,
+    spread_metrics,
+)
+from bus.messages.base import pack_ints, unpack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Response, Scored
 from bus.messages.versions import VersionSpan
@@ -86,3 +97,15 @@ def test_a_batch_of_another_release_without_seconds_or_tokens_is_described_as_fa
     assert found[f"{LENGTH}/p100"] == 7.0
     assert not any(k.startswith((SECONDS, STRAGGLER, PACE)) for k in found)
     assert not any(k.startswith((LENGTH, BORN)) for k in spread_metrics([empty], step=3))
+
+
+def test_a_batch_tells_the_tokens_and_seconds_of_its_samples_and_of_a_large_one_whole_groups():
+    slow = msgspec.structs.replace(sample(1, 0, tokens=7, seconds=2.5), score_s=0.25)
+    batch = [kept(1, slow), kept(2, sample(2, 1, tokens=4, seconds=1.0)), kept(1, sample(1, 3, tokens=9, seconds=4.0))]
+    assert unpack_ints(lives_of(batch)) == [0, 7, 2500, 250, 0, 9, 4000, 0, 1, 4, 1000, 0]
+    large = [kept(g, *(sample(g, i, tokens=4, seconds=1.0) for i in range(8))) for g in range(128)]
+    told = unpack_ints(lives_of(large))[::4]
+    assert 128 < len(told) < 512
+    assert {told.count(group) for group in told} == {8}
+    late = [kept(g, sample(g, 8, tokens=4, seconds=1.0)) for g in range(128)]
+    assert set(told) == set(unpack_ints(lives_of(late * 8))[::4])

@@ -129,8 +129,10 @@ async def test_nothing_is_cut_before_the_filter_has_said_that_all_on_its_last_tu
         await arrive(bus, kept(1, 0, 1, 2))
         with pytest.raises(TimeoutError):
             await trainer.next()
+        assert trainer.batches.turned_s == 0.0
         await arrive(bus, turned=0)
         assert await trainer.train() == ("g1/0", "g1/1", "g1/2")
+        assert trainer.batches.turned_s > 0.0, "how long the filter took is told"
 
 
 async def test_a_group_at_the_edge_of_a_batch_is_trained_in_two_steps_and_booked_once(redis_url: str, run_name: str) -> None:

@@ -17,10 +17,15 @@ STAYS = {
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
 }
+IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")
+STAYS |= {f"miles_async/__init__.py {name}": "the library in Python: docs/python.md" for name in IN_PYTHON}
+STAYS["miles_async/api/opened.py open_run"] = "as well"
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
 CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated"}  # asyncio
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
 CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states", "get_replay_topk"}  # megatron-core
+CALLED_BY_LIBRARIES |= {"compose", "key_enter"}  # textual, beside on_ and action_ below
+TEXTUAL = "miles_async/console/top/"
 Use = tuple[str, str]
 
 
@@ -72,6 +77,13 @@ def targets(node: ast.AST) -> list[str]:
     return []
 
 
+def called_by_textual(path: Path, method: str) -> bool:
+    """A handler of an event, or an action that a key of the same file names."""
+    kind, _, name = method.partition("_")
+    texts = {child.value for child in ast.walk(parse(path)) if isinstance(child, ast.Constant) and isinstance(child.value, str)}
+    return kind == "on" or (kind == "action" and any(text.partition("(")[0] == name for text in texts))
+
+
 def dead_names(path: Path) -> list[str]:
     """Functions, classes, constants and methods of a module without an underscore that the product does not use."""
     found = [
@@ -88,6 +100,7 @@ def dead_names(path: Path) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and not node.name.startswith("_")
         and node.name not in CALLED_BY_LIBRARIES
+        and not (path.as_posix().startswith(TEXTUAL) and called_by_textual(path, node.name))
     ]
     return found + [node.name for node in methods if not is_used(path, node.name, node, member=True)]
 

@@ -12,17 +12,15 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from actors.recorder.actor import Recorder
-from actors.recorder.file import FILE
 from bus import Bus
-from bus.messages.policy import SamplesTrained, SampleTrained
-from bus.messages.samples import Mark
-from bus.messages.versions import VersionSpan
-from bus.topology import POLICY, PROMPTS, STREAMS, TRAINED
+from bus.topology import PROMPTS, STREAMS
 from miles_async.cli import app
+from miles_async.cli.bus_verbs import tail
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, vitals
 
+COME = "return redis.call('XADD', KEYS[1], '*', 'id', ARGV[1])"
+COME_AND_GO = "return redis.call('XDEL', KEYS[1], redis.call('XADD', KEYS[1], '*', 'id', ARGV[1]))"
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 
@@ -126,6 +124,32 @@ def test_tail_prints_readable_fields(whole):
 def listen_to_ctrl_c():
     """As in a terminal: what a shell starts in the background, these tests perhaps, ignores it, and so do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+async def test_tail_shows_entries_that_are_gone_a_moment_after_they_came_and_counts_those_it_missed(
+    redis_url, run_name, capsys, monkeypatch
+):
+    monkeypatch.setattr("miles_async.cli.bus_verbs.LOOK_S", 0.0)
+    monkeypatch.setattr("miles_async.cli.bus_verbs.FOLLOW_S", 0.1)
+    shown, said = [], ""
+    async with Bus(config(redis_url, run_name)) as bus:
+        key = bus.keys.stream(PROMPTS.name)
+        followed = asyncio.create_task(tail(bus, PROMPTS, n=1, follow=True, as_json=True))
+        try:
+            for number in range(20):
+                await asyncio.sleep(0.02)
+                await bus.link.run("EVAL", COME, 1, key, f"g1/{number}")
+                await bus.link.run("XTRIM", key, "MAXLEN", 0)
+            await bus.link.run("EVAL", COME_AND_GO, 1, key, "g2/0")
+            async with asyncio.timeout(DEADLINE_S):
+                while f"so far {21 - len(shown)} entr" not in said:
+                    await asyncio.sleep(0.05)
+                    out, err = capsys.readouterr()
+                    shown, said = shown + out.splitlines(), said + err
+        finally:
+            followed.cancel()
+            await asyncio.gather(followed, return_exceptions=True)
+    assert len(shown) >= 15 and {json.loads(line)["id"] for line in shown} <= {f"g1/{n}" for n in range(20)}
 
 
 def test_tail_follows_until_ctrl_c(whole):
@@ -239,90 +263,6 @@ def test_a_ledger_that_does_not_close_names_the_ids_and_fails(whole):
     assert status == 1
     assert "DOES NOT CLOSE · 1 in no stream: g4/1" in out
     assert whole.ask_json("ledger")[1]["missing"] == ["g4/1"]
-
-
-# -- trace --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_trace_tells_where_a_sample_is_and_how_it_ended(whole):
-    assert "held by generation-1 on prompts" in whole.ask("trace", "g3/1")[1]
-    assert "scored, waiting for its siblings: held by filter" in whole.ask("trace", "g3/0")[1]
-    assert "trained in step 1, policy version 2" in whole.ask("trace", "g1/0")[1].splitlines()[0]
-    out = whole.ask("trace", "g2/1")[1]
-    assert out.startswith("g2/1: group dropped: zero_std_0")
-    assert "reward: retry: rollouts g2/1: slow" in out
-    _, found = whole.ask_json("trace", "g3/0")
-    assert found["place"]["stream"] == "scored"
-    assert found["task"]["rollout"]["task"]["prompt_text"] == "1+1="
-
-
-def test_a_step_that_was_lost_is_told_apart(whole):
-    async def again(story):
-        from bus.messages.policy import Restored
-        from bus.messages.versions import PolicyVersion
-
-        await story.say(POLICY, Restored(step=0, version=PolicyVersion(5, 0)))
-
-    whole.tell(again)
-    assert "that step was lost with the trainer and done again" in whole.ask("trace", "g1/0")[1]
-
-
-def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
-    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
-    lines = [
-        {
-            "kind": "step",
-            "wall": 5.0,
-            "entry": "policy@5-0",
-            "step": 3,
-            "version": 4,
-            "knob_epoch": 0,
-            "groups": ["g7"],
-        },
-        {
-            "kind": "sample", "wall": 4.0, "entry": "events@4-0", "step": 2, "sample": "g7/1", "group": "g7", "version": 3,
-            "reward": 0.5, "label": "2", "tokens": 1, "finish": "stop", "prompt": "1+1=", "response": "2\x1b[2J",
-        },
-        {"kind": "drop", "wall": 6.0, "entry": "verdicts@6-0", "group": "g8", "reason": "zero_std_1"},
-    ]
-    (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = run.ask("trace", "g7/1")[1]
-    assert shown.startswith("g7/1: trained in step 3, policy version 4")
-    assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
-    assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped: zero_std_1")
-    assert run.ask("trace", "g9/0")[0] == 2
-
-
-def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_files_alone(run, tmp_path):
-    marks = (
-        *(Mark("issued", "", 0, 10.0), Mark("begun", "generation-0", 0, 11.0), Mark("parked: drain", "generation-0", 2, 12.0)),
-        *(Mark("resumed", "generation-1", 2, 13.0), Mark("ended", "generation-1", 4, 14.0)),
-    )
-    spans = (VersionSpan(1, 0, 2), VersionSpan(2, 1, 2))
-    life = SampleTrained("g1/0", marks, spans, "stop", 2, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
-
-    async def trained(story):
-        await story.whole()
-        await story.say(TRAINED, SamplesTrained(step=1, samples=(life,)))
-        stop = asyncio.Event()
-        stop.set()
-        await Recorder(story.bus, run.dir).follow(stop)
-
-    run.tell(trained)
-    told = (
-        *("issued", "begun by generation-0", "parked: drain by generation-0 with 2 tokens"),
-        *("resumed by generation-1 with 2 tokens", "ended by generation-1 with 4 tokens"),
-        *("in 2 turns: 2 tokens by version 1, 2 tokens by version 2; stop after 3 s", "scored 1 by math in 0.5 s"),
-        *("let go by the filter", "3 tokens with gradient, 25.000% of the weights", "trained in step 1"),
-        "in the checkpoint of step 1: final",
-    )
-    live = run.ask("trace", "g1/0")[1]
-    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
-    after = run.ask("trace", "g1/0")[1]
-    assert [part for part in told if part not in live] == [part for part in told if part not in after] == []
-    assert after.count("issued") == live.count("begun by") == 1  # told by both files and bus, said once
-    of_group = run.ask("trace", "g1")[1]
-    assert "g1/0 parked: drain" in of_group and "trained in step 1" in of_group
 
 
 # -- finding the run ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.recorder.history import history_of
-from miles_async.console.figures import eta_s, moving_average, shares, throughput, time_split
+from miles_async.console.figures import eta_s, shares, throughput, time_split
 from miles_async.console.text import compress, duration, human_bytes, human_count, plural, shorten, sparkline, table
 
 
@@ -43,13 +43,6 @@ def test_a_sparkline_fits_its_width_and_shows_the_extremes(values, width):
     if points and max(points) > min(points):
         assert line[points.index(max(points))] == "█"
         assert line[points.index(min(points))] == "▁"
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=100), st.integers(1, 20))
-def test_a_moving_average_stays_within_its_values(values, window):
-    smooth = moving_average(values, window)
-    assert len(smooth) == len(values)
-    assert all(min(values) - 1e-6 <= v <= max(values) + 1e-6 for v in smooth)
 
 
 def test_columns_are_aligned_and_texts_cut_to_one_line():

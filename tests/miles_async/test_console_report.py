@@ -1,6 +1,9 @@
 """report.html: complete, offline, and made from whatever the run left."""
 
+import base64
+import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +15,9 @@ from actors.recorder.file import read_records
 from actors.recorder.history import history_of
 from bus import Bus
 from bus.topology import POLICY
-from miles_async.console.report import package_versions, staleness_bounds, write_report
+from miles_async.cli.app import main
+from miles_async.console.report import package_versions, write_report
+from miles_async.console.report_data import SAMPLES_BYTES, read_run, samples_of, staleness_bounds, thinned
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.load import settings_from
 from tests.miles_async.console_data import Story, config, step_done
@@ -39,6 +44,10 @@ class Tags(HTMLParser):
     def handle_endtag(self, tag):
         if tag not in self.VOID:
             assert self.open.pop() == tag
+
+
+SAMPLE = {"kind": "sample", "wall": 110.0, "step": 3, "sample": "g1/0", "group": "g1", "version": 2, "reward": 1.0,
+          "label": "2", "tokens": 5, "finish": "stop", "prompt": "1+1=", "response": "2"}  # fmt: skip
 
 
 def lines(run_dir: Path, records) -> None:
@@ -75,32 +84,83 @@ async def test_the_report_of_a_run_has_every_part_and_needs_no_network(redis_url
     )
     (tmp_path / "settings.toml").write_text(dump_toml(settings))
     page = write_report(tmp_path).read_text("utf-8")
-    for title in ("Learning", "Time of the trainer", "Throughput", "Staleness", "Response length", "Pauses of the engines",
-                  "Dropped", "Ledger", "Events", "Settings", "Versions"):  # fmt: skip
+    for title in ("Samples", "Evaluations", "Scheduling", "Dropped", "Ledger", "Events", "Settings", "Versions"):
         assert title in page
-    assert page.count("<svg") == 7
     assert "62.5%" in page
     assert "prompt_data" in page
     assert "hunter2" not in page
-    assert "<script" not in page
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
     links = [v for _, attrs in tags.seen for k, v in attrs.items() if k in ("src", "href", "xlink:href") and v]
-    assert all(link.startswith("#") for link in links)
+    assert links == []
     assert not re.search(r"@import|url\((?!#)", page)
+    [data] = data_in(page)
+    assert data["curves"]["x"]["step"] == [1, *range(2, 30)]
+    assert data["evals"][0]["columns"]["score"] and data["events"] and data["pauses"]["columns"]
 
 
-def test_pictures_take_their_colours_from_the_page_and_are_the_same_every_time(tmp_path):
-    lines(tmp_path, some_steps())
-    first = write_report(tmp_path).read_text("utf-8")
-    svg = re.findall(r"<svg.*?</svg>", first, re.S)
-    assert svg
-    assert not any(re.search(r"#0101\d\d", picture) for picture in svg)
-    assert all("var(--" in picture for picture in svg)
-    assert "prefers-color-scheme: dark" in first
-    second = write_report(tmp_path).read_text("utf-8")
-    assert re.findall(r"<svg.*?</svg>", second, re.S) == svg
+def data_in(page: str):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_nothing_runs_on_the_page_but_its_own_scripts(tmp_path):
+    lines(tmp_path, [*some_steps(3), SAMPLE | {"response": "</script><script>window.hacked = 1</script>"}])
+    page = write_report(tmp_path).read_text("utf-8")
+    allowed = re.search(r"default-src 'none'; style-src 'unsafe-inline'; script-src ([^\"]*)", page)[1]
+    scripts = re.findall(r"<script(?: type=\"module\")?>(.*?)</script>", page, re.S)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert allowed.split() == [f"'sha256-{digest}'" for digest in digests]
+    assert len(digests) == 2 and not re.search(r"^(import|export) ", scripts[1], re.M)
+    assert data_in(page)[0]["samples"][0]["response"] == "</script><script>window.hacked = 1</script>"
+
+
+def test_a_long_run_keeps_what_stands_out_and_not_every_step(tmp_path):
+    n = 100_000
+    rows = (
+        {"step": float(i), "x": 1.0 + (i == 54_321) * 49, "dropped/stale": 1.0}
+        if i % 4
+        else {"step": float(i), "x": math.nan}
+        for i in range(n)
+    )
+    table = thinned(rows, n, ("step",), 1500)
+    assert len(table["x"]["step"]) == len(table["columns"]["x"]) <= 1500 and table["x"]["step"][-1] == n - 1
+    assert max(table["high"]["x"]) == 50.0 and min(table["low"]["x"]) == 1.0
+    assert max(table["columns"]["x"]) == pytest.approx(1 + 49 / 50, rel=0.02), "the mean of what is a number"
+    assert table["columns"]["dropped/stale"][0] == pytest.approx(0.75, rel=0.01), "a step without a drop counts"
+    assert thinned(iter(()), 0, ("step",), 10) == {"x": {"step": []}, "columns": {}, "low": {}, "high": {}}
+
+
+def test_the_page_of_a_week_is_bounded(tmp_path):
+    """Tables of many metrics, hosts and texts together."""
+    names = [f"train/m{i}" for i in range(100)]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number in range(1, 3001):
+            file.write(
+                json.dumps(
+                    {
+                        "kind": "step",
+                        "wall": 100.0 + number,
+                        "step": number,
+                        "metrics": dict.fromkeys(names, number / 7),
+                    }
+                )
+                + "\n"
+            )
+            gpus = {f"gpu{i}_util_share": number / 9999 for i in range(8)}
+            file.write(
+                json.dumps({"kind": "system", "wall": 100.5 + number, "source": f"h{number % 20}", "values": gpus})
+                + "\n"
+            )
+    with (tmp_path / "samples.jsonl").open("w") as file:
+        for number in range(1000):
+            file.write(
+                json.dumps(SAMPLE | {"step": number, "response": "long " * 4000, "sample": f"g{number}/0"}) + "\n"
+            )
+    kept = samples_of(read_run(tmp_path), SAMPLES_BYTES)
+    assert len(json.dumps(kept)) < 1.2 * SAMPLES_BYTES
+    assert kept[0]["step"] == 999 and kept[-1]["step"] < 100, "from all over the run, the newest among them"
+    assert 1_000_000 < write_report(tmp_path).stat().st_size < 10_000_000
 
 
 def test_the_bound_of_the_staleness_picture_follows_the_knob(tmp_path):
@@ -117,7 +177,16 @@ def test_the_bound_of_the_staleness_picture_follows_the_knob(tmp_path):
         some_steps(1),
         [{"kind": "ledger", "wall": 1.0, "accounts": {"of another release": 3}}],
         [{"kind": "eval", "wall": 1.0, "step": 0, "name": "e", "metrics": {"eval/e": 0.5}}],
-        [{"kind": "eval", "wall": 1.0, "step": 0, "name": "e", "metrics": {}, "error": "2 of 2 samples lost (2 poison)"}],
+        [
+            {
+                "kind": "eval",
+                "wall": 1.0,
+                "step": 0,
+                "name": "e",
+                "metrics": {},
+                "error": "2 of 2 samples lost (2 poison)",
+            }
+        ],
     ],
     ids=["nothing", "a fault", "one step", "foreign ledger", "an evaluation only", "one that failed"],
 )
@@ -125,6 +194,49 @@ def test_a_run_that_ended_early_has_a_report_too(tmp_path, records):
     lines(tmp_path, records)
     page = write_report(tmp_path).read_text("utf-8")
     assert page.endswith("</html>\n")
+
+
+BENT = [  # one field of each is missing, or of another type
+    {k: v for k, v in record.items() if k != left} | ({left: ["?"]} if bent else {})
+    for record in (
+        {"kind": "fault", "wall": 5.0, "actor": "x", "event": "e", "text": "t", "level": "error"},
+        {"kind": "dead", "wall": 5.0, "stream": "s", "error": "e"},
+        {"kind": "knob", "wall": 5.0, "epoch": 1, "values": {"lr": 1}},
+        {"kind": "activated", "wall": 5.0, "step": 1, "actor": "x", "pause_s": 0.1, "total_s": 0.2},
+        {"kind": "checkpoint", "wall": 5.0, "step": 1},
+        {"kind": "restored", "wall": 5.0, "step": 0},
+        {"kind": "drop", "wall": 5.0, "reason": "r"},
+        {"kind": "step", "wall": 5.0, "step": 2, "metrics": {"x": 1}},
+        {"kind": "eval", "wall": 5.0, "step": 0, "name": "e", "metrics": {"eval/e": 0.5}},
+        {"kind": "ledger", "wall": 5.0, "accounts": {"issued": 1}},
+        {"kind": "system", "wall": 5.0, "source": "h", "values": {"cpu_share": 0.1}},
+        SAMPLE,
+    )
+    for left in record
+    for bent in (False, True)
+    if left != "kind"
+]
+
+
+def test_a_damaged_record_has_a_report_too(tmp_path):
+    lines(tmp_path, [*some_steps(3), *BENT])
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in BENT))
+    page = write_report(tmp_path).read_text("utf-8")
+    assert data_in(page)[0]["curves"]["x"]["step"][:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["here", "away"], "away"), (["here", "--output", "no/such/folder/x.html"], "no/such/folder is no directory")],
+)
+def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path, capsys, arguments, said):
+    (tmp_path / "here").mkdir()
+    lines(tmp_path / "here", some_steps(2))
+    (tmp_path / "here" / "run.json").write_text(json.dumps({"run": "here", "bus_url": "redis://localhost:1/0"}))
+    assert main(["report", *arguments, "--runs-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert not (tmp_path / "here" / "report.html").exists()
 
 
 def test_lost_steps_are_told(tmp_path):
@@ -143,13 +255,17 @@ def test_versions_name_what_decides_the_numbers():
     assert {"python", "platform", "numpy", "redis", "msgspec"} <= names.keys()
 
 
-def test_texts_and_the_trainers_figures_are_shown_and_do_no_harm(tmp_path):
-    sample = {"kind": "sample", "wall": 110.0, "step": 3, "sample": "g1/0", "group": "g1", "version": 2, "reward": 1.0}
-    texts = {"label": "2", "tokens": 5, "finish": "stop", "prompt": "1+1=<script>", "response": "2\x1b[31m"}
+def test_the_hosts_and_the_trainers_figures_are_in_tables_too(tmp_path):
     steps = some_steps()
     steps[1]["metrics"]["train/grad_norm"] = 0.25
-    lines(tmp_path, [*steps, sample | texts])
+    lines(
+        tmp_path,
+        [
+            *steps,
+            {"kind": "system", "wall": 110.0, "source": "vm<1>", "values": {"cpu_share": 0.5}},
+            {"kind": "system"},
+        ],
+    )
     page = write_report(tmp_path).read_text()
-    assert "1+1=&lt;script&gt;<b>2\\x1b[31m</b>" in page
-    assert "<script>" not in page and "\x1b" not in page
     assert "grad norm" in page
+    assert '<td>vm&lt;1&gt;</td><td>cpu_share</td><td class="n">50.0%</td>' in page

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,9 +15,10 @@ from bus import Bus, Out
 from bus.inspect import Head
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
+from miles_async.cli import app
 from miles_async.console.live import run_console
-from miles_async.console.view import screen
-from tests.miles_async.console_data import TOKENS, Story, config, rollout, step_done, vitals
+from miles_async.console.view import banner, screen, starting
+from tests.miles_async.console_data import SETTINGS, TOKENS, Story, config, rollout, step_done, vitals
 
 DEADLINE_S = 20.0
 
@@ -162,6 +164,35 @@ async def test_plain_output_is_a_line_per_step(redis_url, run_name, tmp_path, mo
     assert "eval held_out at step 1: 62.5% of 8 samples" in lines
     assert "warning: reward: retry: rollouts g2/1: slow" in lines
     assert not [line for line in lines if "\x1b" in line]
+
+
+async def test_before_the_first_step_plain_output_says_what_is_waited_for(redis_url, run_name, tmp_path, monkeypatch):
+    monkeypatch.setattr("miles_async.console.live.WAIT_SAID_S", 0.05)
+    async with Bus(config(redis_url, run_name)) as bus:
+        story, out = Story(bus), io.StringIO()
+        await story.begin()
+        await story.alive(vitals("generation-0", "generation", state="starting", waits_for="the engine to boot"))
+        await show(bus, tmp_path, "plain", out, until=lambda: "no step yet" in out.getvalue())
+        said = next(line for line in out.getvalue().splitlines() if line.startswith("no step yet after"))
+        assert "generation-0 starting the engine to boot; generation-1 running; trainer running" in said
+        await story.say(POLICY, step_done(1))
+        await show(bus, tmp_path, "plain", out, until=lambda: "step 1/10" in out.getvalue())
+        assert out.getvalue().rstrip().splitlines()[-1].startswith("step 1/10"), "and no more once there is one"
+
+
+def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
+    config_file = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+    assert app.main(["train", config_file, "--prompt-data", "/nowhere.jsonl", "--runs-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().out.startswith("run quickstart\n  model    builtin:arithmetic\n"), "before anything is checked"
+    lines = banner(SETTINGS).splitlines()
+    assert lines[0] == f"run {SETTINGS.launch.name}" and lines[-1].startswith("checking model and data")
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[1:-1]}
+    assert said["model"] == "builtin:arithmetic" and said["data"] == "x.jsonl, rewards by math"
+    assert said["plan"] == "3 steps of 2 prompts × 8 answers, staleness at most 1"
+    assert said["workers"] == "2 generation workers, embedded engines" and said["trainer"] == "torch, 1 rank"
+    assert said["folder"] == str(SETTINGS.run_dir) and said["bus"].startswith("a Redis of its own")
+    text = starting(["trainer", "generation", "generation"], 2)
+    assert text == "starting trainer, generation ×2; the first step waits for engines with the weights, then for 2 scored groups"
 
 
 class Terminal(io.StringIO):

@@ -35,7 +35,21 @@ PIECES = st.one_of(
     TEXT.map(shlex.quote),
     st.text("ab $\"'#;&()", min_size=1, max_size=4).map(lambda text: "".join("\\" + c for c in text)),
     st.sampled_from(
-        ["$V", '"$V"', "${V}", '"${V}x"', "${U:-d e}", '"${U:-d "e"}"', "${U-$V}", "${V:+on}", '"${U:=}"', "x\\\ny"]
+        [
+            "$V",
+            '"$V"',
+            "${V}",
+            '"${V}x"',
+            "${U:-d e}",
+            '"${U:-d "e"}"',
+            "${U-$V}",
+            "${V:+on}",
+            '"$@"',
+            "${1:-one}",
+            "${NONE[@]}",
+            '"${U:=}"',
+            "x\\\ny",
+        ]
     ),
     st.sampled_from(
         ["${A[@]}", '"${A[@]}"', '"p${A[@]}s"', "$'a\\tb'", '"$(cd "$(dirname "$0")" && pwd)"', "$A", '"a\\b"']
@@ -154,6 +168,11 @@ done
             "starts train.py 2 times (run.sh:2, run.sh:4)",
         ),
         ("X='open\npython train.py\n", 'ends before "\'"'),
+        ('python train.py --colocate "$X" --lr $(lr) $(more)', "run.sh:1: $(more) may hold flags: $(more) is not run."),
+        (
+            "source gone.sh\npython train.py --lr 1 ${OWN_ARGS[@]} ${MODEL_ARGS[@]}",
+            "${OWN_ARGS[@]} may be set in gone.sh, which",
+        ),
         ("source run.sh\n", "sources more than 32 files"),
         (
             "ray job submit --runtime-env-json='{' -- python3 train.py --lr 1\n",
@@ -164,7 +183,11 @@ done
 def test_what_is_no_launch_script_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(SettingsError) as caught:
-        parse(["--from-miles", str(tmp_path / "run.sh")])
+        args = parse(["--from-miles", str(tmp_path / "run.sh")])
+        assert not args.told or re.search(
+            r"note: run.sh:\d: (\$X|\$\{MODEL_ARGS\[@\]\}) is set nowhere", "".join(args.told)
+        )
+        raise args.refused.found[0]
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

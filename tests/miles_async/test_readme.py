@@ -28,7 +28,9 @@ TAIL = [words[1:] for words in COMMANDS if words[1:3] == ["bus", "tail"]]
 ELSEWHERE = {
     "worker": "tests/crash/test_workers.py starts workers, tests/hosts on other hosts",
     "attach": "tests/crash/test_detach.py watches a run to its end",
+    "top": "tests/miles_async/test_top.py runs one as a process on a terminal of its own",
     "console": "tests/miles_async/test_web_console.py starts one as a process",
+    "whatif": "tests/miles_async/test_whatif.py asks it of a record",
     "stop": "tests/crash/test_detach.py stops runs with and without a launcher",
 }
 

@@ -5,36 +5,41 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.trainer.lending import Arrivals, Costs, expected_wait, should_be_lent
 
-seconds = st.floats(0.0, 1000.0)
 costs = st.fixed_dictionaries({"lend_s": st.floats(0.0, 100.0), "take_s": st.floats(0.0, 100.0), "floor_s": st.floats(0.1, 60.0)})
 
 
-@given(wait_s=seconds, cost=costs, returns=st.integers(0, 8), unread=st.booleans())
+def least(cost: dict[str, float]) -> float:
+    """The shortest wait for which lending can pay."""
+    return max(cost["floor_s"], cost["lend_s"] + cost["take_s"])
+
+
+@given(share=st.floats(0.0, 2.0), cost=costs, returns=st.integers(0, 3), unread=st.booleans())
 def test_nothing_is_lent_for_a_wait_below_what_it_costs_or_without_work(
-    wait_s: float, cost: dict[str, float], returns: int, unread: bool
+    share: float, cost: dict[str, float], returns: int, unread: bool
 ) -> None:
+    wait_s = share * least(cost)
     lends = should_be_lent(lent=False, wait_s=wait_s, returns=returns, unread=unread, **cost)
-    if not unread or wait_s <= cost["floor_s"] or wait_s <= cost["lend_s"] + cost["take_s"]:
+    if not unread or share <= 1.0:
         assert not lends
     if lends:  # and what was lent just now stays lent
         assert should_be_lent(lent=True, wait_s=wait_s, returns=returns, unread=False, **cost)
 
 
-@given(estimates=st.lists(seconds, max_size=200), cost=costs)
-def test_an_estimate_that_jumps_does_not_send_the_gpus_to_and_fro(estimates: list[float], cost: dict[str, float]) -> None:
-    lent, lends, returns, longest = False, 0, 0, max(estimates, default=0.0)
-    for wait_s in estimates:
-        wanted = should_be_lent(lent=lent, wait_s=wait_s, returns=returns, unread=True, **cost)
+@given(shares=st.lists(st.one_of(st.just(0.0), st.floats(1.0, 100.0)), max_size=200), cost=costs)
+@example(shares=[100.0, 0.0] * 50, cost={"lend_s": 5.0, "take_s": 5.0, "floor_s": 1.0})
+def test_an_estimate_that_jumps_does_not_send_the_gpus_to_and_fro(shares: list[float], cost: dict[str, float]) -> None:
+    lent, lends, returns = False, 0, 0
+    for share in shares:
+        wanted = should_be_lent(lent=lent, wait_s=share * least(cost), returns=returns, unread=True, **cost)
         lends += wanted and not lent
         returns += lent and not wanted
         lent = wanted
-    least = max(cost["floor_s"], cost["lend_s"] + cost["take_s"])
-    assert lends <= max(0.0, math.log2(max(1.0, longest / least))) + 1
+    assert lends <= math.log2(max([1.0, *shares])) + 1
 
 
 def test_the_wait_is_told_by_how_fast_samples_came() -> None:

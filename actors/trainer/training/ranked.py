@@ -241,6 +241,7 @@ def _load(library: str, config: BackendConfig, ranks: Ranks) -> Core:
         fault = as_line(error) if isinstance(error, HookError) else str(error)
     if said := ranks.first_said(fault):
         raise Refused(said)
+    torch.use_deterministic_algorithms(config.deterministic_mode)
     try:
         return make(config, ranks)
     except torch.OutOfMemoryError as error:

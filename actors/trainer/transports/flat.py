@@ -38,6 +38,17 @@ def bucketed(tensors: Iterable[tuple[str, Tensor]], limit_bytes: int = BUCKET_BY
         full.clear()
 
 
+def spoken(buckets: Generator[NamedTensors], say: Callable[[str], None]) -> Generator[NamedTensors]:
+    """The same buckets; of each tensor name, type, shape and checksum are said as it passes."""
+    from actors.trainer.training.files import hash_tensors
+
+    with closing(buckets):
+        for bucket in buckets:
+            for name, tensor in bucket:
+                say(f"{name} {tensor.dtype} {list(tensor.shape)} {hash_tensors({name: tensor.detach().cpu()})}")
+            yield bucket
+
+
 class FlatBuffers:
     """Buffers for one model, on the device of its tensors: the one copy of a version that engines take while training goes on. The
     layout is that of the first `fill`.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, Self
 
-from actors.filter.judges import JUDGES, Judge, judge
+from actors.filter.judges import JUDGES, Judge, Member, judge
 from actors.reward.actor import RewardSpec, scorers_of, text_by
 from actors.reward.sample import Sample, sample_of, settle
 from actors.reward.scorer import Scorers
@@ -20,9 +20,10 @@ from bus.errors import DeadlineExceeded, MilesAsyncError, Poison, Transient
 from bus.messages.base import Packed
 from bus.messages.samples import Scored
 from miles_async.console.shadow.paired import Paired
-from miles_async.console.shadow.units import Unit
+from miles_async.console.shadow.units import Unit, step_back
 
 MOST_FAILED = 16  # in a row
+SHOWN = 8  # groups that differ; the file has all
 Row = dict[str, Any]
 
 
@@ -155,6 +156,7 @@ class Filter:
         self._failures = Failures(f"filter {path}")
         self.paired = Paired()
         self.left_out: Counter[str] = Counter()
+        self._differ: list[str] = []
         self._kept = Counter({"by both": 0, "by the run alone": 0, "by the shadow alone": 0, "by neither": 0})
 
     async def __aenter__(self) -> Self:
@@ -169,7 +171,7 @@ class Filter:
             return []
         try:
             reason = await asyncio.wait_for(
-                asyncio.wrap_future(called(judge, (unit.members, self._judge))), self._deadline_s
+                asyncio.wrap_future(called(self._judged, (unit.members,))), self._deadline_s
             )
         except TimeoutError:
             late = f"filter {self._path} did not end within {self._deadline_s:g} s on group {unit.group}"
@@ -180,6 +182,8 @@ class Filter:
             return []
         self._failures.worked()
         kept = reason is None
+        if kept != unit.kept and len(self._differ) < SHOWN:
+            self._differ.append(unit.group)
         self.paired.add([(float(unit.kept), float(kept))])
         both = {(True, True): "by both", (True, False): "by the run alone", (False, True): "by the shadow alone"}
         self._kept[both.get((unit.kept, kept), "by neither")] += 1
@@ -192,5 +196,9 @@ class Filter:
             }
         ]
 
+    def _judged(self, members: Sequence[Member]) -> str | None:
+        step_back()
+        return judge(members, self._judge)
+
     def more(self) -> dict[str, Any]:
-        return {"kept": dict(self._kept)}
+        return {"kept": dict(self._kept), "differ": self._differ}

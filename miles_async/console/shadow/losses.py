@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import msgspec
-import torch
 
 from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend
 from actors.trainer.backends import open_backend
@@ -31,6 +30,7 @@ from actors.trainer.training.step import settle_objective
 from miles_async.console.shadow.compare import Row
 from miles_async.console.shadow.paired import Paired
 from miles_async.console.shadow.recorded import Recorded
+from miles_async.console.shadow.units import step_back
 from miles_async.settings.errors import SettingsError
 
 LOSS = "train/loss"
@@ -75,7 +75,9 @@ class Losses:
                 f"this loss cannot be compared here: {why}", remedy="Without correction, KL and entropy it needs none."
             )
         self._backends: tuple[TrainBackend, ...] = ()
-        self._thread = ThreadPoolExecutor(1)  # backends want one, and signals are heard meanwhile
+        self._thread = ThreadPoolExecutor(
+            1, initializer=step_back
+        )  # backends want one, and signals are heard meanwhile
         self._at = 0  # updates inside the weights of the first backend
         self._folder = TemporaryDirectory(prefix="miles-async-shadow-")
         self.paired, self.metrics = Paired(), {name: Paired() for name in SHOWN}
@@ -161,8 +163,7 @@ def _without_model(cfg: ObjectiveConfig, batch: StepBatch) -> dict[str, float]:
     )
     samples = [sample.train for sample in batch.samples]
     prepared = prepare_batch(cfg, samples, current_version=batch.step)
-    logp = torch.cat([torch.as_tensor(sample.rollout_logp) for sample in samples])
     norm = prepared.norm()
-    _, sums = policy_loss(cfg, prepared.micro_batch(range(len(samples)), logp), norm)
+    _, sums = policy_loss(cfg, prepared.micro_batch(range(len(samples)), prepared.fields["rollout_logp"]), norm)
     found = {**prepared.metrics, **finish(sums, norm, per_token=cfg.reduction == "per_token")}
     return {f"train/{name}": value for name, value in found.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -21,7 +21,7 @@ TAIL_BYTES = 1 << 16  # of a file, in which its last summary lies
 
 
 class Results:
-    """The file of one shadow."""
+    """The file of one shadow. Use as `with`."""
 
     def __init__(self, run_dir: Path, label: str) -> None:
         self.path = run_dir / f"{PREFIX}{label}.jsonl"
@@ -43,7 +43,10 @@ class Results:
         self._file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         self._file.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._file.close()
 
 
@@ -81,6 +84,11 @@ def as_text(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"run {s['run']:.4g}, shadow {s['shadow']:.4g}, difference {s['difference']:+.4g} ({sure}).")
     if "kept" in s:
         lines.append(f"groups kept {', '.join(f'{who} {n}' for who, n in s['kept'].items())}.")
+        lines += (
+            [f"they differ at {', '.join(s['differ'])}{' ...' if len(s['differ']) >= 8 else ''}."]
+            if s["differ"]
+            else []
+        )
     if "equal" in s and s["pairs"]:
         lines.append(f"{s['equal']} of {plural(s['pairs'], 'pair')} equal.")
     for name, (mean, shadow, half) in s.get("metrics", {}).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from miles_async.console.shadow.results import Results
 from miles_async.console.shadow.units import Source
 
 SAY_S = 5.0
-NICE = 15  # below all of a run: what computes there has 10
 
 
 async def follow(
@@ -26,7 +24,6 @@ async def follow(
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    os.nice(max(0, NICE - os.nice(0)))
     results.write(
         [{"kind": "shadow", "what": plan.what, "label": plan.label, "source": source.told, "settings": plan.own}]
     )
@@ -50,33 +47,33 @@ async def follow(
         nonlocal begun  # groups that are being compared
         while not (plan.groups and comparer.paired.groups + begun >= plan.groups):
             begun += 1
-            async with turn:
-                unit = await anext(feed, None)
-            if unit is not None:
+            try:
+                async with turn:
+                    unit = await anext(feed)
                 results.write(await comparer.compare(unit))
-            begun -= 1
-            if unit is None:
+            except StopAsyncIteration:
                 return
+            finally:
+                begun -= 1
 
     async with comparer:
-        working: asyncio.Future[Any] = asyncio.gather(*(work() for _ in range(comparer.at_once)))
-        asked: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        asked = asyncio.create_task(stop.wait())
+        workers = [asyncio.create_task(work()) for _ in range(comparer.at_once)]
         try:
-            done: set[Any] = set()
-            while not done:
-                done, _ = await asyncio.wait({working, asked}, timeout=SAY_S, return_when=asyncio.FIRST_COMPLETED)
+            while not stop.is_set() and (left := [one for one in workers if not one.done()]):
+                done, _ = await asyncio.wait({asked, *left}, timeout=SAY_S, return_when=asyncio.FIRST_COMPLETED)
+                for one in done - {asked}:
+                    one.result()
                 if not done and comparer.paired.groups > said:
                     said = comparer.paired.groups
                     results.write([summary()])
                     say(summary())
-            if working in done:
-                working.result()
         except MilesAsyncError as raised:
             error = " ".join(str(raised).split())
         finally:
-            for task in (working, asked):
+            for task in (asked, *workers):
                 task.cancel()
-            await asyncio.gather(working, asked, return_exceptions=True)
+            await asyncio.gather(asked, *workers, return_exceptions=True)
             await feed.aclose()
             results.write([summary()])
     say(summary())

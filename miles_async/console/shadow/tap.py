@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 
 from actors.filter.judges import Member
+from actors.runtime.content import fault_of
 from bus import Bus, Entry, Tail
 from bus.errors import BadMessage, BusUnreachable
 from bus.messages.groups import GroupVerdict, index_of
@@ -46,7 +47,7 @@ class Tap:
                 verdict, bodies = judged
                 members = [await body for body in bodies]
                 if None in members:
-                    self.missed["body gone before it was read"] += 1
+                    self.missed["a body gone or unreadable"] += 1
                     continue
                 yield Unit(
                     group=verdict.group_id,
@@ -83,7 +84,7 @@ class Tap:
 
     def _hold(self, entry: Entry) -> None:
         group, index = entry.fields.get("group", ""), index_of(entry.fields.get("id", ""))
-        if not chosen(group, self._share):
+        if not group or not chosen(group, self._share):
             return
         while self._held and self._held_bytes + entry.size > MOST_HELD_BYTES:
             self._forget(next(iter(self._held)))
@@ -99,12 +100,12 @@ class Tap:
         return found
 
     async def _body(self, entry: Entry) -> Member | None:
-        """Its message; None of one that is no message, or whose body was gone or lies on another host."""
+        """Its message; None of one that is none or that nobody can work with, or whose body was gone or lies on another host."""
         try:
             found: Member = await self._bus.message(entry)
-        except (BadMessage, FileNotFoundError):
+        except (BadMessage, BusUnreachable, FileNotFoundError):
             return None
-        return found
+        return None if fault_of(found) else found
 
     async def _judged(self, entry: Entry) -> None:
         """Let the group, or the part of it, that a verdict is about go to who compares."""

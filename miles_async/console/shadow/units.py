@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from actors.reward.sample import Sample
 from actors.runtime.seeds import seed_for
 
 WHOLE = 1 << 63
+NICE = 15  # of what a shadow computes: below all of a run, which has at most 10. Reading stays prompt
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,11 @@ class Source(Protocol):
     def units(self) -> AsyncGenerator[Any]:
         """What is compared, each once: a Unit; of losses a RecordedBatch."""
         ...
+
+
+def step_back() -> None:
+    """Lower this thread, and those that it starts, to NICE."""
+    os.nice(max(0, NICE - os.nice(0)))
 
 
 def chosen(group: str, share: float) -> bool:

@@ -15,8 +15,8 @@ LEVELS = ("error", "warning")
 
 @dataclass(slots=True)
 class Alarm:
-    """`since`: wall seconds at which it began, of a fault on record when it was told last. `now`: it still is so. `times`: how often
-    it was told."""
+    """`since`: wall seconds at which it began, of a fault on record when it was told last. `now`: it still is so. `times`:
+    how often it was told."""
 
     who: str
     level: str
@@ -54,14 +54,16 @@ class Alarms:
                 del self._all[key]
         told = {(e["wall"], str(e["what"]), str(e["text"])): e for e in events if e["level"] in LEVELS}
         if self._had is not None:
-            for key in sorted(told.keys() - self._had):
-                self._told(key[1], told[key])
+            for fresh in sorted(told.keys() - self._had):
+                self._told(fresh[1], told[fresh])
         self._had = set(told)
 
     def _told(self, who: str, record: dict[str, Any]) -> None:
         known = self._all.get((who, "on record"))
         times = known.times + 1 if known is not None and not known.seen else 1
-        self._all[who, "on record"] = Alarm(who, record["level"], record["text"], record["wall"], now=False, times=times)
+        self._all[who, "on record"] = Alarm(
+            who, record["level"], record["text"], record["wall"], now=False, times=times
+        )
 
     def open(self) -> list[Alarm]:
         """Those nobody has acknowledged: errors first, then the newest."""

@@ -1,11 +1,12 @@
 """The cockpit in a terminal: `miles-async top`.
 
 Reads  the hub's state of the run, the doctor's word, the verbs    Writes  knobs and dead letters, when asked    Owns  alarms seen
-Always true: it looks at the run as often as one page of the web console does, whatever it shows; leaving it leaves the run alone.
+Always true: it looks at the run as often as the hub does, whatever it shows; leaving it leaves the run alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,6 +15,9 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
+from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from miles_async.console.top import parts
@@ -23,14 +27,25 @@ from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.hub import Hub
 
+AGAIN = 75  # return code: attach once more
 QUIET_S = 2.0  # without news of the hub, times go on
 FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
 VIEWS = ("run", "engines", "samples", "knobs", "dead", "events", "doctor")
 
 
+class Terminal(LinuxDriver):
+    """One that may go away, with a connection or a window: what is written to it then is lost, and nobody waits for it."""
+
+    def write(self, data: str) -> None:
+        if self._writer_thread is not None and self._writer_thread.is_alive():
+            super().write(data)
+        else:
+            self._app.exit()
+
+
 class Top(App[None]):
-    """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `after()`: what to say
-    beside a bus that does not answer, empty = nothing."""
+    """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
+    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
@@ -42,12 +57,22 @@ class Top(App[None]):
         Binding("a", "seen", "alarms seen"),
     ]
 
-    def __init__(self, hub: Hub, verbs: Verbs, *, read_only: str = "", after: Callable[[], str] = lambda: "") -> None:
-        super().__init__()
-        self.hub, self.verbs, self.read_only, self._after = hub, verbs, read_only, after
+    def __init__(
+        self,
+        hub: Hub,
+        verbs: Verbs,
+        *,
+        read_only: str = "",
+        driver: type[Driver] | None = None,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(driver_class=driver)
+        self.animation_level = "none"  # over ssh each frame is work
+        self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
         self.alarms = Alarms()
         self._shown_alarms: list[Alarm] = []
         self._state: dict[str, Any] = {}
+        self._drawing = asyncio.Lock()
         self._columns: tuple[int, dict[str, Any]] = (-1, {"step": [], "columns": {}})
 
     def compose(self) -> ComposeResult:
@@ -83,32 +108,41 @@ class Top(App[None]):
 
     def look(self) -> None:
         """Draw again now."""
-        self.run_worker(self._draw(), group="draw", exclusive=True)
+        self.run_worker(self._draw())
 
     async def _draw(self) -> None:
+        async with self._drawing:
+            try:
+                await self._show()
+            except NoMatches:
+                pass  # it is being left: its parts are gone already
+
+    async def _show(self) -> None:
         state, wall = self._state, max(self.hub.wall, 0.0)
         if "run" not in state:
             if silent := state.get("silent"):
                 self._head.update(Text(f"the bus has not answered for {silent} s; trying again", style="bold red"))
             return
         width, height = self.size
-        note = self._after() if state.get("silent") else self.read_only
-        self._head.update(parts.head(state, wall, width, note))
+        if state.get("silent") and self._over():
+            self.exit(return_code=AGAIN)
+        self._head.update(parts.head(state, wall, width, self.read_only))
         most = MANY if height >= TALL else FEW
         lines, self._shown_alarms = parts.alarm_lines(self.alarms.open(), self.alarms.known(), wall, width, most)
         board = self.query_one("#alarms", Static)
         board.display = bool(lines)
         board.update(lines)
         tabs = self.query_one(TabbedContent)
-        if dead := state["counts"]["dead"]:
-            tabs.get_tab("dead").label = f"5 Dead ({dead})"
+        dead = state["counts"]["dead"]
+        tabs.get_tab("dead").label = f"5 Dead ({dead})" if dead else "5 Dead"
         pane = tabs.active_pane
         if pane is None:
             return
         room = max(20, width - 4)
         if pane.id == "run":
-            columns = self._curves()
-            pane.query_one(Static).update(parts.overview(state, columns["columns"], columns["step"], wall, room))
+            curves, said = self._curves(), self.hub.word.wall
+            shown = parts.overview(state, curves["columns"], curves["step"], wall, room, tall=height >= TALL, said=said)
+            pane.query_one(Static).update(shown)
         elif pane.id == "engines":
             pane.query_one(Static).update(parts.engines(state, wall, room))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -68,19 +69,19 @@ class Listing(Container):
         stamp = self.stamp(state)
         if stamp == self._loaded:
             return
-        self._loaded = stamp
         try:
             rows = await self.rows(state)
-        except REFUSED as error:
-            self._loaded = None  # asked again at the next look
+        except REFUSED as error:  # asked again at the next look
             return self._tell(str(error))
-        if rows == self._rows and rows:
-            return None
+        self._loaded = stamp
         table, chosen = self.query_one(DataTable), self.chosen
         self._rows = rows
-        table.clear()
-        for row in rows:
-            table.add_row(*(Text(printable(" ".join(cell.split())), style=row.style) for cell in row.cells), key=row.key)
+        cells = [[Text(printable(" ".join(cell.split())), style=row.style) for cell in row.cells] for row in rows]
+        table.clear(columns=True)
+        for i, name in enumerate(self.COLUMNS):  # widths of our own: the table's are right only after it was drawn once
+            table.add_column(name, width=max(cell_len(name), *(line[i].cell_len for line in cells), 1))
+        for row, line in zip(rows, cells, strict=True):
+            table.add_row(*line, key=row.key)
         if chosen is not None:
             table.move_cursor(row=next((i for i, row in enumerate(rows) if row.key == chosen.key), 0))
         self._tell(self.chosen.whole if self.chosen else self.EMPTY)
@@ -98,9 +99,11 @@ class Listing(Container):
     def _tell(self, text: str) -> None:
         self.query_one(".whole > Static", Static).update(Text(printable(text[:MOST_TEXT]), overflow="fold"))
 
-    def stale(self) -> None:
-        """Something was changed: look again."""
+    def stale(self, *, anew: bool = False) -> None:
+        """Something was changed: look again; `anew`: these will be other rows, from the first on."""
         self._loaded = None
+        if anew:
+            self._rows = []
         self.app.look()
 
     def ask(self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]) -> None:
@@ -122,7 +125,9 @@ class Ask(ModalScreen[str | None]):
     BINDINGS = [Binding("escape", "dismiss(None)", "leave it as it is"), Binding("ctrl+s,f2", "go", "do it")]
     app: Top
 
-    def __init__(self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]) -> None:
+    def __init__(
+        self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]
+    ) -> None:
         super().__init__()
         self._title, self._fields, self._act = title, fields, act
 

@@ -1,6 +1,7 @@
 """A run's state as text for a terminal (pure): what `miles-async top` shows of the sections that the web console is told too.
 
-Nothing here is markup: texts of models and hooks are shown as they are, without what a terminal would obey. Colours only repeat words.
+Nothing here is markup: texts of models and hooks are shown as they are, without what a terminal would obey. Colours only repeat
+words.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from miles_async.console.text import duration, human_count, percent, progress_ba
 from miles_async.console.top.alarms import Alarm
 from miles_async.console.view import LEVEL_STYLE, STATE_STYLE
 
+OLD_S = 5.0  # a word of the doctor that is older says so
 WIDE, CURVE = 118, 38  # columns from which flow and curves stand side by side; of one curve
 Columns = Mapping[str, Sequence[float | None]]
 CURVES = {
@@ -31,7 +33,7 @@ CURVES = {
     "answer length": "rollout/response_len/mean",
     "log-prob diff": "train/train_rollout_logprob_abs_diff",
 }
-SHORT = {"KL to the reference": "KL reference", "KL of the update": "KL update", "effective samples": "effective"}
+SHORT = {"KL to the reference": "KL reference", "KL of the update": "KL update", "effective samples": "ESS ratio"}
 SHOWN_STREAMS = ("prompts", "prefixes", "tail", "rollouts", "parked", "scored", "groups", "policy", "active")
 SELDOM = ("prefixes", "tail", "parked")  # shown while something lies there
 
@@ -80,9 +82,20 @@ def alarm_lines(alarms: Sequence[Alarm], known: int, wall: float, width: int, mo
     return lines, shown
 
 
-def overview(state: Mapping[str, Any], columns: Columns, steps: Sequence[int], wall: float, width: int) -> RenderableType:
-    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger."""
-    parts: list[RenderableType] = [_why(state["why"])]
+def overview(
+    state: Mapping[str, Any],
+    columns: Columns,
+    steps: Sequence[int],
+    wall: float,
+    width: int,
+    *,
+    tall: bool,
+    said: float = 0.0,
+) -> RenderableType:
+    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger. `said`: wall of the doctor's word."""
+    parts: list[RenderableType] = [
+        _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
+    ]
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
         side.add_row(flow(state["flow"], wall, width), learning(columns, steps, width - 66))
@@ -92,13 +105,15 @@ def overview(state: Mapping[str, Any], columns: Columns, steps: Sequence[int], w
     return Group(*parts, _facts(state, wall))
 
 
-def _why(why: Mapping[str, Any]) -> Text:
+def _why(why: Mapping[str, Any], ago_s: float, *, lately: bool) -> Text:
     text = Text(printable(why["text"]), style="yellow" if why["waits"] else "", overflow="fold")
-    return text.append(f" {why['lately']}", style="dim") if why["lately"] else text
+    if ago_s > OLD_S:
+        text.append(f" (said {duration(ago_s)} ago)", style="dim")
+    return text.append(f" {why['lately']}", style="dim") if lately and why["lately"] else text
 
 
 def flow(state: Mapping[str, Any], wall: float, width: int) -> RenderableType:
-    """Each arrow with what lies on it, how fast it moves and how old the oldest held entry is; then the rooms."""
+    """Each arrow with what lies on it, how fast it moves and how old the oldest held entry is."""
     table = _table("flow", "waiting", "held", "a second", "oldest")
     for name in SHOWN_STREAMS:
         facts = state["streams"].get(name)
@@ -112,14 +127,19 @@ def flow(state: Mapping[str, Any], wall: float, width: int) -> RenderableType:
         rate = "" if facts["rate"] is None else human_count(facts["rate"])
         old = duration(wall - oldest) if oldest else ""
         table.add_row(arrow, waiting, str(facts["held"]) if facts["data"] else "-", rate, old)
-    line = Text(overflow="fold")
-    for role, room in state["rooms"].items():
+    return table
+
+
+def _rooms(rooms: Mapping[str, Any]) -> Text:
+    """Living actors of each room, what they have in work; those that are not well stand out."""
+    line = Text()
+    for role, room in rooms.items():
         line.append(" · " if line else "")
         busy = f" ({room['busy']} in work)" if room["busy"] else ""
         line.append(f"{role} {room['alive']}{busy}")
         if room["wrong"]:
             line.append(f" {room['wrong']} WRONG", style="bold red")
-    return Group(table, line)
+    return line
 
 
 def learning(columns: Columns, steps: Sequence[int], width: int) -> RenderableType:
@@ -134,7 +154,10 @@ def learning(columns: Columns, steps: Sequence[int], width: int) -> RenderableTy
         values = [v for v in columns.get(key, ()) if v is not None]
         if values:
             name = SHORT.get(name, name)
-            text = Text(f"{name:13} {human_count(values[-1]) if abs(values[-1]) >= 1 else f'{values[-1]:.3g}':>8} ", no_wrap=True)
+            text = Text(
+                f"{name:13} {human_count(values[-1]) if abs(values[-1]) >= 1 else f'{values[-1]:.3g}':>8} ",
+                no_wrap=True,
+            )
             cells.append(text.append(sparkline(values, max(4, room - 26)), style="green"))
     for i in range(0, len(cells), across):
         table.add_row(*cells[i : i + across])
@@ -143,12 +166,14 @@ def learning(columns: Columns, steps: Sequence[int], width: int) -> RenderableTy
 
 def _facts(state: Mapping[str, Any], wall: float) -> RenderableType:
     run, engines, flow = state["run"], state["engines"], state["flow"]
-    rows: list[tuple[str, Text]] = []
+    rows: list[tuple[str, Text]] = [("rooms", _rooms(flow["rooms"]))]
     if run["shares"]:
         rows.append(("trainer", _bars(zip(("waiting", "training", "publishing"), run["shares"], strict=True))))
     if engines["split"]:
         used = engines["slots_used"]
-        rows.append(("engines", _bars(engines["split"].items()).append("" if used is None else f"  slots used {used:.0%}")))
+        rows.append(
+            ("engines", _bars(engines["split"].items()).append("" if used is None else f"  slots used {used:.0%}"))
+        )
     if engines["serving"]:
         serving = ", ".join(f"{'none yet' if v < 0 else f'v{v}'} ×{n}" for v, n in engines["serving"])
         rows.append(("serving", Text(f"{serving}; newest announced v{flow['announced']}")))
@@ -176,31 +201,42 @@ def _facts(state: Mapping[str, Any], wall: float) -> RenderableType:
 def _bars(shares: Iterable[tuple[str, float]]) -> Text:
     text = Text()
     for name, share in shares:
-        text.append("  " if text else "").append(f"{name} ").append("█" * round(10 * share), style="cyan").append(f"{share:.0%}")
+        text.append("  " if text else "").append(f"{name} ").append("█" * round(10 * share), style="cyan").append(
+            f"{share:.0%}"
+        )
     return text
 
 
 def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType:
     """Every actor; of an engine also its running requests, queue and KV room."""
-    table = _table("actor", "state", "version", "busy", "queued", "KV", "for", left=("state",))
-    table.add_column("waits for" if width >= 72 else "waits", overflow="ellipsis", no_wrap=True, ratio=1)
-    order = {role: i for i, role in enumerate(("generation", *ROLES))}
+    wide, rows = width >= 72, []
+    order = {role: i for i, role in enumerate(ROLES)} | {"generation": -1}
     for actor in sorted(state["actors"], key=lambda a: (order.get(a["role"], 99), a["name"])):
         silent = actor["heard"] is not None
         what = f"{'dead' if actor['life'] == 'dead' else 'silent'}" if silent else actor["doing"] or actor["state"]
         since = actor["heard"] or actor["since"]
+        kv = "" if actor["kv"] is None else f"{actor['kv']:.0%}"
+        queued = "" if actor["queued"] is None else f"{actor['queued']:.0f}"
+        version = f"v{actor['version']}" if actor["version"] >= 0 else ""
         busy = f"{actor['busy']}/{actor['slots']}" if actor["slots"] else str(actor["busy"] or "")
-        table.add_row(
-            Text(actor["name"]),
-            Text(what),
-            f"v{actor['version']}" if actor["version"] >= 0 else "",
-            busy,
-            "" if actor["queued"] is None else f"{actor['queued']:.0f}",
-            "" if actor["kv"] is None else f"{actor['kv']:.0%}",
-            duration(wall - since) if since else "",
-            Text(printable(actor["waits"])),
-            style="bold red" if silent else STATE_STYLE.get(actor["state"], ""),
+        middle = (queued, kv, duration(wall - since) if since else "") if wide else (kv,)
+        style = "bold red" if silent else STATE_STYLE.get(actor["state"], "")
+        rows.append(
+            (
+                style,
+                (actor["name"], what if width >= 100 else shorten(what, 13), version, busy, *middle),
+                actor["waits"],
+            )
         )
+    columns = ("actor", "state", "version", "busy", *(("queued", "KV", "for") if wide else ("KV",)))
+    taken = (
+        sum(2 + max(len(name), *(len(cells[i]) for _, cells, _ in rows)) for i, name in enumerate(columns))
+        if rows
+        else 0
+    )
+    table = _table(*columns, "waits for", left=("state", "waits for"))
+    for style, cells, waits in rows:
+        table.add_row(*map(Text, cells), Text(shorten(waits, max(8, width - taken))), style=style)
     return table
 
 

@@ -41,7 +41,8 @@ class Samples(Listing):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._order, self._step = ORDERS[0], None
+        self._order = ORDERS[0]
+        self._step: int | None = None  # the newest
         self._steps: list[int] = []
 
     def stamp(self, state: dict[str, Any]) -> object:
@@ -51,7 +52,9 @@ class Samples(Listing):
         found = await self.app.verbs.samples(step=self._step, order=self._order)
         self._steps = found["steps"]
         shown = found["samples"][0]["step"] if found["samples"] else "-"
-        self.border_title = f"step {shown}, {self._order} first, {found['all']} samples; kept at {len(self._steps)} steps"
+        self.border_title = (
+            f"step {shown}, {self._order} first, {found['all']} samples; kept at {len(self._steps)} steps"
+        )
         return [
             Row(f"{s['step']}/{s['sample']}", (f"{s['reward']:.4g}", s["sample"], str(s.get("tokens", "")), s.get("finish", ""),
                 shorten(str(s.get("response", "")), 120)), as_text(s))
@@ -60,14 +63,14 @@ class Samples(Listing):
 
     def action_order(self) -> None:
         self._order = ORDERS[(ORDERS.index(self._order) + 1) % len(ORDERS)]
-        self.stale()
+        self.stale(anew=True)
 
     def action_step(self, further: int) -> None:
         if self._steps:
-            at = self._steps.index(self._step) if self._step in self._steps else 0
+            at = self._steps.index(self._step) if self._step is not None and self._step in self._steps else 0
             at = min(len(self._steps) - 1, at + further)
             self._step = self._steps[at] if at > 0 else None
-            self.stale()
+            self.stale(anew=True)
 
 
 class Knobs(Listing):
@@ -75,7 +78,7 @@ class Knobs(Listing):
 
     COLUMNS = ("knob", "value", "permitted", "takes effect at", "epoch")
     EMPTY = "no knobs yet: the launcher writes them at start"
-    BINDINGS = [Binding("l", "log", "log/knobs"), Binding("enter", "change", "change it")]
+    BINDINGS = [Binding("l", "log", "log/knobs"), Binding("e", "change", "change it")]
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -102,12 +105,14 @@ class Knobs(Listing):
         values = ", ".join(f"{k}={v}" if k else v for k, v in change["values"].items()) or "values of the settings"
         when = clock(change["wall"]) if change["wall"] else "-"
         cells = (f"epoch {change['epoch']}", shorten(values, 60), change["author"], when, shorten(change["reason"], 60))
-        whole = f"epoch {change['epoch']} at {when} by {change['author'] or '-'}: {values}\nwhy: {change['reason'] or '-'}"
+        whole = (
+            f"epoch {change['epoch']} at {when} by {change['author'] or '-'}: {values}\nwhy: {change['reason'] or '-'}"
+        )
         return Row(f"epoch {change['epoch']}", cells, whole, data=change)
 
     def action_log(self) -> None:
         self._log = not self._log
-        self.stale()
+        self.stale(anew=True)
 
     def on_data_table_row_selected(self) -> None:
         self.action_change()
@@ -155,12 +160,14 @@ class Dead(Listing):
 
     async def rows(self, state: dict[str, Any]) -> list[Row]:
         self.border_title = f"{state['counts']['dead']} dead letters, newest first"
-        return [
-            Row(d["id"], (clock(d["wall"]) if d["wall"] else "-", d["stream"], d["sample"] or d["group"] or d["entry_id"], d["actor"],
-                str(d["deliveries"]), shorten(d["error"], 120)),
-                f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}", data=d)
-            for d in await self.app.verbs.letters()
-        ]  # fmt: skip
+        rows = []
+        for d in await self.app.verbs.letters():
+            when, who = clock(d["wall"]) if d["wall"] else "-", d["sample"] or d["group"] or d["entry_id"]
+            cells = (when, d["stream"], who, d["actor"], str(d["deliveries"]), shorten(d["error"], 120))
+            rows.append(
+                Row(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}")
+            )
+        return rows
 
     def action_bury(self, act: str) -> None:
         row = self.chosen
@@ -197,7 +204,7 @@ class Events(Listing):
 
     def action_level(self) -> None:
         self._from = LEVELS[(LEVELS.index(self._from) + 1) % len(LEVELS)]
-        self.stale()
+        self.stale(anew=True)
 
 
 class Doctor(Listing):
@@ -212,10 +219,11 @@ class Doctor(Listing):
     async def rows(self, state: dict[str, Any]) -> list[Row]:
         word = self.app.hub.word
         wrong = sum(f.level != "info" for f in word.findings)
-        self.border_title = f"the doctor at {clock(word.wall)}: {wrong or 'nothing'} wrong" if word.wall else "the doctor"
-        found = [
-            Row(f"{f.rule}/{f.about}/{i}", (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text), f"{f.rule}: {f.text}",
-                LEVEL_STYLE.get(f.level, ""))
-            for i, f in enumerate(word.findings)
-        ]  # fmt: skip
+        self.border_title = (
+            f"the doctor at {clock(word.wall)}: {wrong or 'nothing'} wrong" if word.wall else "the doctor"
+        )
+        found = []
+        for i, f in enumerate(word.findings):
+            cells = (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text)
+            found.append(Row(f"{f.rule}/{f.about}/{i}", cells, f"{f.rule}: {f.text}", LEVEL_STYLE.get(f.level, "")))
         return found + [Row(a, ("", "", a, text), f"{a} {text}", "dim") for a, text in word.actors.items()]

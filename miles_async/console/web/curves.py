@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
-from miles_async.console.figures import TRAINER, throughput, time_split
+from miles_async.console.figures import DROPPED, TRAINER, derived
 
 MOST = 800
 METRICS = (
@@ -19,15 +19,10 @@ METRICS = (
     *("train/tis_clipfrac", "train/critic_grad_norm"),
     *("rollout/response_len/mean", "rollout/response_len/max"),
 )
-DROPPED = "dropped/"  # before a reason: groups a step
-
 
 def values_of(step: Step) -> dict[str, float]:
     """What the charts show of one step."""
-    split = time_split(step)
-    values = {name: step.metrics[name] for name in METRICS if name in step.metrics}
-    values |= {"wait_s": split.wait_s, "train_s": split.train_s, "publish_s": split.publish_s}
-    return values | {"tokens_per_s": throughput([step])} | {DROPPED + reason: float(n) for reason, n in step.dropped.items()}
+    return {name: step.metrics[name] for name in METRICS if name in step.metrics} | derived(step)
 
 
 class Curves:

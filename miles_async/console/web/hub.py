@@ -1,4 +1,4 @@
-"""Looks at a run for all open pages and screens: a state every REFRESH_S while somebody watches, the doctor's word more seldom.
+"""Looks at a run for all open pages and screens: a state every `refresh_s` while somebody watches, the doctor's word more seldom.
 
 Reads  snapshots, the history that somebody else's feed keeps, the doctor's scene    Writes  nothing    Owns  the pages' state
 While nobody watches it does nothing. Where a look is slow, looks are rarer.
@@ -18,7 +18,7 @@ from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
-from miles_async.console.report import read_settings
+from miles_async.console.report_data import read_settings
 from miles_async.console.scene import read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
@@ -26,6 +26,7 @@ from miles_async.console.web.looks import Looks
 from miles_async.console.web.state import State, Word, state_of, waiting
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
+OLDEST_WORD_S = 10.0  # of the doctor, however busy the host is
 LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.02  # of the time that they may take
 SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 
@@ -33,7 +34,17 @@ SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 class Hub:
     """`run` in a task; pages call `enter`, then `news`. `total_steps` 0 = unknown. `kept`: the bus is a copy of an ended run's."""
 
-    def __init__(self, bus: Bus, feed: Feed, run_dir: Path | None, *, total_steps: int, kept: bool = False) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        feed: Feed,
+        run_dir: Path | None,
+        *,
+        total_steps: int,
+        kept: bool = False,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._refresh_s = refresh_s
         self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
         self._looks, self.curves, self.word = Looks(), Curves(), Word()
@@ -73,16 +84,16 @@ class Hub:
         clock = self._bus.clock
         seen = clock.monotonic()
         while await self._somebody(stop):
-            began = clock.monotonic()
+            began, share = clock.monotonic(), LOOK_SHARE
             try:
                 state = await self._seen()
                 seen = clock.monotonic()
             except BusUnreachable:
-                state = {}
+                state, share = {}, 1.0  # nothing was spent but time: ask again at once
             silent_s = clock.monotonic() - seen
             await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
             spent = clock.monotonic() - began
-            await _until(stop, max(REFRESH_S - spent, spent / LOOK_SHARE - spent))
+            await _until(stop, max(self._refresh_s - spent, spent / share - spent))
 
     async def _seen(self) -> State:
         snapshot, history = await read_snapshot(self._bus), self._feed.history
@@ -110,11 +121,12 @@ class Hub:
             self._changed.notify_all()
 
     async def _consult(self, stop: asyncio.Event) -> None:
-        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time; audits of the ledger as the watchdog's."""
+        """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits
+        of the ledger as the watchdog's."""
         clock, audits = self._bus.clock, Audits()
         ledger: LedgerCheck | None = None
         while await self._somebody(stop):
-            began = clock.monotonic()
+            began, share = clock.monotonic(), DOCTOR_SHARE
             try:
                 if audits.due(began):
                     ledger = await check(self._bus)
@@ -127,9 +139,9 @@ class Hub:
                 waited = of_trainer if waiting(of_trainer) else self.word.waited
                 self.word = Word(tuple(findings), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
-                pass  # `silent` says so
+                share = 1.0  # `silent` says so
             spent = clock.monotonic() - began
-            await _until(stop, max(DOCTOR_S, spent / DOCTOR_SHARE))
+            await _until(stop, max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)))
 
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""

@@ -19,7 +19,7 @@ from miles_async.console.doctor.finding import Finding
 from miles_async.console.explain import meaning
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.live import plain_line
-from miles_async.console.report import staleness_bounds
+from miles_async.console.report_data import staleness_bounds
 from miles_async.console.view import ledger_line, waits_text
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing

@@ -1,6 +1,6 @@
 """What a run would do under other settings: its own record, played through the rooms' own code in simulated time."""
 
-from miles_async.console.whatif.compare import Comparison, compare, text
-from miles_async.console.whatif.recorded import ASKED, Recorded, recorded, sound
+from miles_async.console.whatif.comparison import compare, text
+from miles_async.console.whatif.record import ASKED, recorded, sound
 
-__all__ = ("ASKED", "Comparison", "Recorded", "compare", "recorded", "sound", "text")
+__all__ = ("ASKED", "compare", "recorded", "sound", "text")

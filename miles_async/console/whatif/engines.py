@@ -16,17 +16,10 @@ import msgspec
 from actors.generation.lane import lane_of
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
+from miles_async.console.whatif.setup import Draw
 
 NEVER = float("inf")
 Way = Literal["prompts", "prefixes", "tail"]
-
-
-class Draw(msgspec.Struct, frozen=True):
-    """What one sample asks for: tokens, seconds on an engine if it ran alone, seconds of scoring."""
-
-    tokens: int
-    seconds: float
-    score_s: float = 0.0
 
 
 class Running(msgspec.Struct):
@@ -189,8 +182,8 @@ class Engines:
         run = worker.pop()
         if run.made >= run.draw.tokens:
             return run
-        to_tail = bool(self.lane) and worker.name not in self.lane and run.way != "tail" and run.made >= self._tail_after > 0
-        self._park(run, "tail" if to_tail else "prefixes")
+        outlived = run.way != "tail" and run.made >= self._tail_after
+        self._park(run, "tail" if self.lane and worker.name not in self.lane and outlived else "prefixes")
         return None
 
     def load(self, worker: Worker, step: int, pause_s: float, *, abort: bool) -> None:

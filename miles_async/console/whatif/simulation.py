@@ -1,4 +1,4 @@
-"""A run in simulated time (pure): what is issued, let go, trained and dropped is decided by the rooms' own code
+"""A run in simulated time: what is issued, let go, trained and dropped is decided by the rooms' own code
 (actors.sampler.admission and progress, actors.filter.groups, actors.trainer.cut); this file brings time.
 
 Times come from `Pace`, samples from an endless iterator. Not simulated: failures, evaluations, checkpoints other than as
@@ -30,67 +30,22 @@ from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, staleness
 from bus.streams.entry import Entry
 from bus.topology import SCORED
-from miles_async.console.whatif.engines import NEVER, Draw, Engines, Running, Worker
+from miles_async.console.whatif.engines import NEVER, Engines, Running, Worker
+from miles_async.console.whatif.setup import DrawnGroup, Knobs, Pace
 
 NO_END = 1 << 40  # steps: the run goes on for ever, so that its end is not counted
 EVENTS_A_SAMPLE = 64  # far more than any sample needs; then the run stands still
+MAX_WAVES = 16  # rollout batches that are dropped in a row, as the sampler counts them
 
 
-class DrawnGroup(msgspec.Struct, frozen=True):
-    """Samples of one prompt, and why the filter drops them; empty = it does not."""
-
-    members: tuple[Draw, ...]
-    reason: str = ""
-
-
-class Knobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the run under their own names; 0 for what is not set. `slots` are those of one worker."""
-
-    max_weight_staleness: int
-    staleness_policy: str
-    rollout_batch_size: int
-    n_samples_per_prompt: int
-    over_sampling_batch_size: int = 0
-    update_weights_interval: int = 1
-    staleness_lookahead: int = 1
-    slots: int = 64
-    num_generation_workers: int = 1
-    tail_slots: int = 0
-    tail_after_tokens: int = 0
-    max_tokens_per_slice: int = 0
-    partial_rollout: bool = True
-    aborts: bool = False  # running samples give their slots back at a weight update
-
-    @property
-    def size(self) -> int:
-        """Samples of a batch."""
-        return self.rollout_batch_size * self.n_samples_per_prompt
-
-
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes time, in seconds; each list is drawn from at random. A training step takes `train_s + train_token_s * tokens`
-    and one of `train_noise_s`; `between_s` pass from its end to the next look for a batch, `turned_s` until the filter has let go;
-    a version is served `publish_s` after its step; then its engine stands still for `pause_s`. From one room to the next it takes `hop_s`."""
-
-    train_s: float = 0.0
-    train_token_s: float = 0.0
-    train_noise_s: tuple[float, ...] = (0.0,)
-    between_s: tuple[float, ...] = (0.0,)
-    turned_s: tuple[float, ...] = (0.0,)
-    publish_s: tuple[float, ...] = (0.0,)
-    pause_s: tuple[float, ...] = (0.0,)
-    hop_s: float = 0.0
-    slowdown: float = 0.0
-
-
-class Stands(Exception):  # noqa: N818 - no error of the program: the settings do not work
+class Stands(Exception):
     """The simulated run makes no further step; the text says what the trainer waits for."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted steps. `efficiency`: time that trainer or full engines need for a step, whichever is more, over the
-    time that it takes. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of the tokens
-    trained, `dropped` of the samples, by reason. Ages in steps; `mean_age` of what is within the bound, `max_age` before the mask."""
+    time that it takes. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of the tokens trained,
+    `dropped` of the samples, by reason. Ages in steps: `mean_age` of what is within the bound, `max_age` before the mask."""
 
     step_s: float
     efficiency: float
@@ -182,6 +137,8 @@ class Simulation:
             unjudged=progress.unjudged,
             steps_left=NO_END,
         )
+        if progress.drops_in_a_row >= MAX_WAVES * group * max(knobs.rollout_batch_size, knobs.over_sampling_batch_size):
+            raise Stands("samples that the filter keeps")
         if credits:
             room = engine_room(slots=engines.slots, under_way=engines.under_way + self._on_way, group=group)
             for _ in range(min(credits, -(-max(0, room) // group))):
@@ -238,17 +195,19 @@ class Simulation:
 
     def _release(self, half: Half, came: int | None = None) -> None:
         """As the filter's `_release`; what its judge says was drawn with the group."""
-        now = {"policy": self._rule, "step": self._step, "bound": self._bound}
-        if not leaves_now(half, **now):
+        rule, step, bound = self._rule, self._step, self._bound
+        if not leaves_now(half, policy=rule, step=step, bound=bound):
             return
-        basis = half.basis(came if tips(half, **now) else None)
+        basis = half.basis(came if tips(half, policy=rule, step=step, bound=bound) else None)
         group_id, indexes = half.group_id, sorted(half.members)
         samples = tuple(m for i in indexes if isinstance(m := half.members[i], Scored))
         whole = not half.split and half.complete
         reason = self._drawn[group_id].reason
         members = () if whole else tuple(indexes)
         self._progress.fold(
-            GroupVerdict(group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members)
+            GroupVerdict(
+                group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members
+            )
         )
         if reason:
             self._away[half.opened.step] -= len(samples)
@@ -257,7 +216,7 @@ class Simulation:
             known = () if whole else tuple(half.known.values())
             key = group_id if whole else part_key(group_id, indexes)
             kept = GroupKept(group_id=group_id, prompt_id="", samples=samples, part="" if whole else key, known=known)
-            self._in(self._pace.hop_s if came is not None else 0.0, partial(self._keep, key, kept, half.opened.step))
+            self._in(self._pace.hop_s, partial(self._keep, key, kept, half.opened.step))
         self._table.release(half, indexes, basis)
 
     def _keep(self, key: str, kept: GroupKept, issued: int) -> None:
@@ -290,7 +249,13 @@ class Simulation:
             window = frozenset(itertools.islice(self._untrained, first))
         elsewhere = dict(+self._away) if self._rule in PARTING else None
         made = cut(
-            ready=self._ready, step=step, size=knobs.size, bound=self._bound, rule=self._rule, elsewhere=elsewhere, window=window
+            ready=self._ready,
+            step=step,
+            size=knobs.size,
+            bound=self._bound,
+            rule=self._rule,
+            elsewhere=elsewhere,
+            window=window,
         )
         self._missing = made.missing
         for key, reason in made.drop:
@@ -339,19 +304,27 @@ class Simulation:
         self._training, self._turned = False, self._rule not in PARTING
         version = PolicyVersion(self._step + 1, self._step)
         self._progress.fold(
-            StepDone(step=self._step, version=version, trained_on=PolicyVersion(before + 1, before), groups=(), samples=ids)
+            StepDone(
+                step=self._step, version=version, trained_on=PolicyVersion(before + 1, before), groups=(), samples=ids
+            )
         )
         if self._step % self._knobs.update_weights_interval == 0:
             for worker in self._engines.workers:
                 self._in(self._one(pace.publish_s), partial(self._activate, worker, self._step))
         between = self._one(pace.between_s)
         self._free_at = self._now + between
-        self._in(between + self._one(pace.turned_s), self._turn)
+        if self._turned:
+            self._in(between, self._look)
+        else:
+            self._in(between + self._one(pace.turned_s) - pace.hop_s, self._turn)
 
     def _turn(self) -> None:
-        """The filter has heard of the step and lets go what is on its last turn."""
+        """The filter has heard of the step and lets go what is on its last turn; its word follows that to the trainer."""
         for half in self._table.halves():
             self._release(half)
+        self._in(self._pace.hop_s, self._look)
+
+    def _look(self) -> None:
         self._turned = self._news = True
 
 
@@ -385,7 +358,7 @@ class _Seen:
             step_s=took / steps,
             efficiency=max(trains_s, engines_s) * steps / took,
             wait=self.wait / took,
-            idle=1 - (engines.area - self._area) / (took * engines.slots),
+            idle=max(0.0, 1 - (engines.area - self._area) / (took * engines.slots)),
             masked=self._masked / max(1, tokens),
             mean_age=sum(age * n for age, n in self._ages.items() if age <= bound) / max(1, tokens - self._masked),
             max_age=max(self._ages, default=0),

@@ -104,7 +104,13 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             "type that it computes in, with tokenizer and chat template."
         ),
     ] = None
-    dump_details: Annotated[str | None, doc("Directory for everything that can be looked into later: the batches.")] = None
+    dump_details: Annotated[
+        str | None,
+        doc(
+            "Directory for every trained batch (save_debug_rollout_data); turns on debug_determinism and env_report too, which "
+            "write into the run's folder."
+        ),
+    ] = None
     save_debug_rollout_data: Annotated[
         str | None,
         doc(

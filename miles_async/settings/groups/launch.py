@@ -47,6 +47,46 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     debug_train_only: Annotated[
         bool, doc("Run the trainer alone on the batches of load_debug_rollout_data; implied by it.")
     ] = False
+    debug_rollout_print_every: Annotated[
+        PositiveInt | None,
+        doc(
+            "Every so many steps a sample of the batch is shown as text: in the recorder's log, as 'First rollout sample', and by "
+            "--console plain. Unset: a few at the start.",
+            unit="steps",
+        ),
+    ] = None
+    debug_determinism: Annotated[
+        bool,
+        doc(
+            "Write hashes of every step's batch and of the weights behind it, loss and gradient norm to the last bit, to "
+            "determinism.jsonl in the run's folder; two runs that should be alike differ in the first line that differs.",
+            derived="true with dump_details, else false",
+        ),
+    ]
+    debug_weight_sync: Annotated[
+        int,
+        doc(
+            "How much is said of versions on their way, in lines with weight_sync: 1: in the trainer's log each version, the order "
+            "to send it, and each worker that took it, with times; 2: every tensor of each version with its checksum as well.",
+            ge=0,
+            le=2,
+        ),
+    ] = 0
+    deterministic_mode: Annotated[
+        bool,
+        doc(
+            "The trainer and SGLang compute the same from the same, to the last bit: torch's deterministic algorithms (an "
+            "operation that has none is refused), a fixed order in cuBLAS, NCCL and Transformer Engine, and SGLang's deterministic "
+            "inference. Slower. Which samples a batch has still depends on time; with load_debug_rollout_data it does not.",
+        ),
+    ] = False
+    env_report: Annotated[
+        bool,
+        doc(
+            "Write env_report.json in the run's folder at the start: host, GPUs, packages and the variables that libraries read.",
+            derived="true with dump_details, else false",
+        ),
+    ]
     ci_test: Annotated[
         bool,
         doc(

@@ -1,28 +1,8 @@
 // Curves over training steps: one small chart each, one cursor over all. Colours repeat what the words above each chart say.
 
+import { CHARTS, HUES, colour, line, yScale } from "./chartlist.js";
 import { el, say } from "./dom.js";
-import { count, duration, percent, short } from "./format.js";
-
-const line = (key, label, colour = "blue") => ({ key, label, colour });
-const CHARTS = [
-  { title: "Reward and evaluations", series: [line("rollout/raw_reward", "training")], evals: true },
-  { title: "Loss", series: [line("train/loss", "loss")] },
-  { title: "Gradient norm", series: [line("train/grad_norm", "norm"), line("train/critic_grad_norm", "critic", "orange")] },
-  { title: "Entropy, nats", series: [line("train/entropy_loss", "entropy")] },
-  { title: "KL, nats", series: [line("train/ppo_kl", "update"), line("train/kl_loss", "reference", "purple"), line("train/train_rollout_kl", "engine", "orange")] },
-  { title: "Clipped tokens", unit: percent, series: [line("train/pg_clipfrac", "loss"), line("train/tis_clipfrac", "weights", "orange")] },
-  { title: "Effective samples", unit: percent, series: [line("train/ess_ratio", "of all")] },
-  { title: "Log-prob difference, nats", series: [line("train/train_rollout_logprob_abs_diff", "to engine"), line("train/forward_logp_abs_diff", "own pass", "orange")] },
-  { title: "Learning rate", series: [line("train/lr", "rate")] },
-  { title: "Staleness, steps", bound: true, series: [line("rollout/fully_async/avg_staleness", "mean"), line("rollout/fully_async/max_staleness", "most", "orange")] },
-  { title: "Age at the first token", ages: true },
-  { title: "Time of a step, s", stacked: true, cut: true, unit: duration, series: [line("train_s", "training", "green"), line("wait_s", "waiting", "orange"), line("publish_s", "publishing", "purple")] },
-  { title: "Trained tokens a second", unit: count, series: [line("tokens_per_s", "tokens/s")] },
-  { title: "Response length, tokens", unit: count, series: [line("rollout/response_len/mean", "mean"), line("rollout/response_len/max", "most", "orange")] },
-  { title: "Dropped groups a step", stacked: true, dropped: true, series: [] },
-];
-const HUES = ["orange", "purple", "red", "blue", "green", "grey"];
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+import { duration, percent, short } from "./format.js";
 
 export class Charts {
   constructor(place, tune) {
@@ -161,7 +141,7 @@ class Chart {
       padding: [8, 6, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 5 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: this.scale() },
+      scales: { x: { time: false }, y: yScale(this.spec) },
       axes: [{ ...axis, size: 18, gap: 2, space: 40 }, { ...axis, size: 46, gap: 3, space: 24, values: (_, ticks) => ticks.map((v) => (this.spec.unit === duration ? short(v) : unit(v))) }],
       series: [{}, ...lines.map((l) => ({
         label: l.label, stroke: colour(l.colour), width: 1.5, dash: l.dash, spanGaps: true,
@@ -173,15 +153,6 @@ class Chart {
         setCursor: [(plot) => this.legend(plot.cursor.idx)],
       },
     };
-  }
-
-  scale() {
-    if (this.spec.unit === percent) return { range: (_, low, high) => [0, Math.min(1, Math.max(1e-3, 1.1 * high))] };
-    if (!this.spec.cut) return {};
-    return { range: (plot, low, high) => { // a boot or a long pause is cut, so that the other steps can be seen
-      const sorted = (plot.data[1] ?? []).filter((v) => v !== null).sort((a, b) => a - b);
-      return [0, Math.min(high, 1.6 * (sorted[Math.floor(0.95 * sorted.length)] ?? high)) || 1];
-    } };
   }
 
   /** Dotted lines where knobs were turned, dashed red ones where the trainer was restored. */

@@ -52,21 +52,19 @@ export class Samples {
     this.said.textContent = found.samples.length
       ? `${found.all} samples kept at step ${found.samples[0].step}${found.all > found.samples.length ? `, ${found.samples.length} shown` : ""}`
       : "No sample is kept yet: the first ones come within a minute of the first trained step.";
-    this.list.replaceChildren(...found.samples.map((sample) => this.article(sample)));
+    this.list.replaceChildren(...found.samples.map((sample) => article(sample)));
   }
+}
 
-  article(sample) {
-    const parts = Object.entries(sample.rewards ?? {}).map(([name, value]) => `${name} ${short(value)}`);
-    const turns = sample.turns ?? [{ by: "model", text: sample.response ?? "" }];
-    const facts = [`step ${sample.step}`, `version ${sample.version ?? "?"}`, `${sample.tokens ?? "?"} tokens`, sample.finish, ...parts].filter(Boolean);
-    return el("article", {},
-      el("h3", {}, el("span", { class: "reward", text: `reward ${short(sample.reward)}` }), ` ${sample.sample} `, el("span", { class: "soft small", text: facts.join(" · ") })),
-      sample.label ? el("p", { class: "small", text: `label: ${sample.label}` }) : null,
-      this.block("prompt", sample.prompt ?? ""),
-      ...turns.map((turn) => this.block(turn.by, turn.text)));
-  }
-
-  block(by, text) {
-    return el("div", { class: `turn ${by}` }, el("span", { class: "by soft", text: by }), el("pre", { text: text === "" ? "(empty)" : text }));
-  }
+/** One sample: its numbers, its prompt and every turn. */
+export function article(sample) {
+  const parts = Object.entries(sample.rewards ?? {}).map(([name, value]) => `${name} ${short(value)}`);
+  const turns = sample.turns ?? [{ by: "model", text: sample.response ?? "" }];
+  const facts = [`step ${sample.step}`, `version ${sample.version ?? "?"}`, `${sample.tokens ?? "?"} tokens`, sample.finish, ...parts].filter(Boolean);
+  const block = (by, text) => el("div", { class: `turn ${by}` }, el("span", { class: "by soft", text: by }), el("pre", { text: text === "" ? "(empty)" : text }));
+  return el("article", {},
+    el("h3", {}, el("span", { class: "reward", text: `reward ${short(sample.reward)}` }), ` ${sample.sample} `, el("span", { class: "soft small", text: facts.join(" · ") })),
+    sample.label ? el("p", { class: "small", text: `label: ${sample.label}` }) : null,
+    block("prompt", sample.prompt ?? ""),
+    ...turns.map((turn) => block(turn.by, turn.text)));
 }

@@ -10,15 +10,15 @@ import msgspec
 
 from actors.runtime.seeds import rng_for
 from miles_async.console.text import percent, plural, table
-from miles_async.console.whatif.recorded import ASKED, Recorded, knobs_of
-from miles_async.console.whatif.simulation import Knobs, Outcome, Simulation, Stands
+from miles_async.console.whatif.record import Recorded, knobs_of
+from miles_async.console.whatif.setup import Knobs
+from miles_async.console.whatif.simulation import Outcome, Simulation, Stands
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.rules import check_rules
 
 STEPS, FEWEST_STEPS, MOST_SAMPLES = 60, 16, 32_000
 TRUSTED = 0.1  # relative difference of the run's own step time; above it there is a warning
-ELSEWHERE = ("num_generation_workers", "rollout_num_gpus")  # rules on where engines run are no rules on how many there may be
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -47,11 +47,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def changed(recorded: Recorded, patch: Mapping[str, Any]) -> Knobs:
     """The run's knobs with a patch. SettingsError with all rules that it breaks."""
     before = recorded.settings
-    after = before.changed(patch)
-    stood, found = _broken(before), Refusals()
-    found.found = [error for error in _broken(after) if error.field not in ELSEWHERE and str(error) not in map(str, stood)]
+    after, own = before.changed(patch), recorded.knobs
+    workers = {name: value for name, value in patch.items() if name == "num_generation_workers"}
+    # Where more engines would run is no question here.
+    stood, found = {str(error) for error in [*_broken(before), *_broken(before.changed(workers))]}, Refusals()
+    found.found = [error for error in _broken(after) if str(error) not in stood]
     found.raise_all()
-    own = recorded.knobs
     return knobs_of(after, workers=patch.get("num_generation_workers", own.num_generation_workers), slots=own.slots)
 
 
@@ -83,7 +84,8 @@ def simulated(recorded: Recorded, knobs: Knobs, seeds: int) -> Figures:
 
 def _row(outcome: Any) -> dict[str, float]:
     """Figures by name; of a step's seconds also steps an hour."""
-    plain = {name: value for name, value in msgspec.structs.asdict(outcome).items() if name not in ("steps", "error_s", "dropped")}
+    apart = ("steps", "error_s", "dropped")
+    plain = {name: value for name, value in msgspec.structs.asdict(outcome).items() if name not in apart}
     dropped = {f"dropped {reason}": share for reason, share in outcome.dropped.items()}
     return {**plain, "steps_per_hour": 3600 / outcome.step_s, "dropped": sum(outcome.dropped.values()), **dropped}
 
@@ -126,11 +128,12 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 def text(found: Comparison) -> str:
     """How well the run itself is simulated, then a table."""
     lines = [
-        f"The run as it is, simulated: {found.simulated['step_s'].mean:.3g} s a step; measured over {plural(found.steps, 'step')}: "
-        f"{found.measured['step_s']:.3g} s ({100 * found.off:+.1f} %)"
+        f"The run as it is, simulated: {found.simulated['step_s'].mean:.3g} s a step; measured over "
+        f"{plural(found.steps, 'step')}: {found.measured['step_s']:.3g} s ({100 * found.off:+.1f} %)"
     ]
     if abs(found.off) > TRUSTED:
-        lines.append(f"Warning: that is more than {100 * TRUSTED:.0f} % off: something takes time that is not simulated. Do not trust what follows.")
+        why = "something takes time that is not simulated. Do not trust what follows"
+        lines.append(f"Warning: that is more than {100 * TRUSTED:.0f} % off: {why}.")
     lines += [f"Note: {note}" for note in found.notes]
     columns = {"measured": {k: Figure(v, 0.0) for k, v in found.measured.items()}, "simulated": found.simulated}
     if found.then:
@@ -149,6 +152,3 @@ def _cell(figure: Figure | None, shown: Callable[[float], str], zero: bool) -> s
     if figure is None:
         return shown(0.0) if zero else "-"
     return shown(figure.mean) + (f" ± {shown(figure.spread)}" if figure.spread else "")
-
-
-__all__ = ("ASKED", "Comparison", "compare", "text")

@@ -1,8 +1,8 @@
-"""What a run's record shows of its samples, engines and trainer, in the terms of the simulation (pure).
+"""What a run's record shows of its samples, engines and trainer, in the terms of the simulation.
 
-Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run is
-still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give quantiles only, and
-members of a group are then taken to be independent of each other.
+Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run
+is still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give
+quantiles only, and members of a group are then taken to be independent of each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, quantiles
+from typing import Annotated
 
 import msgspec
 
@@ -21,8 +22,7 @@ from actors.runtime.seeds import rng_for
 from actors.trainer.spread import LENGTH, RUNNING, SECONDS
 from bus.inspect import wall_of
 from miles_async.console.schedule.observed import Spread, live_knobs, slowdown_of
-from miles_async.console.whatif.engines import Draw
-from miles_async.console.whatif.simulation import DrawnGroup, Knobs, Pace
+from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import whole
@@ -32,11 +32,14 @@ FEWEST = 8
 SURE = 0.25  # standard error of what a token costs the trainer, over the cost if all its time were for tokens
 SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a change of makes other samples
 ASKED = (
-    *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size", "rollout_batch_size"),
-    *("n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency", "num_generation_workers"),
-    *("tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
+    *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size"),
+    *("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency"),
+    *("num_generation_workers", "tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
 )
 """Settings that the simulation knows."""
+
+
+Told = Annotated[str, msgspec.Meta(pattern=r"@\d+-\d+$")]  # <stream>@<entry id>
 
 
 class _Step(msgspec.Struct):
@@ -44,8 +47,8 @@ class _Step(msgspec.Struct):
     wall: float
     version: int
     metrics: dict[str, float]
-    groups: list[str]
-    entry: str = "policy@0-0"
+    groups: list[str] = []
+    entry: Told = "policy@0-0"
     knob_epoch: int = 0
     lives: list[tuple[int, int, int, int]] = []
 
@@ -55,7 +58,7 @@ class _Activated(msgspec.Struct):
     wall: float
     version: int
     pause_s: float
-    entry: str
+    entry: Told
 
 
 class _Drop(msgspec.Struct):
@@ -109,8 +112,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, ready to be simulated. `drops`: of the filter, by reason: share of the samples, and tokens of a mean one. `notes`: what
-    the record lacks."""
+    """A run, ready to be simulated. `drops`: of the filter: reason, share of the samples, tokens of a mean one. `notes`: what the
+    record lacks."""
 
     settings: Flat
     knobs: Knobs
@@ -144,19 +147,21 @@ def recorded(records: Sequence[Record]) -> Recorded:
         raise SettingsError("the record holds no step and its settings", remedy="Wait for the run's first steps.")
     settings = whole(values)
     steps = _settled(history, records, settings)
-    lines = {int(r["step"]): r for r in records if r.get("kind") == "step"}
+    lines = {r["step"]: r for r in records if r["kind"] == "step"}
     notes: list[str] = []
     knobs = knobs_of(settings, workers=_workers(history), slots=_slots(history, settings, records, steps, notes))
     size = settings.samples_per_rollout
     step_s = fmean(s.gap_s for s in steps)
-    running = size * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
+    dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
+    judged = size * len(steps) + dropped.total()
+    of_one = max(1.0, fmean(s.get("rollout/tokens") for s in steps) / size)
+    thrown = sum(dropped[reason] * mean / of_one for reason, mean in tokens.items()) / len(steps)
+    running = (size + thrown) * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
     on_worker = fmean(s.get(f"{RUNNING}/mean", running / knobs.num_generation_workers) for s in steps)
     pace = _pace(history, records, steps, settings, notes)
     stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
     alone = (1 - stands) / (1 + pace.slowdown * on_worker)
     pool = _pool(lines, steps, settings, alone, notes)
-    dropped, tokens = _drops(records, steps)
-    judged = size * len(steps) + dropped.total()
     return Recorded(
         settings=settings,
         knobs=knobs,
@@ -203,8 +208,9 @@ def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
 
 def _settled(history: History, records: Sequence[Record], settings: Flat) -> list[Step]:
     """Steps under the present settings, without those in which the run filled up."""
-    changed = max((int(r["epoch"]) for r in history.knobs if r is not history.knobs[0] and {*ASKED, *SHAPES} & set(r["values"])), default=0)
-    epochs = {int(r["step"]): int(r.get("knob_epoch", 0)) for r in records if r.get("kind") == "step"}
+    patches = [r for r in history.knobs[1:] if {*ASKED, *SHAPES} & r["values"].keys()]
+    changed = max((r["epoch"] for r in patches), default=0)
+    epochs = {r["step"]: r.get("knob_epoch", 0) for r in records if r["kind"] == "step"}
     fills = settings.max_weight_staleness + 2
     found: list[Step] = []
     left = fills
@@ -213,29 +219,30 @@ def _settled(history: History, records: Sequence[Record], settings: Flat) -> lis
         if left < 0 and step.gap_s > 0:
             found.append(step)
     if any("perf/turn_s" in s.metrics for s in found):
-        raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated", remedy="")
+        raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated")
     if len(found) < FEWEST:
         why = f"under its present settings, without {fills} after each start or change in which it fills up"
         raise SettingsError(
-            f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed", remedy="Wait for more steps of the run."
+            f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed",
+            remedy="Wait for more steps of the run.",
         )
     return found[-LOOKED_AT:]
 
 
 def _workers(history: History) -> int:
     """Engines that loaded one of the newest versions."""
-    newest = max((int(r["version"]) for r in history.activations), default=0)
-    return max(1, len({r["actor"] for r in history.activations if int(r["version"]) >= newest - 2}))
+    newest = max((r["version"] for r in history.activations), default=0)
+    return max(1, len({r["actor"] for r in history.activations if r["version"] >= newest - 2}))
 
 
 def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
     """Slots of a worker where they are found while the run goes: what was told last, or what ran at most."""
     if s.sglang_server_concurrency:
         return int(s.sglang_server_concurrency)
-    told = {r["actor"]: int(r["slots"]) for r in records if r.get("kind") == "slots"}
+    told = {r["actor"]: r["slots"] for r in records if r["kind"] == "slots"}
     slots = round(fmean(told.values())) if told else 0
     slots = slots or math.ceil(max(s.get(f"{RUNNING}/mean") for s in steps)) or 1
-    notes.append(f"the run finds its slots itself (sglang_server_concurrency auto): simulated with {slots} on each worker, throughout")
+    notes.append(f"sglang_server_concurrency is auto: simulated with {slots} on each worker, throughout")
     return slots
 
 
@@ -246,9 +253,8 @@ def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], se
     base = typical - a_token * middle
     if not any("perf/turned_s" in s.metrics for s in steps):
         notes.append("the record does not tell how long the trainer waits for the filter's turn: taken as no time")
-    told = {int(r["version"]): wall_of(str(r["entry"]).partition("@")[2]) for r in records if r.get("kind") == "step" and "entry" in r}
-    since = steps[0].wall
-    loads = [r for r in history.activations if float(r["wall"]) >= since and int(r["version"]) in told]
+    told = {r["version"]: _at(r) for r in records if r["kind"] == "step" and "entry" in r}
+    loads = [r for r in history.activations if r["wall"] >= steps[0].wall and r["version"] in told]
     if not loads:
         notes.append("the record does not tell when versions were served: taken as at once")
     return Pace(
@@ -257,12 +263,17 @@ def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], se
         train_noise_s=tuple(y - base - a_token * t for t, y in zip(tokens, seconds, strict=True)),
         between_s=tuple(max(0.0, s.gap_s - s.get("perf/wait_s") - s.get("perf/train_s")) for s in steps),
         turned_s=tuple(s.get("perf/turned_s") for s in steps),
-        publish_s=tuple(max(0.0, wall_of(str(r["entry"]).partition("@")[2]) - told[int(r["version"])]) for r in loads) or (0.0,),
-        pause_s=tuple(float(r["pause_s"]) for r in loads) or (0.0,),
-        # The filter's word is two messages away from the trainer's own; mostly it comes after others that take time.
-        hop_s=min(s.get("perf/turned_s") for s in steps) / 2,
+        publish_s=tuple(max(0.0, _at(r) - told[r["version"]]) for r in loads) or (0.0,),
+        pause_s=tuple(r["pause_s"] for r in loads) or (0.0,),
+        # The filter's word is two messages away from the trainer's own; often it comes after others that take time.
+        hop_s=quantiles((s.get("perf/turned_s") for s in steps), n=4)[0] / 2,
         slowdown=slowdown_of(steps),
     )
+
+
+def _at(record: Record) -> float:
+    """Server time of the entry that a record was made from."""
+    return wall_of(record["entry"].partition("@")[2])
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -288,27 +299,25 @@ def _pool(
     first, last = steps[0].step, steps[-1].step
     found: dict[str, list[Draw]] = {}
     began: dict[str, int] = {}
-    ended: dict[str, int] = {}
     for number in range(first - edge, last + 1):
         for name, draw in _lives(lines.get(number, {}), alone):
             found.setdefault(name, []).append(draw)
             began.setdefault(name, number)
-            ended[name] = number
-    pool = [
-        tuple(draws)
-        for name, draws in found.items()
-        # Of a group at the edge of what is looked at, members may be outside of it: those that took longest.
-        if len(draws) == n or (began[name] >= first and ended[name] <= last - edge)
-    ]
+    # Of groups that began at the end of what is looked at, the members that took longest may be missing.
+    pool = [tuple(draws) for name, draws in found.items() if first <= began[name] <= last - edge]
+    pool = pool or [tuple(draws) for name, draws in found.items() if began[name] >= first and len(draws) == n]
     if pool:
         return tuple(pool)
-    notes.append("the record tells no single samples (it is of an older release): members of a group are taken as independent of each other")
-    draw = rng_for(0, "whatif")
-    spreads = [(a, b) for s in steps if (a := Spread.of(s, LENGTH)) is not None and (b := Spread.of(s, SECONDS)) is not None]
+    notes.append(
+        "an older release recorded no single samples: members of a group are taken as independent of each other"
+    )
+    chance = rng_for(0, "whatif")
+    both = [(Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
+    spreads = [(lengths, seconds) for lengths, seconds in both if lengths is not None and seconds is not None]
     if not spreads:
-        raise SettingsError("no seconds of samples on engines are on record, so there is nothing to simulate", remedy="")
+        raise SettingsError("the record tells no seconds of samples on engines: nothing to simulate")
     for lengths, seconds in spreads:
-        shares = [draw.random() for _ in range(settings.samples_per_rollout)]
+        shares = [chance.random() for _ in range(settings.samples_per_rollout)]
         made = [Draw(max(1, round(lengths.at(x))), seconds.at(x) * alone) for x in shares]
         pool += [tuple(made[i : i + n]) for i in range(0, len(made), n)]
     return tuple(pool)
@@ -322,17 +331,16 @@ def _lives(line: Record, alone: float) -> Iterator[tuple[str, Draw]]:
             yield groups[at], Draw(tokens, ms / 1e3 * alone, max(0, score_ms) / 1e3)
 
 
-def _drops(records: Sequence[Record], steps: Sequence[Step]) -> tuple[Counter[str], dict[str, float]]:
-    """Samples dropped by reason meanwhile, and tokens of a mean one for each reason of the filter."""
+def _drops(records: Sequence[Record], steps: Sequence[Step], whole: int) -> tuple[Counter[str], dict[str, float]]:
+    """Samples dropped by reason meanwhile, and tokens of a mean one for each reason of the filter. `whole`: samples of a group."""
     since, until = steps[0].wall - steps[0].gap_s, steps[-1].wall
     dropped: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for r in records:
-        if r.get("kind") == "drop" and since <= float(r.get("wall", 0.0)) <= until:
-            n = int(r.get("samples") or len(r.get("members", ())) or 1)
-            dropped[str(r["reason"])] += n
+        if r["kind"] == "drop" and since <= r["wall"] <= until:
+            dropped[r["reason"]] += r.get("samples") or len(r.get("members", ())) or whole
             if "tokens" in r:  # what the trainer gives up is told without
-                tokens[str(r["reason"])] += int(r["tokens"])
+                tokens[r["reason"]] += r["tokens"]
     return dropped, {reason: max(1.0, total / dropped[reason]) for reason, total in tokens.items()}
 
 

@@ -1,0 +1,255 @@
+"""A run, opened: its metrics and samples as tables, its settings, its accounts; while it goes on and afterwards, here or elsewhere.
+
+Reads  the run's folder where it is on this host, else its bus    Writes  knobs, a wish to stop    Owns  nothing: each call
+makes its own connection, and ends it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.runs import RUN_FILE, RunRef, find_run, read_run_file
+from miles_async.settings.secrets import take_password
+
+if TYPE_CHECKING:
+    import pandas
+
+    from bus import Bus
+
+T = TypeVar("T")
+Row: TypeAlias = dict[str, Any]
+Table: TypeAlias = "pandas.DataFrame | list[Row]"
+NEWS = ("step", "eval", "sample", "ledger")  # records that are no events
+QUIET_S = 0.3  # that the logs of a bus are asked for what is left
+
+
+def open_run(name_or_url: str | None = None, *, run: str | None = None, runs_dir: str | Path = "runs") -> Run:
+    """Open a run by its name in `runs_dir`, or by the address of its bus (redis://, rediss://, redis+sentinel://, unix://); without
+    either, the newest run in `runs_dir`. `run`: its name, where a bus has several.
+
+    SettingsError when there is no such run. A password in the address goes into the environment variable that the commands use.
+    """
+    url = take_password(name_or_url) if name_or_url is not None and "://" in name_or_url else None
+    return Run(find_run(run=run if url else name_or_url or run, runs_dir=Path(runs_dir), bus_url=url))
+
+
+class Run:
+    """A run that goes on or has ended. Every call raises SettingsError or bus.errors.BusUnreachable, one line, where it cannot be.
+
+    Tables are pandas data frames where pandas is installed (`pip install 'miles-async[notebook]'`), else lists of dicts, one a row.
+    """
+
+    def __init__(self, ref: RunRef) -> None:
+        self._ref = ref
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._ref.run or 'of ' + self._ref.bus_url}>"
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._ref.run or self._ask(_name)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it keeps its files; None where that is not on this host."""
+        return self._ref.run_dir or self._ask(_folder)
+
+    @property
+    def knobs(self) -> Knobs:
+        """Its live settings."""
+        return Knobs(self)
+
+    def metrics(self) -> Table:
+        """One row for each training step that counts (steps lost by going back to a checkpoint do not): `step`, `wall` (seconds
+        since 1970), `gap_s` (seconds since the step before), `groups` (trained), and every metric under its name and in its unit
+        (docs/metrics.md)."""
+        from actors.recorder.history import history_of
+
+        steps = history_of(self._records()).steps
+        return _table(
+            {"step": s.step, "wall": s.wall, "gap_s": s.gap_s, "groups": s.n_groups, **s.metrics} for s in steps
+        )
+
+    def evals(self) -> Table:
+        """One row for each evaluation: `step`, `version`, `wall` (seconds since 1970), `name` of the held-out set, `n_samples`,
+        `duration_s`, `error` (empty where it worked) and its metrics (`eval/NAME` is the mean reward)."""
+        named = ("step", "version", "wall", "name", "n_samples", "duration_s", "error")
+        found = (record for record in self._records() if record["kind"] == "eval")
+        return _table({**{name: r.get(name) for name in named}, **r.get("metrics", {})} for r in found)
+
+    def events(self, kind: str | None = None) -> Table:
+        """What happened, in order: `kind` (restored, knob, checkpoint, activated, drop, dead, fault, finished, ...), `wall`
+        (seconds since 1970) and what the kind has; of one `kind`, or of all. actors/recorder/records.py lists them."""
+        found = (record for record in self._records() if record["kind"] not in NEWS and kind in (None, record["kind"]))
+        return _table({name: value for name, value in record.items() if name != "entry"} for record in found)
+
+    def samples(self, *, step: int | None = None, eval_set: str | None = None) -> Table:
+        """Samples that were kept as text: `step` at which they were looked at, `sample`, `group`, `version`, `reward`, `rewards`,
+        `label`, `tokens`, `finish`, `prompt`, `response`. Of one `step`; of an evaluation of the set `eval_set`, all its samples.
+        From another host than the run's, the few that its log of events holds."""
+        from miles_async.cli.samples import kept
+
+        folder = self.folder
+        if folder is not None:
+            found: Iterator[Row] = iter(kept(folder, eval_set))
+        elif eval_set is not None:
+            raise SettingsError("samples of evaluations lie in the run's folder", remedy="Open the run on its host.")
+        else:
+            found = (
+                _without(record, "kind", "entry", "wall") for record in self._records() if record["kind"] == "sample"
+            )
+        return _table(sample for sample in found if step in (None, sample.get("step")))
+
+    def ledger(self, by: str = "reason") -> Row:
+        """Where every issued sample and token is, and whether the accounts close: as `miles-async ledger --json`. `by`: reason,
+        version or worker."""
+        from bus.ledger import check
+        from miles_async.cli.ledger import KINDS, as_json
+
+        if by not in KINDS:
+            raise SettingsError("no such division", field="by", value=by, remedy=f"Give one of {', '.join(KINDS)}.")
+
+        async def body(bus: Bus) -> Row:
+            found: Row = msgspec.to_builtins(as_json(await check(bus), by), enc_hook=str)
+            return found
+
+        return self._ask(body)
+
+    def status(self) -> Row:
+        """Policy versions, actors, streams and accounts, now: as `miles-async status --json`."""
+        from miles_async.cli.status import document
+
+        return self._ask(document)
+
+    def stop(self, wait_s: float = 120.0) -> bool:
+        """Ask it to stop: a last checkpoint is written, actors end. Whether it has ended within `wait_s` seconds; the same settings
+        resume it."""
+        from miles_async.cli.stop import stop
+
+        return _sync(lambda: stop(self._now(), wait_s)) == 0
+
+    def _now(self) -> RunRef:
+        """Where it is now: a run that was started again may have another address."""
+        file = self._ref.run_dir / RUN_FILE if self._ref.run_dir is not None else None
+        return read_run_file(file) if file is not None and file.is_file() else self._ref
+
+    def _ask(self, body: Callable[[Bus], Awaitable[T]], *, look: bool = True) -> T:
+        """What `body` says of the run's bus; of a run that has ended, of what its Redis kept, if it only looks."""
+        from miles_async.console.attach import attached
+
+        async def go() -> T:
+            async with attached(self._now(), look=look) as bus:
+                return await body(bus)
+
+        return _sync(go)
+
+    def _records(self) -> list[Row]:
+        """The run's record, from its folder or else from the logs on its bus, which hold the newest part."""
+        from actors.recorder.file import read_records
+
+        folder = self.folder
+        return read_records(folder) if folder is not None else self._ask(_of_bus)
+
+
+class Knobs:
+    """Live settings of a run. A change is checked as `miles-async tune` checks it: all of it holds, or nothing does."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def get(self) -> dict[str, Any]:
+        """Every live setting by name, with its value now."""
+        return {name: knob["value"] for name, knob in self.describe().items()}
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.get()
+        if name not in found:
+            raise SettingsError("no live setting has this name", field=name, remedy=nearest(name, found))
+        return found[name]
+
+    def describe(self) -> dict[str, Row]:
+        """Of every live setting `value`, `range`, `unit`, `applies` (where a change takes effect), `changed_at` (epoch), `help`."""
+        from miles_async.cli.tune import document
+
+        found: dict[str, Row] = document(self._history(), self._run.name)["knobs"]
+        return found
+
+    def set(self, reason: str = "", /, **values: Any) -> dict[str, Any]:
+        """Change settings of the running run, together: `run.knobs.set("too slow", lr=2e-6)`. What changed, with what follows from
+        it; the log has the user, the host and `reason`. SettingsError or KnobRejected when it may not be: then nothing changes."""
+        from bus.knobs.live import propose
+        from miles_async.cli.tune import author
+        from miles_async.settings.live import check_patch
+
+        async def body(bus: Bus) -> dict[str, Any]:
+            return dict((await propose(bus, values, author=author(), reason=reason, check=check_patch)).values)
+
+        return self._run._ask(body, look=False)
+
+    def log(self) -> Table:
+        """Every change so far, the initial values first: `epoch`, `wall` (seconds since 1970), `author`, `reason`, `values`."""
+        names = ("epoch", "wall", "author", "reason", "values")
+        return _table({name: getattr(patch, name) for name in names} for patch in self._history())
+
+    def _history(self) -> list[Any]:
+        from bus.knobs.live import read_history
+
+        return self._run._ask(read_history)
+
+
+def _sync(make: Callable[[], Awaitable[T]]) -> T:
+    """Run a coroutine to its end on a thread of its own, so that a loop that runs in this one (a notebook's) does not matter."""
+
+    async def body() -> T:
+        return await make()
+
+    with ThreadPoolExecutor(1, "miles-async") as threads:
+        return threads.submit(lambda: asyncio.run(body())).result()
+
+
+def _table(rows: Iterator[Row]) -> Table:
+    found = list(rows)
+    if find_spec("pandas") is None:
+        return found
+    import pandas
+
+    return pandas.DataFrame(found)
+
+
+def _without(record: Mapping[str, Any], *names: str) -> Row:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+async def _name(bus: Bus) -> str:
+    return bus.config.run
+
+
+async def _folder(bus: Bus) -> Path | None:
+    from bus.identity import read_identity
+
+    known = await read_identity(bus)
+    folder = Path(known.run_dir) if known is not None and known.run_dir else None
+    return folder if folder is not None and (folder / RUN_FILE).is_file() else None
+
+
+async def _of_bus(bus: Bus) -> list[Row]:
+    from actors.recorder.feed import Feed
+
+    feed, found = Feed(bus), list[Row]()
+    try:
+        while True:
+            fresh, any_left = await feed.read(QUIET_S)
+            found += fresh
+            if not any_left:
+                return found
+    finally:
+        await feed.close()

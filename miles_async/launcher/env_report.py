@@ -1,0 +1,62 @@
+"""`--env-report`: env_report.json in the run's folder, what the numbers of a run depend on besides its settings: this host, GPUs,
+every installed package, and the variables that libraries read. No variable whose name says that it is a secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+FILE = "env_report.json"
+READ_BY_LIBRARIES = re.compile(
+    r"^(CUDA|CUBLAS|NCCL|NVTE|TORCH|PYTORCH|TRITON|SGLANG|SGL|FLASH|HF|TRANSFORMERS|TOKENIZERS|OMP|MKL|GLOO|UCX|RAY|SLURM|PYTHON|LD)_?"
+)
+SECRET = re.compile(r"TOKEN$|_TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+GPU_FIELDS = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode")
+ASK_S = 10.0
+
+
+def write_env_report(run_dir: Path) -> Path:
+    """The file of this start; that of the start before is replaced."""
+    path = run_dir / FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(environment())) + b"\n")
+    return path
+
+
+def environment() -> dict[str, Any]:
+    """As it is now."""
+    return {
+        "python": sys.version,
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "processors": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        "gpus": _gpus(),
+        "packages": {
+            d.metadata["Name"]: d.version
+            for d in sorted(distributions(), key=lambda d: str(d.metadata["Name"]).lower())
+        },
+        "variables": {
+            k: v for k, v in sorted(os.environ.items()) if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)
+        },
+    }
+
+
+def _gpus() -> list[dict[str, str]]:
+    try:
+        ask = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+        told = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(GPU_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in told.strip().splitlines()]

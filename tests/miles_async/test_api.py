@@ -1,0 +1,127 @@
+"""The library in Python: the code of docs/python.md on a real run, and a run opened from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pandas
+import pytest
+
+import miles_async
+from bus.errors import BusRefused, BusUnreachable
+from miles_async import api
+from miles_async.settings.load import load
+from tests.crash.toy import make_toy
+from tests.floors.tree import ROOT
+from tests.tls import tls_before
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+SMALL = {
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "over_sampling_batch_size": 2,
+    "dynamic_sampling_filter_path": "none",
+    "eval_interval": 1000,
+    "num_generation_workers": 1,
+    "report": False,
+}
+
+
+async def test_the_documentations_code_runs_in_a_running_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last block resumes the run to its end, which is nearer here."""
+    monkeypatch.chdir(tmp_path)
+    rows = (ROOT / "configs" / "data" / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(rows[:4]))
+    held_out = {"eval_prompt_data": ["held_out", "few.jsonl"]}
+    settings = {**SMALL, **held_out, "hf_checkpoint": make_toy(tmp_path / "toy") / "model"}
+    monkeypatch.setattr(
+        miles_async, "run", lambda config, **given: api.run(config, **{**settings, **given}), raising=False
+    )
+    space: dict[str, object] = {}
+    for block in BLOCKS[:4]:
+        exec(block, space)
+    run = space["run"]
+    assert isinstance(run, api.StartedRun) and not run.running and run.name == "first"
+    said = capsys.readouterr().out
+    assert "num_rollout = -1: must be a whole number >= 1." in said and "learning_rate is not a setting" in said
+    assert "0.0002 next step (trainer)" in said and "a first look" in said and "first has stopped" in said
+    with pytest.raises(BusUnreachable, match="run first is not running"):
+        run.knobs.set(lr=1e-3)
+    done = len(run.metrics())
+    assert run.knobs.get()["max_weight_staleness"] == 1 and 0 < done < 200
+
+    exec(BLOCKS[4], space)
+    found = space["metrics"]
+    assert isinstance(found, pandas.DataFrame) and list(found["step"]) == list(range(1, done + 1))
+    assert "held_out" in capsys.readouterr().out
+    exec(BLOCKS[5].replace("num_rollout=200", f"num_rollout={done + 2}"), space)
+    assert f"finished at step {done + 2}" in capsys.readouterr().out
+    monkeypatch.setattr("miles_async.api.opened.find_spec", lambda _: None)
+    last = miles_async.open_run().metrics()[-1]
+    assert isinstance(last, dict) and last["step"] == done + 2, "without pandas, a list of dicts"
+    assert len(BLOCKS) == 6
+
+
+def test_what_the_launcher_refuses_is_raised_and_an_interrupt_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = partial(miles_async.run, "quickstart", runs_dir=tmp_path / "runs", **SMALL)
+    with pytest.raises(
+        miles_async.SettingsError, match=r"^hf_checkpoint = 'gone': no such directory.*Give a downloaded"
+    ):
+        start(hf_checkpoint="gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BusRefused, match=r"cannot use .*Choose another folder"):
+        miles_async.run("quickstart", runs_dir=tmp_path / "file")
+
+    log = tmp_path / "runs" / "quickstart" / "logs" / "launcher.log"
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while "step 1/" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        start(hf_checkpoint=make_toy(tmp_path / "toy") / "model", num_rollout=10_000)
+    assert "run quickstart stopped; the same command goes on" in log.read_text()
+
+
+async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, tmp_path: Path) -> None:
+    """From a host that has no folder of the run, out of its logs; and its live settings are changed from there."""
+    async with tls_before(Path(redis_url.removeprefix("unix://")), tmp_path) as (port, certificate):
+        run = miles_async.open_run(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}", run=whole.name)
+
+        def look() -> None:
+            metrics = run.metrics()
+            assert list(metrics["step"]) == [1] and metrics["rollout/raw_reward"][0] == 0.5
+            assert list(run.evals()["eval/held_out"]) == [0.625] and set(run.events("drop")["reason"]) == {"zero_std_0"}
+            assert run.ledger()["samples"]["trained"] == 2 and run.status()["policy"]["step"] == 1
+            assert run.folder is None and run.name == whole.name and len(run.samples()) == 0
+            assert run.knobs.set("from afar", tis_clip=3) == {"tis_clip": 3.0}
+            assert run.knobs["tis_clip"] == 3.0 and list(run.knobs.log()["reason"])[-1] == "from afar"
+            with pytest.raises(miles_async.SettingsError, match=r"tis_clip = -1.*Nothing was changed"):
+                run.knobs.set(tis_clip=-1)
+            with pytest.raises(miles_async.SettingsError, match="Did you mean tis_clip"):
+                run.knobs["tis_clap"]
+
+        await asyncio.to_thread(look)  # the server of this test lives on this loop
+
+
+def test_settings_are_given_by_name_as_a_table_or_as_tables() -> None:
+    flat = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": Path("x.jsonl"), "num_rollout": 3, "rm_type": "math"}
+    tables = {"model": {"hf_checkpoint": "builtin:arithmetic"}, "rollout": {k: flat[k] for k in list(flat)[1:]}}
+    assert load(None, values=flat).settings == load(None, values=tables).settings
+    with pytest.raises(miles_async.SettingsError) as caught:
+        load(None, values={**flat, "lr": "fast", "lrr": 1, "rollout": {"num_rollot": 4}})
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["lr", "settings:", "settings:"]
