@@ -366,7 +366,9 @@ async def test_no_look_at_a_recorded_healthy_run_finds_a_fault(redis_url, run_na
 
 
 def test_events_that_the_pages_name_are_told_somewhere():
-    sources = "".join(file.read_text() for folder in ("actors", "miles_async") for file in (DOCS.parents[1] / folder).rglob("*.py"))
+    sources = "".join(
+        file.read_text() for folder in ("actors", "miles_async") for file in (DOCS.parents[1] / folder).rglob("*.py")
+    )
     pages = "".join((DOCS.parent / name).read_text() for name in ("troubleshooting.md", "from-miles.md"))
     named = {kind.partition("/")[0] for kind in re.findall(r"events? `([^`]+)`", pages)}
     assert named and [kind for kind in sorted(named) if not re.search(rf'f?"{kind}["/]', sources)] == []
