@@ -3,10 +3,9 @@
 
     python scripts/bench_lend.py --load R=2T R=4T --steps 8 --out FILE.json
 
-Real rooms, real Redis, a trainer that sleeps for its step and the stand-in engines of bench_schedule.py: one that is always
-there, and with lending one more while the trainer waits. R are the seconds of a batch on the first one, T those of a step. Giving
-memory back and taking it again costs the engine 0.2 s each. Without anything lost the run with lending takes (R + T) / 2 a step
-instead of R.
+Real rooms, real Redis, a trainer that sleeps for its step and the stand-in engines of bench_schedule.py: one that is always there,
+and with lending one more while the trainer waits. R are the seconds of a batch on the first one, T those of a step. Giving memory
+back and taking it again costs the engine 0.2 s each. If that cost nothing, a step would take (R + T) / 2 instead of R.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from bus.messages.policy import SamplesTrained, SampleTrained
 A_MESSAGE = 50  # samples: some 10 kB
 
 
-def trained_samples(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int) -> Iterator[SamplesTrained]:
+def trained_samples(
+    batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int
+) -> Iterator[SamplesTrained]:
     """Messages about all samples of a batch, in training order. `step`: the number of the step just done."""
     found: list[SampleTrained] = []
     position = 0
@@ -37,4 +39,6 @@ def trained_samples(batch: Sequence[tuple[Part, GroupKept]], result: StepResult,
                     share=round(sum(shares), 6) if shares else -1.0,
                 )
             )
-    return (SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE))
+    return (
+        SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE)
+    )

@@ -197,7 +197,9 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 data = {"step": record["step"], "version": record["version"], "lost": lost}
                 found.append(Moment(wall, "lost step" if lost else "trained", text, data))
                 if saved is not None and not lost:
-                    found.append(Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final"))
+                    found.append(
+                        Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final")
+                    )
             case "trained" if sample_id in (record["sample"], group_of(record["sample"])):
                 found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
@@ -205,7 +207,9 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                 text = f"group dropped: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "sample" if record["sample"] == sample_id:
-                text = f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"
+                text = (
+                    f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"
+                )
                 found.append(Moment(wall, "text", text, {"prompt": record["prompt"], "response": record["response"]}))
             case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
                 who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
@@ -219,7 +223,9 @@ def _life(record: Record, *, name: str) -> list[Moment]:
     who = f"{name} " if name else ""
     found = [Moment(m.wall, m.what, who + _told(m)) for m in msgspec.convert(record["marks"], list[Mark])]
     ended = found[-1].wall if found else 0.0
-    spans = ", ".join(f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"])
+    spans = ", ".join(
+        f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"]
+    )
     n_turns, score_s = record.get("turns", 1), record.get("score_s", 0.0)
     turns = f" in {n_turns} turns" if n_turns > 1 else ""
     text = f"{who}made{turns}: {spans}; {record['finish']} after {record['generate_s']:.3g} s on engines"

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from bus import Bus, Commit
-from bus.messages.control import Event
+from bus.messages.control import UNLENT, Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
+from miles_async.cli.status import as_text
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
@@ -226,6 +227,21 @@ async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
         found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
     assert [f.about for f in found] == ["generation-0"]
     assert "generation-0 has waited 5:00 for the engine to boot" in found[0].text
+
+
+async def test_a_worker_that_waits_for_a_gpu_to_be_lent_is_well_and_the_status_says_what_was_lent(redis_url, run_name):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        ago = bus.clock.wall() - 300
+        await story.alive(vitals("lent-0", "generation", version=0, state="waiting", waits_for=UNLENT, waits_since=ago))
+        counters = {"lend/times": 3.0, "lend/s": 65.0, "lend/tokens": 1234.0, "lend/waited_s": 0.25}
+        await story.alive(vitals("trainer", version=2, counters=counters))
+        scene = await read_scene(bus)
+    assert not [f for f in diagnose(scene) if f.about == "lent-0"]
+    assert dict(explain(scene))["lent-0"].endswith(f"for {UNLENT}: it needs them, or no wait of its is long enough")
+    said = "the trainer's GPUs: lent 3 times, 1:05 in all, 1234 tokens were made on them, the trainer waited 0.2 s for them"
+    assert said in as_text(scene.snapshot)
 
 
 async def test_dead_letters_are_told(redis_url, run_name):

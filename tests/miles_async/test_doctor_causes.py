@@ -108,6 +108,11 @@ async def slow(story: Story) -> None:
         await story.alive(vitals(name, "generation", version=2, in_flight=20, counters=counters))
 
 
+async def hang_in_a_load(story: Story) -> None:
+    wait = {"waits_for": "activation of version 1", "waits_since": time.time() - 45}
+    await story.alive(vitals("generation-0", "generation", version=0, **wait))
+
+
 async def crashes(story: Story) -> None:
     for _ in range(3):
         await story.say(EVENTS, event("generation-1", "engine stalled", "exit code -11: Segmentation fault"))
@@ -217,6 +222,7 @@ TRENDS: list[tuple[str, str, dict[str, Callable[[int], float]]]] = [
 PLANTS: list[tuple[Plant | None, str, str, dict[str, Any]]] = [
     (again_and_again, "crash loop", r"reward-0 has ended 3 times .*no such rule.*logs/reward-0.log", {}),
     (hang, "engine silent", "generation-0 has given no token for 41 s to any of its 12 requests", {}),
+    (hang_in_a_load, "stale worker", "activation of version 1, for 4. s: its engine hangs, or loads slowly", {}),
     (slow, "slow engine", "engine of generation-1 gives 95 tokens/s, its peers 950", {}),
     (crashes, "engine failing", "generation-1 failed 3 times .* engine stalled: exit code -11", {}),
     (all_refuse, "weights refused", "no worker could load version 2: weights do not match", {}),
@@ -360,7 +366,9 @@ async def test_no_look_at_a_recorded_healthy_run_finds_a_fault(redis_url, run_na
 
 
 def test_events_that_the_pages_name_are_told_somewhere():
-    sources = "".join(file.read_text() for folder in ("actors", "miles_async") for file in (DOCS.parents[1] / folder).rglob("*.py"))
+    sources = "".join(
+        file.read_text() for folder in ("actors", "miles_async") for file in (DOCS.parents[1] / folder).rglob("*.py")
+    )
     pages = "".join((DOCS.parent / name).read_text() for name in ("troubleshooting.md", "from-miles.md"))
     named = {kind.partition("/")[0] for kind in re.findall(r"events? `([^`]+)`", pages)}
     assert named and [kind for kind in sorted(named) if not re.search(rf'f?"{kind}["/]', sources)] == []

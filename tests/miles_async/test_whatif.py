@@ -184,7 +184,7 @@ def record(steps=30, *, lives=True, wall_s=STEP_S, **metrics):
         lines.append(
             {"kind": "activated", "wall": served, "entry": f"events@{round(1e3 * served)}-0", "version": step + 1}
         )
-        lines[-1] |= {"actor": "w0", "pause_s": 0.03, "step": step}
+        lines[-1] |= {"actor": "w0", "pause_s": 0.03, "total_s": 0.04, "step": step}
     return lines
 
 

@@ -36,14 +36,15 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
             continue
         if vitals.waits_for == UNLENT:
             continue  # it takes a version when it has a GPU
-        behind_s = policy.behind_s(vitals.version)
+        loads_s = actor.waited_s if vitals.waits_for.startswith("activation") else 0.0
+        behind_s = max(policy.behind_s(vitals.version), loads_s)  # of many versions the snapshot knows the newest only
         if behind_s < BRIEF_S and vitals.version >= 0:
             continue
         has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
         doing = f"; it waits for {vitals.waits_for}" if vitals.waits_for else ""
         doing += f" ({vitals.note})" if vitals.note else ""
-        if behind_s > STALE_S and vitals.waits_for.startswith("activation") and not vitals.note:
-            doing += f", for {duration(actor.waited_s)}: its engine hangs, or loads slowly"
+        if loads_s > STALE_S and not vitals.note:
+            doing += f", for {duration(loads_s)}: its engine hangs, or loads slowly"
         text = f"{vitals.actor} {has}, newer ones have been announced for {duration(behind_s)} (now {policy.announced}){doing}"
         yield Finding("warning" if behind_s > STALE_S else "info", "stale worker", vitals.actor, text, behind_s)
 

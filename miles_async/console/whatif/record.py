@@ -342,6 +342,3 @@ def _drops(records: Sequence[Record], steps: Sequence[Step], whole: int) -> tupl
             if "tokens" in r:  # what the trainer gives up is told without
                 tokens[r["reason"]] += r["tokens"]
     return dropped, {reason: max(1.0, total / dropped[reason]) for reason, total in tokens.items()}
-
-
-__all__ = ("ASKED", "Measured", "Recorded", "knobs_of", "recorded")
