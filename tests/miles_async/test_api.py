@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import threading
@@ -17,10 +18,13 @@ import miles_async
 from bus.errors import BusRefused, BusUnreachable
 from miles_async import api
 from miles_async.settings.load import load
+from tests.crash.conftest import warm
+from tests.crash.house import WARM
 from tests.crash.toy import make_toy
 from tests.floors.tree import ROOT
 from tests.tls import tls_before
 
+__all__ = ("warm",)  # a fixture: processes that have loaded what a run loads
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
 SMALL = {
     "rollout_batch_size": 2,
@@ -34,10 +38,13 @@ SMALL = {
 
 
 async def test_the_documentations_code_runs_in_a_running_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], warm: Path | None
 ) -> None:
     """The last block resumes the run to its end, which is nearer here."""
     monkeypatch.chdir(tmp_path)
+    if warm is not None:
+        monkeypatch.setenv("MILES_ASYNC_TEST_WARM", str(warm))
+        monkeypatch.setenv("PYTHONPATH", f"{WARM}{os.pathsep}{ROOT}")
     rows = (ROOT / "configs" / "data" / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:4]))
     held_out = {"eval_prompt_data": ["held_out", "few.jsonl"]}

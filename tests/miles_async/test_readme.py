@@ -30,6 +30,7 @@ ELSEWHERE = {
     "attach": "tests/crash/test_detach.py watches a run to its end",
     "top": "tests/miles_async/test_top.py runs one as a process on a terminal of its own",
     "console": "tests/miles_async/test_web_console.py starts one as a process",
+    "shadow": "tests/miles_async/test_cli_shadow.py runs it beside a run and on what one left",
     "whatif": "tests/miles_async/test_whatif.py asks it of a record",
     "stop": "tests/crash/test_detach.py stops runs with and without a launcher",
 }
