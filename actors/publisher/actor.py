@@ -118,8 +118,9 @@ class Publisher:
         bus, now = self._context.bus, self._context.clock.monotonic()
         self._restarts = bus.link.server_restarts
         self._forget()
+        await tail.open()
         newest_event = await bus.last(EVENTS)
-        tail.positions = {POLICY.name: "0", EVENTS.name: newest_event[0].id if newest_event else "0"}
+        tail.positions[EVENTS.name] = newest_event[0].id if newest_event else "0"
         silences = await bus.silences()
         for name, vitals in (await bus.vitals()).items():
             self._members.fold(vitals, now - silences.get(name, 0.0))

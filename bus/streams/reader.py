@@ -271,7 +271,9 @@ class Tail:
         self.positions: dict[str, str] = {}
 
     async def open(self) -> None:
-        """Resolve "$" to the present end, so that nothing written from now on is missed."""
+        """Resolve "$" to the present end, so that nothing written from now on is missed. Opened again it begins anew."""
+        self._restarts_seen = self._bus.link.server_restarts
+        self._given.clear()
         for stream in self._streams:
             if self._start != "$":
                 self.positions[stream.name] = self._opened[stream.name] = self._start

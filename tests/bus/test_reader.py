@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from bus import Bus, BusConfig, Commit, Stream, Tail
+from bus import Bus, BusConfig, Commit, Out, Stream, Tail
+from bus.messages.control import Event
+from bus.server import EmbeddedRedis
 from bus.topology import ACTIVE, EVENTS
 from tests.bus.suite.conformance import age, publish, reader_of
+from tests.bus.suite.faults import restart, written
 
 
 @pytest_asyncio.fixture
@@ -27,6 +30,28 @@ async def test_a_restarted_reader_reads_all_of_its_own_before_anything_new(bus: 
     assert pages == [held[:2], held[2:4], held[4:]] and not reader.recovered
     assert len(await reader.read(9, 0)) == 2 and reader.recovered
     await reader.close()
+
+
+async def test_a_log_that_is_opened_again_after_a_restart_of_the_server_is_read_from_its_beginning(
+    private_redis: EmbeddedRedis, run_name: str
+) -> None:
+    """Whoever forgets all and begins anew must hear all: a sampler that does not hear of trained steps gives no credits."""
+    async with Bus(BusConfig(url=private_redis.url, run=run_name, deadline_s=15)) as bus:
+        await bus.append([Out(EVENTS, Event(actor="a", kind=f"{n}", text="", wall=0.0)) for n in range(3)])
+        tail = Tail(bus, [EVENTS])
+        await tail.open()
+        ids = [entry.id for entry in await tail.read(1)]
+        await written(bus)
+        await restart(private_redis)
+        await bus.length(EVENTS)
+        assert bus.link.server_restarts == 1 and await tail.read(0) == [], "who goes on hears nothing twice"
+        await tail.open()
+        assert [entry.id for entry in await tail.read(1)] == ids and len(ids) == 3
+        await restart(private_redis)
+        await bus.length(EVENTS)
+        await tail.open()
+        assert [entry.id for entry in await tail.read(1)] == ids, "before it looked again"
+        await tail.close()
 
 
 async def test_a_second_look_at_its_own_leaves_out_what_it_holds(bus: Bus) -> None:
