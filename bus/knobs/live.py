@@ -306,10 +306,16 @@ class LiveKnobs:
             self._before = (*key, current)
         return self._before[2]
 
-    async def reach(self, epoch: int) -> None:
-        """Wait until an epoch was heard of; woken by `follow`."""
-        while self._current is None or self._current.epoch < epoch:
-            await self._heard.wait()
+    async def reach(self, epoch: int, *, deadline_s: float = 30.0) -> None:
+        """Wait until an epoch was heard of; woken by `follow`. InvariantBroken at the deadline: a failover may have lost it."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._current is None or self._current.epoch < epoch:
+                    await self._heard.wait()
+        except TimeoutError:
+            raise InvariantBroken(
+                f"knob epoch {epoch} was said and not heard for {deadline_s:g} s: the bus lost it. Whoever waits starts again."
+            ) from None
 
     def history(self) -> list[KnobPatch]:
         """All patches seen, the initial values first."""

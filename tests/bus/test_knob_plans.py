@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from bus import Bus, BusConfig
-from bus.errors import KnobRejected
+from bus.errors import InvariantBroken, KnobRejected
 from bus.knobs import propose, values_at
 from bus.knobs.live import LiveKnobs, fold, pending, publish_initial, read_history
 from bus.knobs.plans import cancel, carry_out, plan
@@ -146,3 +146,15 @@ def test_each_step_has_the_values_of_the_newest_patch_or_plan_that_was_due(found
                 live = (due.planned or {})["clip_grad"]
         assert pending(history) == sorted(table, key=lambda p: (p.from_step, p.epoch))
         assert values_at(history, history[-1].epoch).clip_grad == live
+
+
+async def test_an_epoch_that_a_failover_lost_is_not_waited_for_without_end(bus: Bus) -> None:
+    knobs, over = LiveKnobs(bus), asyncio.Event()
+    await knobs.open()
+    following = asyncio.create_task(knobs.follow(over))
+    made = await propose(bus, {"lr": 0.5}, author="me")
+    await knobs.reach(made.epoch)
+    with pytest.raises(InvariantBroken, match="knob epoch 2 was said and not heard"):
+        await knobs.reach(made.epoch + 1, deadline_s=0.05)
+    over.set()
+    await following
