@@ -34,32 +34,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _attach(ref: RunRef, mode: str) -> None:
-    from actors.recorder.feed import Feed
-    from actors.recorder.file import read_records
-    from bus.identity import read_identity
-    from miles_async.console.attach import attached
+    from miles_async.console.attach import attached, open_here
     from miles_async.console.live import run_console
 
     async with attached(ref) as bus:
-        known = await read_identity(bus)
-        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
-        feed = Feed(bus, await asyncio.to_thread(read_records, folder))
+        here, feed = await open_here(bus, ref)
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_until_over(bus, stop))
-                total = total_steps(folder)
+                total = total_steps(here)
                 tasks.create_task(run_console(bus, feed, mode=mode, total_steps=total, stop=stop))  # type: ignore[arg-type]
         finally:
             await feed.close()
     print(f"run {bus.config.run} has ended" + ("" if feed.history.finished else " before its last step"))
 
 
-def total_steps(folder: Path) -> int:
+def total_steps(folder: Path | None) -> int:
     """Steps that a run's settings ask for; 0 = unknown."""
     from miles_async.console.report_data import read_settings
 
-    return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0))
+    return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0)) if folder is not None else 0
 
 
 async def _until_over(bus: "Bus", stop: asyncio.Event) -> None:

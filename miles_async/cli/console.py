@@ -7,7 +7,6 @@ Ctrl-C ends the console, not the run.
 import argparse
 import asyncio
 import signal
-from pathlib import Path
 
 from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.runs import RunRef
@@ -29,11 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _console(ref: RunRef, port: int, read_only: bool) -> None:
-    from actors.recorder.feed import Feed
-    from actors.recorder.file import read_records
-    from bus.identity import read_identity
     from miles_async.cli.attach import total_steps
-    from miles_async.console.attach import attached
+    from miles_async.console.attach import attached, open_here
     from miles_async.console.live import run_console
     from miles_async.console.web.app import serve
 
@@ -41,16 +37,13 @@ async def _console(ref: RunRef, port: int, read_only: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with attached(ref, look=True) as bus:
-        known = await read_identity(bus)
-        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
+        here, feed = await open_here(bus, ref)
         kept = bus.config.url != ref.bus_url
         why = "this console is read-only" if read_only else ""
-        feed = Feed(bus, await asyncio.to_thread(read_records, folder))
-        total = total_steps(folder)
+        total = total_steps(here)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
-                here = folder if folder.is_dir() else None
                 await serve(
                     bus, feed, here, total_steps=total, port=port, read_only=why, kept=kept, stop=stop, say=_say
                 )

@@ -55,11 +55,8 @@ def _ended(folder: Path | None) -> bool:
 
 async def _top(ref: RunRef, read_only: bool) -> bool:
     """Whether to attach again: the run has ended meanwhile."""
-    from actors.recorder.feed import Feed
-    from actors.recorder.file import read_records
-    from bus.identity import read_identity
     from miles_async.cli.attach import total_steps
-    from miles_async.console.attach import attached
+    from miles_async.console.attach import attached, open_here
     from miles_async.console.live import run_console
     from miles_async.console.top.app import AGAIN, Terminal, Top
     from miles_async.console.verbs import Verbs
@@ -67,13 +64,10 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
 
     stop = asyncio.Event()
     async with attached(ref, look=True) as bus:
-        known = await read_identity(bus)
-        folder = ref.run_dir or Path(known.run_dir if known is not None else "")
-        here = folder if folder.is_dir() and folder != Path() else None
+        here, feed = await open_here(bus, ref)
         kept = bus.config.url != ref.bus_url
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
-        feed = Feed(bus, await asyncio.to_thread(read_records, here) if here else ())
-        total = total_steps(here) if here else 0
+        total = total_steps(here)
         hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
         app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
         for number in (signal.SIGTERM, signal.SIGHUP):

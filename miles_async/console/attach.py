@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from actors.recorder.feed import Feed
+from actors.recorder.file import read_records
 from bus import Bus, BusConfig
 from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
@@ -154,3 +156,11 @@ def _why(error: BaseException) -> str:
             return (os.strerror(number) if number > 0 else cause.strerror).lower()  # asyncio's own text is no cause
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
+
+
+async def open_here(bus: Bus, ref: RunRef) -> tuple[Path | None, Feed]:
+    """The run's folder where this host has it, and a feed that goes on after what is on record there."""
+    known = await read_identity(bus)
+    folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
+    here = folder if folder is not None and folder.is_dir() else None
+    return here, Feed(bus, await asyncio.to_thread(read_records, here) if here is not None else ())
