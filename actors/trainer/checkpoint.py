@@ -56,17 +56,17 @@ class Consumed(msgspec.Struct, frozen=True):
         for reason, (samples, tokens) in other.aged.items():
             before = aged.get(reason, (0, 0))
             aged[reason] = (before[0] + samples, before[1] + tokens)
-        return Consumed(
-            self.group_id,
-            self.samples + other.samples,
-            self.masked_samples + other.masked_samples,
-            self.tokens + other.tokens,
-            self.masked_tokens + other.masked_tokens,
-            self.versions + other.versions,
-            self.members + other.members,
-            aged,
-            self.rewards + other.rewards,
-        )
+        added = ("samples", "masked_samples", "tokens", "masked_tokens", "versions", "members", "rewards")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in added}
+        return msgspec.structs.replace(self, aged=aged, **sums)
+
+
+def merged(known: dict[str, Consumed], more: Iterable[Consumed]) -> dict[str, Consumed]:
+    """`known`, by key, with more taken in."""
+    for item in more:
+        before = known.get(item.group_id)
+        known[item.group_id] = item if before is None else before.with_more(item)
+    return known
 
 
 class BusState(msgspec.Struct, frozen=True, kw_only=True):

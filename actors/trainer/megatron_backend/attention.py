@@ -10,13 +10,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from actors.trainer.megatron_backend.packing import PackedSamples
+from actors.trainer.megatron_backend.packing import PackedSamples, zigzag
 from actors.trainer.torch_backend.attention import attend
 
 
@@ -42,18 +41,3 @@ class Attention(DotProductAttention):
         order, mine = zigzag(packed_seq_params.cu_seqlens_q, cp.size(), cp.rank())
         q, k, v = (gather_from_sequence_parallel_region(x, group=cp)[order] for x in (query, key, value))
         return attend(q, k, v, layout, self.softmax_scale)[mine]
-
-
-def zigzag(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(place of each token of the whole stream in the ranks' concatenated streams, int64 [T]; those of `rank`'s tokens in the whole
-    stream, int64 [T / size])."""
-    ends = cu_seqlens.to(torch.int64)
-    starts, lengths = ends[:-1], ends.diff()
-    of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ends.device), lengths)
-    position, piece = torch.arange(of.numel(), device=ends.device) - starts[of], lengths[of] // (2 * size)
-    number = position // piece
-    owner = torch.minimum(number, 2 * size - 1 - number)
-    place = starts[of] // size + position % piece + torch.where(number < size, 0, piece)
-    order = owner * (of.numel() // size) + place
-    mine = torch.nonzero(owner == rank).squeeze(1)
-    return order, mine[place[mine].argsort()]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.objective.kl import masked_kl
-from actors.trainer.objective.scan import reverse_scan
-from actors.trainer.objective.segments import keep, segment_sum
+from actors.trainer.objective.segments import keep, reverse_scan, segment_sum
 from actors.trainer.objective_config import ObjectiveConfig
 from actors.trainer.objective_estimators import ESTIMATORS
 
