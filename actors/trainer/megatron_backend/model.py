@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as layers_module
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -104,6 +105,10 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         raise Refused("; ".join(said))
     device = host.prepare()
     config = transformer_config(arch, layout, dtype=dtype, **given)
+    if config.gradient_accumulation_fusion and has_transformer_engine():
+        # Transformer Engine's layers add up by themselves. megatron-core's own would need APEX, and one is left: the output layer,
+        # whose product is made by the vocabulary head.
+        layers_module._grad_accum_fusion_available = True
     layers = layers_of(spec, post_norms=arch.post_norms, wide_norms=arch.wide_norms)
     vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
     chunks = []
@@ -150,6 +155,8 @@ def _mark(model: nn.Module) -> None:
     """Say of each weight where it is cut. Megatron's own layers do when they draw first values, which are not wanted here; gradient
     norms and exports go by it."""
     for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = False
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):

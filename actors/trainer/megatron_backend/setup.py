@@ -33,7 +33,7 @@ from actors.trainer.training.routes import mode_of
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
 ENGINE_FIELDS = ("use_precision_aware_optimizer", "tp_comm_overlap", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
-                 "fine_grained_activation_offloading")  # fmt: skip
+                 "fine_grained_activation_offloading", "gradient_accumulation_fusion", "moe_permute_fusion")  # fmt: skip
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
