@@ -20,10 +20,11 @@ async def sweep_orphans(bus: Bus, *, older_s: float | None = None) -> int:
     if not old:
         return 0
     # Letters twice: an entry may become one, and one an entry again, while the streams are read.
-    named = {item.blob for item in await read_letters(bus)}
+    named = {ref for item in await read_letters(bus) for ref in item.kept}
     for stream in STREAMS:
-        named |= {head.fields.get(name, "") for head in await all_heads(bus, stream) for name in ("blob", "plan")}
-    named |= {item.blob for item in await read_letters(bus)}
+        for head in await all_heads(bus, stream):
+            named.update(ref for name in ("blob", "plan", "asides") for ref in head.fields.get(name, "").split())
+    named |= {ref for item in await read_letters(bus) for ref in item.kept}
     orphans = [old[blob] for blob in old.keys() - {_id(ref) for ref in named if ref}]
     await bus.blobs.delete(orphans)
     return len(orphans)

@@ -36,6 +36,7 @@ from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
+from bus.asides import put_aside
 from bus.errors import Transient
 from bus.inspect import wall_of
 from bus.messages.control import BOOTING
@@ -299,6 +300,7 @@ class Worker:
             running=context.in_flight,
             episode=outcome.episode,
         )
+        out = await put_aside(context.bus, out)
         await self._commit(entry, out, running, thrown={"discarded": outcome.discarded, "restarted": running.thrown})
 
     async def _give(self, entry: Entry, task: SampleTask) -> None:

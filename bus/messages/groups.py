@@ -42,6 +42,7 @@ class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
             tokens=sum(s.n for s in spans),
             knob=self.knob_epoch,
             note=f"samples={len(self.samples)}",
+            asides=" ".join(filter(None, (scored.rollout.header().asides for scored in self.samples))),
         )
 
 

@@ -62,6 +62,7 @@ class Routed(msgspec.Struct, frozen=True):
     data: Packed
     n: int
     wide: bool = False
+    ref: str | msgspec.UnsetType = msgspec.UNSET  # the blob that `data` lies in, which is empty here (bus/asides.py)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +158,11 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
         return self.strands[-1].prompt_tokens
 
     @property
+    def routed(self) -> tuple[Routed, ...]:
+        """Experts of its trajectories, of those where they are known."""
+        return tuple(s.response.experts for s in self.strands if s.response.experts is not msgspec.UNSET)
+
+    @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens of all its trajectories."""
         if self.episode is msgspec.UNSET:
@@ -176,6 +182,7 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             version=made[-1].version if made else -1,
             tokens=self.n_made,
             knob=self.task.knob_epoch,
+            asides=" ".join(one.ref for one in self.routed if one.ref),
         )
 
 
