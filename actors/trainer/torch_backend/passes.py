@@ -33,6 +33,7 @@ class Passes(CoreBase):
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    compiles: bool  # layers run as torch compiled them
     replay: Replay | None
     """of the policy's routers, where they are told; None: they choose"""
 
@@ -43,6 +44,10 @@ class Passes(CoreBase):
     @property
     def n_ranks(self) -> int:
         return self.ranks.size
+
+    @property
+    def equal_passes(self) -> bool:
+        return not self.compiles
 
     @property
     def average_over(self) -> float:
