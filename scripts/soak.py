@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import shutil
 import signal
-import statistics
 import sys
 import time
 import tomllib
-from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
+import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -38,12 +36,12 @@ from actors.sampler.actor import Position  # noqa: E402
 from bus import Bus, BusConfig, Tail, dead, ledger  # noqa: E402
 from bus.errors import MilesAsyncError  # noqa: E402
 from bus.knobs.live import read_history, values_at  # noqa: E402
-from bus.messages.policy import GroupsGivenUp, Restored, StepDone  # noqa: E402
+from bus.messages.policy import GroupsGivenUp  # noqa: E402
 from bus.streams.hop import id_key  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
 from miles_async.console.trace import trace  # noqa: E402
 from miles_async.launcher.prepare import shared_memory  # noqa: E402
-from scripts import growth  # noqa: E402
+from scripts import growth, soak_figures  # noqa: E402
 from scripts.soak_home import Home, commit_of  # noqa: E402
 from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
@@ -98,7 +96,7 @@ class Soak:
             self.fault(f"no step for {STANDS_S:.0f} s, since step {steps} of all pieces")
             self._moved = steps, time.monotonic()
         run = self.mischief.run
-        used = await growth.measure(bus, run.processes(), run.dir, shared_memory(run.dir).parent)
+        used = await growth.measure(bus, [*launchers(run), *run.processes()], run.dir, shared_memory(run.dir).parent)
         self.home.put("measured", wall=time.time(), done=self.home.done, **used)
 
     def fault(self, text: str) -> None:
@@ -154,7 +152,7 @@ class Soak:
         trained = [s for step in sorted(steps) if steps[step].wall >= since for s in steps[step].samples]
         traced = await self._trace_some(bus, trained, [v.group for v in verdicts if not v.kept and v.wall >= since])
         self.home.put("traced", samples=traced)
-        return self._figures(found, [m for m in policy if isinstance(m, StepDone)], steps, issued, policy)
+        return soak_figures.figures(self.home, found, policy, steps, issued)
 
     async def _trace_some(self, bus: Bus, trained: Sequence[str], dropped: Sequence[str]) -> int:
         """Each of TRACED trained samples and dropped groups, drawn at random, has its whole life on record; how many were asked."""
@@ -166,62 +164,6 @@ class Soak:
                 if gaps := wanted - {moment.what for moment in found.moments}:
                     self.fault(f"the life of {name} is told without {', '.join(sorted(gaps))}: {found.state}")
         return sum(map(len, asked))
-
-    def _disturbances(self, all_steps: Sequence[StepDone]) -> dict[str, dict[str, Any]]:
-        """By kind, of all pieces. Seconds between two steps of a piece above the median are given to the last disturbance before
-        the later one."""
-        lines = sorted(self.home.lines("disturbed"), key=lambda line: line["at"])
-        ats, idle = [line["at"] for line in lines], [0.0] * len(lines)
-        begun = [line["wall"] for line in self.home.lines("began")]
-        walls = sorted(m.wall for m in all_steps)
-        gaps = [(a, b) for a, b in itertools.pairwise(walls) if bisect(begun, a) == bisect(begun, b)]
-        usual = statistics.median(b - a for a, b in gaps) if gaps else 0.0
-        for a, b in gaps:
-            if b - a > usual and (before := bisect(ats, b)):
-                idle[before - 1] += b - a - usual
-        found: dict[str, dict[str, Any]] = {}
-        for line, seconds in zip(lines, idle, strict=True):
-            row = found.setdefault(
-                line["what"], {"times": 0, "samples_redone": 0, "tokens_regenerated_at_most": 0, "idle_s": 0.0}
-            )
-            row["times"] += 1
-            row["samples_redone"] += line["samples"]
-            row["tokens_regenerated_at_most"] += line["tokens"]
-            row["idle_s"] += seconds
-        for row in found.values():
-            row["trainer_idle_s_each"] = round(row.pop("idle_s") / row["times"], 2)
-        return dict(sorted(found.items()))
-
-    def _figures(
-        self,
-        found: ledger.LedgerCheck,
-        all_steps: Sequence[StepDone],
-        steps: dict[int, StepDone],
-        issued: int,
-        policy: Sequence[Any],
-    ) -> dict[str, Any]:
-        by_kind = self._disturbances(all_steps)
-        pieces = self.home.lines("began", "ended")
-        return {
-            "pieces": pieces,
-            "minutes": round(sum(p["minutes"] for p in pieces if p["kind"] == "ended"), 1),
-            "steps": len(steps),
-            "steps_trained_again": len(all_steps) - len(steps),
-            "samples_trained_again": sum(len(m.samples) for m in all_steps)
-            - sum(len(m.samples) for m in steps.values()),
-            "restores": sum(isinstance(m, Restored) for m in policy),
-            "disturbances": sum(row["times"] for row in by_kind.values()),
-            "kills_survived": sum(row["times"] for kind, row in by_kind.items() if kind.startswith("kill")),
-            "by_kind": by_kind,
-            "ledger_checks": len(self.home.lines("checked")),
-            "lives_asked": sum(line["samples"] for line in self.home.lines("traced")),
-            "groups_issued": issued,
-            "ledger": found.text(),
-            "accounts": msgspec.to_builtins(found.accounts),
-            "letters": [line["text"] for line in self.home.lines("letter")],
-            "growth": [row._asdict() for row in growth.slopes(self.home.lines("measured"))],
-            "faults": [f"piece {line['piece']}: {line['text']}" for line in self.home.lines("fault")],
-        }
 
 
 def tables_of(config: Path) -> Tables:
@@ -266,11 +208,14 @@ async def soak(state: Soak, *, minutes: float, pause_s: float) -> dict[str, Any]
     """One piece: disturb until the time is up, then drain and judge."""
     home, run, mischief = state.home, state.mischief.run, state.mischief
     home.put("began", wall=time.time(), commit=commit_of(REPO), seed=state.seed)
-    if run.processes():
-        mischief.done.append(Disturbance("kill all", "what a killed piece left", time.time()))
+    if left := [*launchers(run), *run.processes()]:
+        mischief.done.append(Disturbance("kill all", f"{len(left)} processes that a killed piece left", time.time()))
+        for process in launchers(run):
+            process.kill()
+            process.wait(10)
         run.kill_all()
     run.start()
-    await asyncio.to_thread(until, "a step", lambda: steps_after(run, home.last[POLICY.name]) > 0, seconds=300)
+    await asyncio.to_thread(until, "a step", lambda: steps_after(run, home.last[POLICY.name]) > 0, seconds=900)
     config, began, wall = config_of(run), time.monotonic(), time.time()
     async with Bus(config) as bus:
         stop = asyncio.Event()
@@ -320,6 +265,12 @@ def config_of(run: Run) -> BusConfig:
     return BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"))
 
 
+def launchers(run: Run) -> list[psutil.Process]:
+    """Living launchers of the run, whoever started them."""
+    mine = str(run.home / "run.toml")
+    return [p for p in psutil.process_iter(["cmdline"]) if mine in (p.info["cmdline"] or [])]
+
+
 def steps_after(run: Run, entry_id: str) -> int:
     """Steps on the policy log behind an entry; 0 while its server is down."""
 
@@ -333,27 +284,6 @@ def steps_after(run: Run, entry_id: str) -> int:
         return int(run.ask(count))
     except (MilesAsyncError, OSError):
         return 0
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The result as lines of Markdown."""
-    lines = [
-        "| what | times | samples re-done | tokens re-generated, at most | trainer idle caused, s each |",
-        "|---|---|---|---|---|",
-    ]
-    for kind, row in figures["by_kind"].items():
-        lines.append(
-            f"| {kind} | {row['times']} | {row['samples_redone']} | {row['tokens_regenerated_at_most']} "
-            f"| {row['trainer_idle_s_each']} |"
-        )
-    lines.append("")
-    lines.append(
-        f"{figures['kills_survived']} kills survived in {figures['minutes']:g} min; {figures['steps']} steps, "
-        f"{figures['steps_trained_again']} trained again ({figures['samples_trained_again']} samples); "
-        f"{figures['disturbances']} disturbances; {figures['ledger_checks']} ledger checks, {figures['lives_asked']} lives asked. "
-        f"{figures['ledger']}"
-    )
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -386,7 +316,7 @@ def main() -> int:
             run.clean()
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
-    print(table(figures), growth.table(growth.Slope(**row) for row in figures["growth"]), sep="\n\n")
+    print(soak_figures.table(figures), growth.table(growth.Slope(**row) for row in figures["growth"]), sep="\n\n")
     for fault in figures["faults"]:
         print(f"VIOLATED {fault}")
     return 1 if figures["faults"] else 0
