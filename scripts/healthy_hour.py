@@ -28,6 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import msgspec  # noqa: E402
+import psutil  # noqa: E402
 
 from actors.runtime.child import Child, free_port  # noqa: E402
 from bus import Bus, BusConfig  # noqa: E402
@@ -111,7 +112,7 @@ def tables(home: Path, port: int) -> dict[str, dict[str, Any]]:
         "model": {"hf_checkpoint": str(toy / "model")},
         "rollout": {
             "prompt_data": str(toy / "prompts.jsonl"), "input_key": "prompt", "num_rollout": 1_000_000,
-            "rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_response_len": 4096,
+            "rollout_batch_size": 16, "n_samples_per_prompt": 8, "rollout_max_response_len": 200,
             "rm_type": "deterministic_random", "dynamic_sampling_filter_path": "none", "max_weight_staleness": 2,
         },
         "grpo": {"use_tis": True},
@@ -135,6 +136,7 @@ async def hour(home: Path, minutes: float) -> dict[str, Any]:
     run, watch, naps, used, began = Run(home, tables(home, port)), Watch(), Naps(), list[dict[str, Any]](), time.time()
     try:
         run.start()
+        assert run.launcher is not None
         await asyncio.to_thread(until, "the first step", lambda: run.step() >= 1, seconds=600)
         reference = msgspec.json.decode((run.dir / "run.json").read_bytes())
         config = BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"))
@@ -145,11 +147,15 @@ async def hour(home: Path, minutes: float) -> dict[str, Any]:
                 await watch.look(bus, run.dir, naps.worst_s())
                 if watch.looks % 6 == 1:
                     step = await asyncio.to_thread(run.step)
-                    use = await growth.measure(bus, run.processes(), run.dir, shared_memory(run.dir).parent)
+                    use = await growth.measure(
+                        bus,
+                        [psutil.Process(run.launcher.pid), *run.processes()],
+                        run.dir,
+                        shared_memory(run.dir).parent,
+                    )
                     used.append({"piece": 1, "wall": time.time(), "done": step, **use})
                     (home / "growth.jsonl").open("ab").write(json.dumps(used[-1]).encode() + b"\n")
         napping.cancel()
-        assert run.launcher is not None
         run.launcher.send_signal(signal.SIGTERM)
         await asyncio.to_thread(run.finish, seconds=300)
     finally:

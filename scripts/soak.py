@@ -266,9 +266,9 @@ def config_of(run: Run) -> BusConfig:
 
 
 def launchers(run: Run) -> list[psutil.Process]:
-    """Living launchers of the run, whoever started them."""
-    mine = str(run.home / "run.toml")
-    return [p for p in psutil.process_iter(["cmdline"]) if mine in (p.info["cmdline"] or [])]
+    """Living launchers of the run and of its guests, whoever started them."""
+    mine = {str(run.home / "run.toml"), str(run.dir.parent)}
+    return [p for p in psutil.process_iter(["cmdline"]) if mine.intersection(p.info["cmdline"] or [])]
 
 
 def steps_after(run: Run, entry_id: str) -> int:
