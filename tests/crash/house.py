@@ -208,7 +208,7 @@ class Run:
 
     @property
     def keeps_its_redis(self) -> bool:
-        return "bus_url" not in self._tables["bus"]
+        return "bus_url" not in self._tables.get("bus", {})
 
     def server(self) -> EmbeddedRedis | NoServer:
         """The run's embedded Redis, adopted or started."""
