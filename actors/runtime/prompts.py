@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.runtime.chat import Chat
-from actors.runtime.rows import BadData, read, sources_of, value_at
+from actors.runtime.rows import BadData, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.sources import rows_function
 from actors.runtime.tools import SHIPPED
-from actors.runtime.vision import BadImage, Shown, Vision, image_key, place
+from actors.runtime.vision import BadImage, Shown, Vision, place
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):

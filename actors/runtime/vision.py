@@ -7,25 +7,27 @@ transformers' PIL processor with the model's own preprocessor_config.json.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-import numpy as np
 
 from actors.runtime.rows import BadData
 from actors.runtime.run import Refused
 from bus.messages.samples import Picture
 
+if TYPE_CHECKING:  # the launcher reads prompts, and loads no numpy
+    import numpy as np
+
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 MARK = "<image>"
 MOST_BYTES, MOST_PIXELS = 20 << 20, 64 << 20
 MOST_PICTURES = 64  # of one prompt
+SHORTEST = 64  # characters of a picture in base64
 PROCESSOR = "preprocessor_config.json"
 
 
@@ -40,19 +42,6 @@ class Shown(msgspec.Struct, frozen=True):
     source: Any
     folder: str
     place: Picture
-
-
-def image_key(multimodal_keys: str | None) -> str:
-    """The column of --multimodal-keys, empty for none. Raises ValueError, in one line, for what is not carried."""
-    try:
-        keys = json.loads(multimodal_keys or "{}")
-    except ValueError:
-        keys = None
-    if not isinstance(keys, dict) or not all(isinstance(value, str) and value for value in keys.values()):
-        raise ValueError("""not a JSON object of columns; write '{"image": "images"}'""")
-    if odd := sorted(keys.keys() - {"image"}):
-        raise ValueError(f"{odd[0]} reaches no engine here, only image does")
-    return str(keys.get("image", ""))
 
 
 def place(messages: Sequence[Mapping[str, Any]], column: Any) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -107,25 +96,30 @@ def _opened(source: Any, folder: str) -> BinaryIO:
         text = source.strip()
         if text.startswith(("http://", "https://")):
             raise BadImage(f"a picture is the address {text[:60]!r}", "Download it: runs read no network.")
-        path = Path(text.removeprefix("file://"))
-        inline = text.startswith("data:") or (len(text) > 200 and "." not in text[:200])
-        if not inline:
-            path = path if path.is_absolute() or not (Path(folder) / path).exists() else Path(folder) / path
-            try:
-                if (size := path.stat().st_size) > MOST_BYTES:
-                    raise BadImage(f"picture {text[:80]!r} has {size:,} bytes, at most {MOST_BYTES:,} are taken")
-                return path.open("rb")
-            except OSError as error:
+        inline = text.startswith("data:")
+        try:
+            if not inline:
+                return _file(text.removeprefix("file://"), folder)
+        except OSError as error:
+            if len(text) < SHORTEST or "." in text:  # no base64 of a picture
                 raise BadImage(f"picture {text[:80]!r} cannot be read: {error.strerror}") from error
         try:
-            source = base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
-        except (binascii.Error, ValueError) as error:
+            source = base64.b64decode(text.partition(",")[2] if inline else text, validate=True)
+        except ValueError as error:
             raise BadImage(f"picture {text[:40]!r} is not base64: {error}") from error
     if not isinstance(source, bytes | bytearray | memoryview):
         raise BadImage(f"a picture is a {type(source).__name__}, not a path, data URL, base64 text or bytes")
     if len(source) > MOST_BYTES:
         raise BadImage(f"a picture has {len(source):,} bytes, at most {MOST_BYTES:,} are taken")
     return io.BytesIO(source)
+
+
+def _file(name: str, folder: str) -> BinaryIO:
+    beside = Path(folder) / name
+    path = beside if beside.exists() else Path(name)
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise BadImage(f"picture {name[:80]!r} has {size:,} bytes, at most {MOST_BYTES:,} are taken")
+    return path.open("rb")
 
 
 class Vision:
@@ -167,6 +161,8 @@ class Vision:
 
     def pixels(self, data: bytes) -> tuple[np.ndarray, tuple[int, int, int]]:
         """(patches float32 [P, patch], grid in patches) of a picture's bytes. Raises BadImage."""
+        import numpy as np
+
         image = _image(io.BytesIO(data))
         try:
             made = self._processor([image.convert("RGB")], return_tensors="np")
@@ -211,6 +207,8 @@ def _image(stream: BinaryIO) -> Any:
 def positions(n: int, pictures: Sequence[Picture], merge: int) -> np.ndarray:
     """Rotary positions of a sequence of `n` tokens, int64 [3, n] (time, height, width): text counts on, a picture's tokens have
     those of its grid (merge x merge patches each), and what follows goes on behind the largest."""
+    import numpy as np
+
     found = np.empty((3, n), dtype=np.int64)
     at = now = 0
     for picture in pictures:

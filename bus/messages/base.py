@@ -26,6 +26,7 @@ class Header(msgspec.Struct, frozen=True):
     knob: int = -1
     note: str = ""
     plan: str = ""  # a blob that the body names, which is kept as long as the entry
+    inputs: str = ""  # more of them, with spaces between
 
     def fields(self) -> list[str | int]:
         """Flat field list [name, value, ...]."""
@@ -44,6 +45,8 @@ class Header(msgspec.Struct, frozen=True):
             flat += ["note", self.note]
         if self.plan:
             flat += ["plan", self.plan]
+        if self.inputs:
+            flat += ["inputs", self.inputs]
         return flat
 
 

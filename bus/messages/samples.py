@@ -69,7 +69,8 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
         return () if self.inputs is msgspec.UNSET else self.inputs
 
     def header(self) -> Header:
-        return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
+        blobs = " ".join(picture.blob for picture in self.pictures)
+        return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch, inputs=blobs)
 
 
 def shown(pictures: Sequence[Picture], prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Picture, ...]:
