@@ -29,11 +29,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def prompt_of(eyes: Eyes, *pictures: bytes) -> list[int]:
     words = {word: i for i, word in enumerate(sights.WORDS)}
-    ids = [words["user"]]
+    ids = [words["user\n"]]
     for picture in pictures:
         t, h, w = eyes.vision.pixels(picture)[1]
-        ids += [words["<|vision_start|>"], *[sights.IMAGE] * (t * h * w // 4), words["<|vision_end|>"], words["and"]]
-    return [*ids, words["which"], words["colour"]]
+        ids += [words["<|vision_start|>"], *[sights.IMAGE] * (t * h * w // 4), words["<|vision_end|>"], words[" and"]]
+    return [*ids, words[" which"], words[" colour"]]
 
 
 def test_requests_with_pictures_are_answered_as_transformers_computes_them(folder: Path) -> None:

@@ -39,10 +39,10 @@ def batch_of(decoder: Decoder, *, extra: int = 0) -> StepBatch:
     samples: list[BatchSample] = []
     shown: list[list[bytes]] = [[sights.square("red")], [sights.square("blue"), sights.square("green", 140, 84)], []]
     for g, pictures in enumerate(shown):
-        ids = [words["user"]]
+        ids = [words["user\n"]]
         for picture in pictures:
             ids += [words["<|vision_start|>"], sights.IMAGE, words["<|vision_end|>"]]
-        ids, places = eyes.vision.laid_out([*ids, words["which"], words["colour"]], [eyes.vision.pixels(p)[1] for p in pictures])
+        ids, places = eyes.vision.laid_out([*ids, words[" which"], words[" colour"]], [eyes.vision.pixels(p)[1] for p in pictures])
         view = eyes.view(ids, list(map(sights.data_url, pictures))) if pictures else None
         assert (view.places if view else ()) == tuple(places)
         requests = [Request(rid=f"g{g}/{i}", prompt=ids, limit=5 + i + extra, seed=i, view=view) for i in range(2)]
