@@ -27,6 +27,7 @@ from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER, StateFiles
 from actors.trainer.training.wire import Save, Step, decode, encode
 from bus.errors import CheckpointRefused
+from bus.messages.samples import Picture
 from tests.trainer.conftest import published, saved, served, state_of
 from tests.trainer.own_core import FULL
 
@@ -341,7 +342,11 @@ def test_a_library_that_is_not_installed_is_refused_with_the_way_to_get_it(
 
 def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
     batch = make_batch(3, lr=1e-4)
-    again = decode(encode(Step.of(batch)))
+    for sample in batch.samples[:2]:
+        sample.pictures = ((Picture(blob="b", at=1, n=4, grid=(1, 4, 4)), b"png"),)
+    sent = encode(Step.of(batch))
+    assert sent.count(b"png") == 1, "a picture that samples share"
+    again = decode(sent)
     assert isinstance(again, Step)
     back = again.arrived()
     assert (back.step, back.seed, back.knobs) == (batch.step, batch.seed, batch.knobs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.runtime.vision import Vision
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.critic import CriticTraining
@@ -17,6 +18,7 @@ from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.sight import Gallery
 from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.routes import Routes
 from actors.trainer.training.verbs import Core, Packed, PolicyLoss, Rates, ValueLoss, Work
@@ -31,8 +33,15 @@ class Passes(Core):
     critic: CriticTraining | None
     weights: Weights
     optimizer: Optimizer
+    compiles: bool  # layers run as torch compiled them
+    vision: Vision | None
+    """of a model that reads pictures"""
     replay: Replay | None
     """of the policy's routers, where they are told; None: they choose"""
+
+    @property
+    def equal_passes(self) -> bool:
+        return not self.compiles
 
     @property
     def average_over(self) -> float:
@@ -40,7 +49,8 @@ class Passes(Core):
 
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
         replay = self.replay
-        return PackedBatch(samples, replay and Routes(samples, replay.shape, records=self.config.use_routing_replay))
+        routes = replay and Routes(samples, replay.shape, records=self.config.use_routing_replay)
+        return PackedBatch(samples, routes, gallery=Gallery(samples, self.vision) if self.vision else None)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

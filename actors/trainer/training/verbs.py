@@ -128,6 +128,11 @@ class Core(ABC):
     def average_over(self) -> float:
         """What gradients are averaged over, which the loss undoes."""
 
+    @property
+    def equal_passes(self) -> bool:
+        """Equal weights give equal log-probs to the last bit, with and without gradients."""
+        return True
+
     def first_fault(self, fault: str) -> str:
         """What the first rank with a fault says of it, the same on every rank; empty where none has one."""
         return self.ranks.first_said(fault)

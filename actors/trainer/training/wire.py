@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
+from bus.messages.samples import Picture
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -18,21 +20,28 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """A batch; its samples arrive as tables of their fields, arrays as they were (read-only)."""
+    """A batch; its samples arrive as tables of their fields, arrays as they were (read-only). Pictures travel once, by blob."""
 
     samples: list[Any]
     step: int
     seed: int
     knobs: dict[str, Any]
+    images: dict[str, bytes] = {}  # by blob
 
     @staticmethod
     def of(batch: StepBatch) -> Step:
-        return Step(batch.samples, batch.step, batch.seed, dict(batch.knobs))
+        images = {picture.blob: data for s in batch.samples for picture, data in s.pictures}
+        bare = [replace(s, pictures=tuple((picture, b"") for picture, _ in s.pictures)) for s in batch.samples]
+        return Step(bare, batch.step, batch.seed, dict(batch.knobs), images)
 
     def arrived(self) -> StepBatch:
         """The batch on the other side."""
-        samples = [BatchSample(**{**one, "train": TrainSample(**one["train"])}) for one in self.samples]
-        return StepBatch(samples, self.step, self.seed, self.knobs)
+        return StepBatch(list(map(self._sample, self.samples)), self.step, self.seed, self.knobs)
+
+    def _sample(self, fields: dict[str, Any]) -> BatchSample:
+        named = [msgspec.convert(picture, Picture) for picture, _ in fields["pictures"]]
+        pictures = tuple((picture, self.images[picture.blob]) for picture in named)
+        return BatchSample(**{**fields, "train": TrainSample(**fields["train"]), "pictures": pictures})
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
