@@ -49,7 +49,7 @@ class Passes(Core):
 
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
         replay = self.replay
-        routes = replay and Routes(samples, replay.shape, records=self.config.use_routing_replay)
+        routes = Routes(samples, replay.shape, records=self.config.use_routing_replay) if replay else None
         return PackedBatch(samples, routes, gallery=Gallery(samples, self.vision) if self.vision else None)
 
     # -- forward ------------------------------------------------------------------------------------------------
