@@ -111,7 +111,7 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
 
 def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
     """Three blocks: where training stands, actors, streams."""
-    from miles_async.console.view import busy_text, ledger_line, waits_text
+    from miles_async.console.lines import busy_text, ledger_line, waits_text
 
     head = [_standing(snapshot)]
     if snapshot.ledger:

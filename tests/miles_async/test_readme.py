@@ -27,7 +27,6 @@ ON_A_RUN = [words[1:] for words in COMMANDS if len(words) > 1 and words[1] in AS
 TAIL = [words[1:] for words in COMMANDS if words[1:3] == ["bus", "tail"]]
 ELSEWHERE = {
     "worker": "tests/crash/test_workers.py starts workers, tests/hosts on other hosts",
-    "attach": "tests/crash/test_detach.py watches a run to its end",
     "top": "tests/miles_async/test_top.py runs one as a process on a terminal of its own",
     "console": "tests/miles_async/test_web_console.py starts one as a process",
     "shadow": "tests/miles_async/test_cli_shadow.py runs it beside a run and on what one left",
