@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_async.cli.inspection import on_bus, print_json
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
