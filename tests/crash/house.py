@@ -28,7 +28,6 @@ from bus.server import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.launcher.prepare import shared_memory
 from tests.warm.launched import Warmed
-from tests.warm.sitecustomize import PLACE
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -78,13 +77,13 @@ class Missed(AssertionError):
     """Something that should have come did not."""
 
 
-def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0) -> None:
+def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0, every_s: float = 0.05) -> None:
     """Poll until `seen`; Missed names `what`."""
     end = time.monotonic() + seconds
     while not seen():
         if time.monotonic() > end:
             raise Missed(f"{what}: not within {seconds:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 FOUND = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
@@ -189,10 +188,9 @@ class Run:
     def processes(self) -> list[psutil.Process]:
         """All actors and engines of this run that live, whoever started them."""
         found = []
-        for process in psutil.process_iter(["cmdline", "name", "status"]):
+        for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
-            lives = process.info["status"] != psutil.STATUS_ZOMBIE and process.info["name"] != PLACE
-            if lives and any(str(self.dir) + "/" in word for word in words):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(self.dir) + "/" in word for word in words):
                 found.append(process)
         return found
 

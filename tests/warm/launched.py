@@ -39,8 +39,9 @@ def warm_server() -> Iterator[Path | None]:
 
 
 def warmed(socket: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an interpreter whose fork servers and engines are to be warm."""
-    return {**environment, WARM: str(socket), "PYTHONPATH": f"{HERE}{os.pathsep}{environment['PYTHONPATH']}"}
+    """The environment of an interpreter whose fork servers and engines, and itself if it is one, are to be warm."""
+    found = [str(HERE), environment.get("PYTHONPATH") or str(HERE.parents[1])]
+    return {**environment, WARM: str(socket), "PYTHONPATH": os.pathsep.join(found)}
 
 
 class Warmed:

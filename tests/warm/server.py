@@ -9,7 +9,6 @@ a process that loads them; it is forked for this one and all that follow. A keep
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import json
 import os
@@ -21,7 +20,7 @@ import socket
 import sys
 import traceback
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 MOST = 1 << 17  # bytes of a message: an environment
 OWN = list(sys.path)
@@ -94,15 +93,11 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
     for number, handle in enumerate(standard):
         os.dup2(handle, number)
         os.close(handle)
-    # Whoever asked holds the other end; at its death the kernel sends SIGIO, which ends this one too.
     try:
         os.write(asking, str(os.getpid()).encode())
     except OSError:
-        os._exit(0)  # it died before
-    fcntl.fcntl(asking, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(asking, fcntl.F_SETFL, fcntl.fcntl(asking, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([asking], [], [], 0)[0]:
-        os._exit(0)  # or meanwhile
+        os._exit(0)  # whoever asked has died
+    os.close(asking)
     os.environ.clear()
     os.environ.update(told["env"])
     take_path(told)
@@ -129,13 +124,15 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
         os._exit(code if isinstance(code, int) else code is not None)  # without taking apart, and so copying, what it shares
 
 
-def keep(child: int, asking: int) -> None:
-    """Wait for the child and tell its exit status."""
+def keep(child: int, asking: int) -> NoReturn:
+    """Wait for the child, and tell its exit status; it is killed when whoever asked, who holds the other end, is no more."""
+    if asking in select.select([os.pidfd_open(child), asking], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     try:
         os.write(asking, str(os.waitstatus_to_exitcode(status)).encode())
     except OSError:
-        pass  # nobody wants to know
+        pass
     os._exit(0)
 
 
