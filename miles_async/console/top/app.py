@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -21,7 +22,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from miles_async.console.top import parts
-from miles_async.console.top.alarms import Alarm, Alarms
+from miles_async.console.top.alarms import FILE, Alarm, Alarms, read_seen, write_seen
 from miles_async.console.top.listing import Listing
 from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
 from miles_async.console.verbs import Verbs
@@ -45,7 +46,8 @@ class Terminal(LinuxDriver):
 
 class Top(App[None]):
     """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
-    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN."""
+    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN. `run_dir`:
+    where this host has it, keeps which alarms were acknowledged."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
@@ -63,13 +65,15 @@ class Top(App[None]):
         verbs: Verbs,
         *,
         read_only: str = "",
+        run_dir: Path | None = None,
         driver: type[Driver] | None = None,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(driver_class=driver)
         self.animation_level = "none"  # over ssh each frame is work
         self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
-        self.alarms = Alarms()
+        self._seen_file = run_dir / FILE if run_dir is not None and run_dir.is_dir() else None
+        self.alarms = Alarms(read_seen(self._seen_file))
         self._shown_alarms: list[Alarm] = []
         self._state: dict[str, Any] = {}
         self._drawing = asyncio.Lock()
@@ -171,6 +175,7 @@ class Top(App[None]):
 
     def action_seen(self) -> None:
         self.alarms.acknowledge(self._shown_alarms)
+        write_seen(self._seen_file, self.alarms.was_seen)
         self.look()
 
     def action_leave(self) -> None:
