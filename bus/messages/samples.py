@@ -117,7 +117,10 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.version != NOT_MADE)
+        for span in self.spans:
+            if span.version == NOT_MADE:
+                return tuple(span for span in self.spans if span.version != NOT_MADE)
+        return self.spans
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from actors.generation.embedded.batch import Batch
 from actors.generation.embedded.config import read_config
 from actors.generation.embedded.model import Decoder
 from actors.generation.embedded.pictures import Eyes
 from actors.generation.embedded.request import Request
-from actors.generation.embedded.batch import Batch
 from actors.generation.embedded.weights import load_weights
 from actors.generation.embedded.wire import BadRequest, GenerateBody, view_of
 from actors.runtime.vision import positions
