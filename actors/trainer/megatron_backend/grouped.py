@@ -58,7 +58,7 @@ class _Products(torch.autograd.Function):
         return F.grouped_mm(grad, ctx.weight, offs=ends), None, None, None
 
 
-class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
+class GroupedExperts(TEGroupedMLP):
     """`overlapped`: gradients are sent while others are computed, and each weight has to say when its own is there."""
 
     overlapped = False
