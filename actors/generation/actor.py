@@ -20,6 +20,7 @@ from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.given import given_response
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.pace import Pace
+from actors.generation.pictures import Pictures
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
@@ -74,8 +75,9 @@ class Worker:
             context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
         )
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
+        pictures = Pictures(context, "" if spec.engine == "embedded" else spec.model_path)
         routed = routed_shape(spec.model_path) if spec.routed else None
-        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed)
+        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed, pictures)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed

@@ -92,6 +92,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     members: tuple[int, ...] | None = None  # indexes of the samples under this key; None = all of the group
     rewards: dict[int, float] = {}  # by index: members of the group that left first, for the baseline of the others
+    blobs: tuple[str, ...] = ()  # of the pictures of its prompt
 
     @property
     def indexes(self) -> tuple[int, ...]:
