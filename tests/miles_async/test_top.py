@@ -260,7 +260,7 @@ def test_a_terminal_that_cannot_show_it_is_told_what_can(
     write_run_file(tmp_path / run_name, run=run_name, bus_url=redis_url)
     assert cli.main(["top", run_name, "--runs-dir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "needs a terminal" in err and "miles-async attach --console plain" in err
+    assert err.count("\n") == 1 and "needs a terminal" in err and "Use --plain" in err
     for stream in (sys.stdin, sys.stdout, sys.__stderr__):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
