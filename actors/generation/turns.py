@@ -113,7 +113,7 @@ class Turns:
         more: Callable[[Turn], bool] | None,
     ) -> Leaves | Literal["again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
-        context, link, task = self._context, self._link, running.task
+        context, link, pace, task = self._context, self._link, self._pace, running.task
         assert turn.asked is not None
         tokens = turn.asked + turn.tokens.tolist()
         try:
@@ -145,22 +145,23 @@ class Turns:
             routed_from=turn.experts.n,
             images=images,
         )
-        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
+        knobs = context.knobs
+        save_every = int(knobs.partial_save_tokens) if knobs.partial_rollout else 0
         finish = None
+        pace.asked += 1
         try:
-            with self._pace.asking() as came:
-                stream = engine.generate(request)
-                async for chunk in stream:
-                    finish = running.take(turn, chunk, link.versions)
-                    came(len(chunk.token_ids))
-                    if more is not None and not more(turn):
-                        turn.finish = "stop"
-                        await stream.aclose()
-                        return None
-                    due = finish is None and save_every and running.unsaved() >= save_every
-                    if due and not await self.save(entry, running):
-                        await engine.abort(task.sample_id)
-                        return "lease"
+            stream = engine.generate(request)
+            async for chunk in stream:
+                finish = running.take(turn, chunk, link.versions)
+                pace.tokens += len(chunk.token_ids)
+                if more is not None and not more(turn):
+                    turn.finish = "stop"
+                    await stream.aclose()
+                    return None
+                due = finish is None and save_every and running.unsaved() >= save_every
+                if due and not await self.save(entry, running):
+                    await engine.abort(task.sample_id)
+                    return "lease"
         except RouteBroken as error:
             context.count("routes_broken")
             context.log.warning("sample %s is sent again: %s", task.sample_id, error)
@@ -186,6 +187,8 @@ class Turns:
             raise Poison(f"the engine's answer is refused: {error}") from error
         except RequestRefused as error:
             raise Poison(f"the engine refuses the request: {error}") from error
+        finally:
+            pace.asked -= 1
         self._answers.worked()
         if finish == "abort":
             if link.leaving or context.draining.is_set():

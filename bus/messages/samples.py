@@ -207,7 +207,7 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             id=self.task.sample_id,
             group=self.task.group_id,
             version=made[-1].version if made else -1,
-            tokens=self.n_made,
+            tokens=sum(span.n for span in made),
             knob=self.task.knob_epoch,
             asides=" ".join(one.ref for one in self.routed if one.ref),
         )

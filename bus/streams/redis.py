@@ -91,16 +91,15 @@ class Bus:
         `repeatable`: twice is harmless, as for all mere news, so a lost connection is waited out. Otherwise it is an
         error, because an outcome that is unknown must not be doubled.
         """
-        bodies = [encode(out.message) for out in outs]
-        if max(map(len, bodies), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
+        placed = await self._placed(outs, self.config.inline_limit_bytes)
+        if max((len(one.body) for one in placed), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
             # The commit script keeps the byte bound exactly and knows a repetition: this is safe in any case.
-            placed = [Placed(out, body) for out, body in zip(outs, bodies, strict=True)]
             for start in range(0, len(placed), BATCH):
                 await self._hop(_BARE, placed[start : start + BATCH])
             return
         commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
-        for one in await self._place(outs, bodies, self.config.inline_limit_bytes):
+        for one in placed:
             out = one.out
             key = self._stream_keys[out.stream.name]
             fields = one.fields()
@@ -122,19 +121,12 @@ class Bus:
         `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry. Bodies
         written for a commit that had no effect are left to `sweep_orphans`: after a lost reply only that can tell.
         """
-        kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
-        released = [e.blob for e in commit.ack if e.blob and e.blob not in kept]
-        if carried := {ref for e in commit.ack for ref in e.asides}:  # what goes on with no message of this commit goes
-            headers = (out.message.fields if isinstance(out.message, DeadLetter) else {"asides": out.message.header().asides}
-                       for out in commit.append)  # fmt: skip
-            released += carried.difference(*(header.get("asides", "").split() for header in headers))
-        bodies = [encode(out.message) for out in commit.append]
-        placed = await self._place(commit.append, bodies, self.config.hop_limit_bytes)
-        outcome, rest = await self._hop(commit, placed)
+        outcome, rest = await self._hop(commit, await self._placed(commit.append, self.config.hop_limit_bytes))
         if outcome == b"moved":
             return CommitResult(done=False, moved=tuple(map(text_of, rest)))
-        if released:
-            await self.blobs.delete(released)
+        if read := [ref for e in commit.ack for ref in (e.blob, *e.asides) if ref]:
+            kept = {ref for out in commit.append for ref in _kept(out.message)}
+            await self.blobs.delete([ref for ref in read if ref not in kept])
         return CommitResult(done=True, entry_ids=tuple(map(text_of, rest)))
 
     def _mark(self) -> tuple[int, int]:
@@ -195,11 +187,14 @@ class Bus:
             "--stream-max-bytes; nothing was lost."
         )
 
-    async def _place(self, outs: Sequence[Out], bodies: Sequence[bytes], limit: int) -> list[Placed]:
-        """Bodies above the limit are put aside, all at once."""
-        large = [n for n, body in enumerate(bodies) if len(body) > limit]
-        refs = dict(zip(large, await asyncio.gather(*(self.blobs.put(bodies[n]) for n in large)), strict=True)) if large else {}
-        return [Placed(out, body, refs.get(n, "")) for n, (out, body) in enumerate(zip(outs, bodies, strict=True))]
+    async def _placed(self, outs: Sequence[Out], limit: int) -> list[Placed]:
+        """Messages with their bodies, of which those above the limit are put aside, all at once."""
+        placed = [Placed(out, encode(out.message)) for out in outs]
+        if large := [n for n, one in enumerate(placed) if len(one.body) > limit]:
+            refs = await asyncio.gather(*(self.blobs.put(placed[n].body) for n in large))
+            for n, ref in zip(large, refs, strict=True):
+                placed[n] = Placed(placed[n].out, placed[n].body, ref)
+        return placed
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
@@ -328,6 +323,13 @@ class Bus:
         heard = await self.hash_of(self.keys.heard)
         seconds, micros = map(int, await self.link.run("TIME"))
         return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
+
+
+def _kept(message: Message) -> list[str]:
+    """References that go on with a message."""
+    if isinstance(message, DeadLetter):
+        return [message.fields.get("blob", ""), *message.fields.get("asides", "").split()]
+    return message.header().asides.split()
 
 
 _NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}

@@ -93,7 +93,8 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
         total = total_steps(here)
         hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
-        app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
+        over = lambda: not kept and _ended(here)  # noqa: E731
+        app = Top(hub, Verbs(bus, here, "top"), read_only=why, run_dir=here, driver=Terminal, over=over)
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -43,7 +44,8 @@ class Terminal(LinuxDriver):
 
 class Top(App[None]):
     """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
-    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN."""
+    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN. `run_dir`:
+    where this host has it, keeps which alarms were acknowledged."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
@@ -61,13 +63,14 @@ class Top(App[None]):
         verbs: Verbs,
         *,
         read_only: str = "",
+        run_dir: Path | None = None,
         driver: type[Driver] | None = None,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(driver_class=driver)
         self.animation_level = "none"  # over ssh each frame is work
         self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
-        self.page = Page(hub, read_only)
+        self.page = Page(hub, read_only, seen_in=run_dir)
         self._drawing = asyncio.Lock()
 
     def compose(self) -> ComposeResult:
@@ -141,7 +144,7 @@ class Top(App[None]):
         self.look()
 
     def action_seen(self) -> None:
-        self.page.alarms.acknowledge(self.page.shown)
+        self.page.acknowledge()
         self.look()
 
     def action_leave(self) -> None:

@@ -6,6 +6,7 @@ Owns  which alarms were seen    Always true: it asks the hub, and nobody else.
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,17 +15,19 @@ from rich.text import Text
 
 from miles_async.console.figures import FRESH_S
 from miles_async.console.top import parts
-from miles_async.console.top.alarms import Alarm, Alarms
+from miles_async.console.top.alarms import FILE, Alarm, Alarms, read_seen, write_seen
 from miles_async.console.web.hub import Hub
 
 FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
 
 
 class Page:
-    """Enter it, `follow` in a loop, draw after each. `state` is empty until the first look. `note`: what to say below the head."""
+    """Enter it, `follow` in a loop, draw after each. `state` is empty until the first look. `note`: what to say below the head.
+    `seen_in`: the run's folder, which keeps the alarms that were acknowledged."""
 
-    def __init__(self, hub: Hub, note: str = "") -> None:
-        self.hub, self.alarms, self.note = hub, Alarms(), note
+    def __init__(self, hub: Hub, note: str = "", seen_in: Path | None = None) -> None:
+        self._file = seen_in / FILE if seen_in is not None and seen_in.is_dir() else None
+        self.hub, self.alarms, self.note = hub, Alarms(read_seen(self._file)), note
         self.state: dict[str, Any] = {}
         self.shown: list[Alarm] = []  # alarms that the newest drawing has
         self._seen = 0
@@ -43,6 +46,11 @@ class Page:
         self.state |= {name: msgspec.json.decode(body) for name, body in news.items()}
         if "run" in self.state:
             self.alarms.see(self.state["alarms"], self.state["events"])
+
+    def acknowledge(self) -> None:
+        """The alarms of the newest drawing were seen."""
+        self.alarms.acknowledge(self.shown)
+        write_seen(self._file, self.alarms.was_seen)
 
     @property
     def wall(self) -> float:
