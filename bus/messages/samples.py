@@ -31,8 +31,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):
-    """A picture of a prompt: tokens [at, at + n) of it stand for its `grid` (time, height, width) of patches. `blob`: its bytes, as the
-    data has them, which all samples of its group share and the sampler deletes when the group is closed."""
+    """A picture of a prompt: tokens [at, at + n) of it stand for its `grid` (time, height, width) of patches. `blob`: its bytes, as
+    the data has them, which all samples of its group share and the sampler deletes when the group is closed."""
 
     at: int
     n: int
