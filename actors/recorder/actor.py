@@ -24,7 +24,7 @@ from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
-from actors.recorder.trained import append_trained, last_trained
+from actors.recorder.trained import LIVES, append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.host import lives
@@ -102,9 +102,9 @@ class Recorder:
 
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
         read, more = await feed.read(block_s)
-        if told := [record for record in read if record["kind"] == "trained"]:
+        if told := [record for record in read if record["kind"] in LIVES]:
             await asyncio.to_thread(append_trained, self._run_dir, told)
-        records = [record for record in read if record["kind"] != "trained"]
+        records = [record for record in read if record["kind"] not in LIVES]
         file.append(records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:

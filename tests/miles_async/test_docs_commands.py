@@ -28,12 +28,12 @@ from miles_async.cli import app
 from miles_async.settings.catalog import names, passed_on
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.miles import table as miles_flags
-from tests.crash.conftest import toy, warm
+from tests.crash.conftest import toy
 from tests.crash.house import FOUND, Run, Tables, merged, toml_of, toy_tables, until
 from tests.floors.tree import ROOT
 from tests.miles_async.docs_house import COMMANDS, PAGES, Shown, furnish, labels, parsed
 
-__all__ = ("toy", "warm")  # fixtures
+__all__ = ("toy",)  # a fixture
 LIVE: Tables = {"rollout": {"num_rollout": 100_000}, "ckpt": {"save_interval": 50}, "launch": {"console": "plain"}}
 STARTING = ("train", "quickstart")
 HELP = {"--help", "--explain"}
@@ -51,7 +51,7 @@ OTHER_PROGRAMS = {
 }
 AFTER_TOO = ("status", "doctor", "ledger", "trace", "samples", "report")
 BY_CHANCE = re.compile(
-    r"^(starting recorder|finished at|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|group kept|valkey)"
+    r"^(starting recorder|finished at|run quickstart has ended|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|group kept|valkey)"
 )
 """What a page shows and another run need not print: other settings, another end, drops."""
 

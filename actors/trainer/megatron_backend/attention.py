@@ -42,8 +42,8 @@ class Attention(DotProductAttention):
         if packed_seq_params is None and (self.cap or self.window is not None):
             n, samples, *_ = query.shape
             ends = torch.arange(0, (samples + 1) * n, n, dtype=torch.int32, device=query.device)
-            out = self._attend(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), Layout(ends, samples, n, None))
-            return out.view(samples, n, -1).transpose(0, 1)
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            return self._attend(q, k, v, Layout(ends, samples, n, None)).view(samples, n, -1).transpose(0, 1)
         if packed_seq_params is None:
             out: Tensor = super().forward(query, key, value, attention_mask, *args, **kw)
             return out
