@@ -21,7 +21,8 @@ from actors.runtime.prompts import vocabulary_of
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.accounts import trained_samples
-from actors.trainer.backend import BatchRefused, StepBatch, StepResult, open_backend
+from actors.trainer.backend import BatchRefused, StepBatch, StepResult
+from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
 from actors.trainer.checkpoint import (
