@@ -36,7 +36,7 @@ from bus.errors import MilesAsyncError  # noqa: E402
 from bus.knobs.live import read_history, values_at  # noqa: E402
 from bus.messages.policy import GroupsGivenUp, Restored, StepDone  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
-from miles_async.console.trace import trace  # noqa: E402
+from miles_async.console.trace_live import trace  # noqa: E402
 from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
 from tests.crash.mischief import Mischief  # noqa: E402

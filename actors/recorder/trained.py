@@ -9,10 +9,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.recorder.records import Record
+if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
+    from actors.recorder.records import Record
+
 
 FILE, OLDER = "trained.jsonl", "trained.1.jsonl"
 MOST_BYTES = 128 << 20  # of each of the two files

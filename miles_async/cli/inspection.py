@@ -1,7 +1,6 @@
 """What the commands that look at a run share: one connection, one answer, printed as text or as JSON."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
 def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
     """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2. `look`: it
     changes nothing, so a run that has ended can be asked too."""
+    import asyncio
+
     from miles_async.console.attach import attached
 
     ref = chosen_run(args)
