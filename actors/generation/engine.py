@@ -74,6 +74,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Form of the experts to answer with; None = none."""
     routed_from: int = 0
     """First input token whose experts are wanted."""
+    images: tuple[str, ...] = ()
+    """Data URLs of the pictures, in the order of their placeholders in `input_ids`, of which there are as many as they have tokens."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

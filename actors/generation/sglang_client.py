@@ -189,6 +189,11 @@ class SGLangClient:
                 raise AnswerBroken(
                     f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}."
                 )
+        if request.images and meta.prompt_tokens not in (None, len(request.input_ids)):
+            raise AnswerRefused(
+                f"{self.base_url} read {meta.prompt_tokens} tokens where request {rid} has {len(request.input_ids)}: it lays its "
+                "pictures out otherwise. Give the engine the model's own preprocessor_config.json"
+            )
         experts = read_routed(meta.routed_experts, request.routed) if request.routed and meta.routed_experts else None
         fresh = made - seen
         if fresh <= 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from actors.recorder import samples
 from actors.recorder.exporter import Exporter, ExporterSpec
 from actors.recorder.feed import Feed
-from actors.recorder.file import MetricsFile
+from actors.recorder.file import MetricsFile, stream_records
 from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
@@ -83,9 +84,7 @@ class Recorder:
     ) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
-        known = await asyncio.to_thread(last_trained, self._run_dir)
-        feed = Feed(self._bus, [*file.past, *known], unread=self._unread, streams=(*RECORDED, TRAINED))
-        file.past = []
+        feed = await asyncio.to_thread(self._feed)
         self._opened(feed.history)
         try:
             while not stop.is_set():
@@ -98,6 +97,11 @@ class Recorder:
         finally:
             await feed.close()
             file.close()
+
+    def _feed(self) -> Feed:
+        """Behind what the files hold, which are read line by line: those of a week are larger than memory should hold."""
+        past = chain(stream_records(self._run_dir), last_trained(self._run_dir))
+        return Feed(self._bus, past, unread=self._unread, streams=(*RECORDED, TRAINED))
 
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
         read, more = await feed.read(block_s)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from bus.blobs.api import BlobStore
+from bus.blobs.api import BlobStore, claimed_bytes
 from bus.blobs.files import FileBlobs
 from bus.blobs.redis import RedisBlobs
 from bus.clock import Clock, SystemClock
@@ -100,14 +100,15 @@ class Bus:
         commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
         for one in placed:
-            out, body = one.out, one.body
+            out = one.out
             key = self._stream_keys[out.stream.name]
+            fields = one.fields()
             if out.stream.cap:
-                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *one.fields()))
+                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields))
             else:
-                commands.append(("XADD", key, "*", *one.fields()))
+                commands.append(("XADD", key, "*", *fields))
             if out.stream.is_data:
-                added[key] = added.get(key, 0) + len(body)
+                added[key] = added.get(key, 0) + one.size(fields)
         for key, total in added.items():
             if self.config.stream_max_bytes:
                 await self._wait_for_room(key, total)
@@ -123,9 +124,15 @@ class Bus:
         outcome, rest = await self._hop(commit, await self._placed(commit.append, self.config.hop_limit_bytes))
         if outcome == b"moved":
             return CommitResult(done=False, moved=tuple(map(text_of, rest)))
-        if read := [e.blob for e in commit.ack if e.blob]:
+        if released := [e.blob for e in commit.ack if e.blob]:
             kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
-            await self.blobs.delete([blob for blob in read if blob not in kept])
+            released = [blob for blob in released if blob not in kept]
+        if carried := {ref for e in commit.ack for ref in e.asides}:  # what goes on with no message of this commit goes
+            headers = (out.message.fields if isinstance(out.message, DeadLetter) else {"asides": out.message.header().asides}
+                       for out in commit.append)  # fmt: skip
+            released += carried.difference(*(header.get("asides", "").split() for header in headers))
+        if released:
+            await self.blobs.delete(released)
         return CommitResult(done=True, entry_ids=tuple(map(text_of, rest)))
 
     def _mark(self) -> tuple[int, int]:
@@ -324,7 +331,7 @@ class Bus:
         return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
 
 
-_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note")}
+_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}
 
 
 def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
@@ -340,7 +347,9 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
             blob = text_of(value)
         else:
             fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
-    size = _blob_bytes(blob) if blob else len(body)
+    size = claimed_bytes(blob) if blob else len(body)
+    if "asides" in fields:
+        size += claimed_bytes(*fields["asides"].split())
     return Entry(
         id=text_of(entry_id),
         stream=stream,
@@ -351,9 +360,3 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         blob=blob,
         deliveries=deliveries,
     )
-
-
-def _blob_bytes(ref: str) -> int:
-    """Accounted bytes of a reference, 0 for one that is none: whoever reads the message finds out."""
-    size = ref.rpartition(":")[2]
-    return int(size) if size.isascii() and size.isdecimal() and len(size) <= 12 else 0

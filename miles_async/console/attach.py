@@ -21,7 +21,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from actors.recorder.feed import Feed
-from actors.recorder.file import read_records
+from actors.recorder.file import stream_records
 from bus import Bus, BusConfig
 from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
@@ -163,4 +163,4 @@ async def open_here(bus: Bus, ref: RunRef) -> tuple[Path | None, Feed]:
     known = await read_identity(bus)
     folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
     here = folder if folder is not None and folder.is_dir() else None
-    return here, Feed(bus, await asyncio.to_thread(read_records, here) if here is not None else ())
+    return here, await asyncio.to_thread(Feed, bus, stream_records(here) if here is not None else ())

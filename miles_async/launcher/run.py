@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.recorder.feed import Feed
-from actors.recorder.file import read_records
+from actors.recorder.file import stream_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
@@ -207,7 +207,7 @@ class Launcher:
         """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
         once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
-        feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
+        feed = await asyncio.to_thread(Feed, bus, stream_records(self._run_dir))
         placer, budget = self._placer, settings.launch.restart_budget
         supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: feed.history.furthest)
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))

@@ -97,16 +97,16 @@ class NoServer:
 
 
 class Run:
-    """`<directory>/runs/r`. `start` may be called again: that is a rerun of the same command. `warm`: socket of a process that has
+    """`<directory>/runs/<name>`. `start` may be called again: that is a rerun of the command. `warm`: socket of a process that has
     loaded what fork servers load (tests/warm); a start with `wrap` does without."""
 
-    def __init__(self, directory: Path, tables: Tables, warm: Path | None = None) -> None:
+    def __init__(self, directory: Path, tables: Tables, warm: Path | None = None, name: str = "r") -> None:
         self.home, self._warm = directory, warm
-        self.dir = directory / "runs" / "r"
+        self.dir = directory / "runs" / name
         self.checkpoints = self.dir / "checkpoints"
         self.launcher: subprocess.Popen[bytes] | None = None
         self._faults: list[str] = []
-        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": "r"}})
+        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": name}})
 
     @property
     def steps(self) -> int:
@@ -208,7 +208,7 @@ class Run:
 
     @property
     def keeps_its_redis(self) -> bool:
-        return "bus_url" not in self._tables["bus"]
+        return "bus_url" not in self._tables.get("bus", {})
 
     def server(self) -> EmbeddedRedis | NoServer:
         """The run's embedded Redis, adopted or started."""
