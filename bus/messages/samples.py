@@ -117,7 +117,7 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.version != NOT_MADE)
+        return tuple([span for span in self.spans if span.version != NOT_MADE])
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -206,9 +206,9 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             id=self.task.sample_id,
             group=self.task.group_id,
             version=made[-1].version if made else -1,
-            tokens=sum(span.n for span in made),
+            tokens=sum([span.n for span in made]),
             knob=self.task.knob_epoch,
-            asides=" ".join(one.ref for one in self.routed if one.ref),
+            asides=" ".join([one.ref for one in self.routed if one.ref]),
         )
 
 
