@@ -20,6 +20,7 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
+from actors.runtime.pictures import Pictures
 from actors.runtime.prompts import DataSpec, Prompt, Tokenizer, load_prompts
 from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
@@ -29,7 +30,7 @@ from bus.messages.base import pack_ints
 from bus.messages.control import EvalDone
 from bus.messages.groups import index_of
 from bus.messages.policy import Finished, PolicyActive
-from bus.messages.samples import RolloutLost, SampleTask, Sampling, Scored
+from bus.messages.samples import Picture, RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
@@ -79,6 +80,8 @@ class Evaluator:
         self._done_step = -1
         self._issued = Issued()
         self._began: dict[str, float] = {}
+        self._pictures = Pictures(context)
+        self._shown: dict[tuple[str, int], tuple[Picture, ...]] = {}  # by data set and prompt, of the evaluation under way
         self._members: dict[str, dict[int, tuple[Entry, Scored | RolloutLost]]] = {}  # by group and number
         self._consumer = Consumer(
             context, [EVAL_SCORED], "evaluator", on_dead=as_lost(context, _dead), batch=256, rebuild=self._members.clear, holds=True
@@ -151,6 +154,10 @@ class Evaluator:
                 return
             then = msgspec.structs.replace(start, offset=stop)
             before = self._issued.text() if self._issued.step >= 0 else ""
+            for data, prompt in self._samples[start.offset : stop]:
+                if prompt.pictures and (key := (data.name, prompt.index)) not in self._shown:
+                    # Of one that cannot be read the worker finds no blob, and its samples are lost with that cause.
+                    self._shown[key] = await self._pictures.put(prompt) or tuple(shown.place for shown in prompt.pictures)
             outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
             fault_point(self._context.name, "before_issue")
             await self._context.bus.commit(Commit(append=outs, guard=Guard("eval", before, then.text())))
@@ -184,6 +191,7 @@ class Evaluator:
             step=issued.step,
             eval_name=data.name,
             pinned=issued.version,
+            inputs=self._shown.get((data.name, prompt.index)) or msgspec.UNSET,
         )
 
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
@@ -224,6 +232,8 @@ class Evaluator:
         commit = Commit(ack=[e for e, _ in members.values()], append=outs)
         if await self._consumer.commit(commit):
             self._done_step = max(self._done_step, step)
+            self._shown.clear()
+            await self._pictures.free()
         return None
 
     async def _expected(self, group_id: str, number: int) -> None:

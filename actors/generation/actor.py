@@ -20,6 +20,7 @@ from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.given import given_response
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.pace import Pace
+from actors.generation.pictures import Pictures
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import Programs
@@ -36,6 +37,7 @@ from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
+from bus.asides import put_aside
 from bus.errors import Transient
 from bus.inspect import wall_of
 from bus.messages.control import BOOTING
@@ -73,8 +75,9 @@ class Worker:
             context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
         )
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
+        pictures = Pictures(context, "" if spec.engine == "embedded" else spec.model_path)
         routed = routed_shape(spec.model_path) if spec.routed else None
-        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed)
+        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed, pictures)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
@@ -299,6 +302,7 @@ class Worker:
             running=context.in_flight,
             episode=outcome.episode,
         )
+        out = await put_aside(context.bus, out)
         await self._commit(entry, out, running, thrown={"discarded": outcome.discarded, "restarted": running.thrown})
 
     async def _give(self, entry: Entry, task: SampleTask) -> None:

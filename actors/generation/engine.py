@@ -74,13 +74,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Form of the experts to answer with; None = none."""
     routed_from: int = 0
     """First input token whose experts are wanted."""
+    images: tuple[str, ...] = ()
+    """Data URLs of the pictures, in the order of their placeholders in `input_ids`, of which there are as many as they have tokens."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
     """New tokens of one request since the chunk before."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Same length: log softmax(logits / temperature) of each token, before top-p and top-k."""
     weight_version: str
     """The version that made these tokens; of an empty chunk, the version served now."""

@@ -42,10 +42,11 @@ def server_args(
     context_length: int = 0,
     ours_inside: bool = True,
     routed: bool = False,
+    sighted: bool = False,
 ) -> dict[str, ArgValue]:
     """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
 
-    max_running: samples at once. routed: it tells which experts it chose. ours_inside: the server's Python has this package, whose
+    max_running: samples at once. routed: it tells which experts it chose. sighted: its model reads pictures. ours_inside: the server's Python has this package, whose
     functions it can import.
     """
     args: dict[str, ArgValue] = {
@@ -61,6 +62,8 @@ def server_args(
     if tp_size == 1 and theirs.keys().isdisjoint({*GATHER, "disable-overlap-schedule", "max-running-requests"}):
         args |= GATHER | {"max-running-requests": max_running + PREFILL_BATCH}
     args |= theirs
+    if sighted:  # the numbers that the trainer makes of a picture
+        args["disable-fast-image-processor"] = True
     if routed:
         args["enable-return-routed-experts"] = True
     if ours_inside:

@@ -16,6 +16,7 @@ class Reason(msgspec.Struct):
 
 class Meta(msgspec.Struct):
     completion_tokens: int = 0
+    prompt_tokens: int | None = None
     weight_version: str | None = None
     finish_reason: Reason | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
@@ -68,6 +69,8 @@ def body_of(request: GenerateRequest, name: str) -> bytes:
     }
     if request.extra_key is not None:
         body["extra_key"] = request.extra_key
+    if request.images:
+        body["image_data"] = request.images
     if request.routed is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
     return msgspec.json.encode(body)

@@ -16,6 +16,7 @@ from actors.generation.sglang_server import SGLangServer
 from actors.generation.supply import Supply
 from actors.runtime.child import ArgValue, Child, flag_name
 from actors.runtime.context import Context
+from actors.runtime.vision import family_of
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +179,7 @@ def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
         given=spec.server_args,
         context_length=spec.context_length,
         routed=spec.routed,
+        sighted=bool(family_of(spec.model_path)),
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
     if spec.nodes > 1:

@@ -21,6 +21,7 @@ from actors.generation.engine import (
 )
 from actors.generation.link import EngineLink
 from actors.generation.pace import Pace
+from actors.generation.pictures import Changed, Pictures
 from actors.generation.sample import Running, Turn, limit_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -51,6 +52,7 @@ class Turns:
         vocabulary: int,
         changed: Callable[[], None],
         routed: RoutedShape | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self._context = context
         self.worker = context.name
@@ -58,6 +60,7 @@ class Turns:
         self._pace = pace
         self._vocabulary = vocabulary
         self._routed = routed
+        self._pictures = pictures or Pictures(context)
         self._changed = changed
         remedy = "The engine serves another model than this worker was told of, or is broken."
         self._answers = Row(
@@ -110,17 +113,25 @@ class Turns:
         more: Callable[[Turn], bool] | None,
     ) -> Leaves | Literal["again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
-        context, link, task = self._context, self._link, running.task
+        context, link, pace, task = self._context, self._link, self._pace, running.task
+        assert turn.asked is not None
+        tokens = turn.asked + turn.tokens.tolist()
+        try:
+            images = await self._pictures.of(task, tokens) if task.pictures else ()
+        except Changed as error:
+            if turn.tokens:
+                context.log.warning("%s: what it has so far is made again", error)
+                return "diverged"
+            raise Poison(f"{error}: its prompt cannot be sent as it is") from error
         await link.until_open()
         engine = link.engine
         if link.leaving or context.draining.is_set():
             return "drain"
         if engine is None or link.absent:
             return "engine"
-        assert turn.asked is not None
         request = GenerateRequest(
             rid=task.sample_id,
-            input_ids=turn.asked + turn.tokens.tolist(),
+            input_ids=tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -132,23 +143,25 @@ class Turns:
             vocabulary=self._vocabulary,
             routed=None if task.eval_name else self._routed,
             routed_from=turn.experts.n,
+            images=images,
         )
-        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
+        knobs = context.knobs
+        save_every = int(knobs.partial_save_tokens) if knobs.partial_rollout else 0
         finish = None
+        pace.asked += 1
         try:
-            with self._pace.asking() as came:
-                stream = engine.generate(request)
-                async for chunk in stream:
-                    finish = running.take(turn, chunk, link.versions)
-                    came(len(chunk.token_ids))
-                    if more is not None and not more(turn):
-                        turn.finish = "stop"
-                        await stream.aclose()
-                        return None
-                    due = finish is None and save_every and running.unsaved() >= save_every
-                    if due and not await self.save(entry, running):
-                        await engine.abort(task.sample_id)
-                        return "lease"
+            stream = engine.generate(request)
+            async for chunk in stream:
+                finish = running.take(turn, chunk, link.versions)
+                pace.tokens += len(chunk.token_ids)
+                if more is not None and not more(turn):
+                    turn.finish = "stop"
+                    await stream.aclose()
+                    return None
+                due = finish is None and save_every and running.unsaved() >= save_every
+                if due and not await self.save(entry, running):
+                    await engine.abort(task.sample_id)
+                    return "lease"
         except RouteBroken as error:
             context.count("routes_broken")
             context.log.warning("sample %s is sent again: %s", task.sample_id, error)
@@ -174,6 +187,8 @@ class Turns:
             raise Poison(f"the engine's answer is refused: {error}") from error
         except RequestRefused as error:
             raise Poison(f"the engine refuses the request: {error}") from error
+        finally:
+            pace.asked -= 1
         self._answers.worked()
         if finish == "abort":
             if link.leaving or context.draining.is_set():

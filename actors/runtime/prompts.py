@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.runtime.chat import Chat
-from actors.runtime.rows import BadData, read, sources_of, value_at
+from actors.runtime.rows import BadData, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.sources import rows_function
 from actors.runtime.tools import SHIPPED
+from actors.runtime.vision import BadImage, Shown, Vision, place
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     label_key: str
     metadata_key: str
     tool_key: str
+    multimodal_keys: str  # JSON, as in --multimodal-keys; empty = prompts are text
     tokenizer_dir: str = ""
     apply_chat_template: bool
     apply_chat_template_kwargs: str  # JSON
@@ -50,14 +52,17 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = {}
     response: list[int] = []  # token ids that the data gives in answer
     mask: list[int] = []  # 1 = trained, of each of them
+    pictures: list[Shown] = []
 
 
 class Prompts(NamedTuple):
-    """All usable prompts, how many were left out as too long, and (usable prompts, weight) of each source, in their order."""
+    """All usable prompts, how many were left out as too long, (usable prompts, weight) of each source, in their order, and what is
+    wrong with the rows that were left out for their pictures."""
 
     prompts: list[Prompt]
     too_long: int
     parts: list[tuple[int, float]]
+    unseen: list[str]
 
 
 class BadRow(BadData):
@@ -75,6 +80,7 @@ class Row(NamedTuple):
     label: str
     metadata: dict[str, Any]
     tools: list[Any] | None
+    pictures: Sequence[Any] = ()  # as the data has them
 
 
 _CHAT = "These are chat messages: set --apply-chat-template, or give the text that the model shall see."
@@ -94,6 +100,12 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
                 raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
             found[setting] = None
     prompt, label, metadata, tools = (found.get(name) for name in ("input_key", "label_key", "metadata_key", "tool_key"))
+    pictures: list[Any] = []
+    if keys.get("multimodal_keys"):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt.strip() else prompt
+        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+            messages, pictures = place(messages, found["multimodal_keys"])
+            prompt = messages if pictures else prompt
 
     def refused(setting: str, problem: str, remedy: str = "") -> BadRow:
         key = str(keys.get(setting) or "")
@@ -104,8 +116,10 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
         for message in prompt:
             parts = message.get("content") if isinstance(message.get("content"), list) else ()
-            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None):
-                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound")
+            kinds = ("text", "image") if pictures else ("text",)
+            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") in kinds)), None):
+                remedy = """Name the pictures' column: --multimodal-keys '{"image": "images"}'."""
+                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound", remedy)
         if prompt[-1]["role"] == "assistant" and not supervised:
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
@@ -130,7 +144,7 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
         msgspec.msgpack.encode(metadata)
     except (TypeError, ValueError, OverflowError) as error:
         raise refused("metadata_key", f"the metadata KEY cannot be sent: {error}") from error
-    return Row(prompt, "" if label is None else str(label), metadata, tools)
+    return Row(prompt, "" if label is None else str(label), metadata, tools, pictures)
 
 
 def _kind(value: object) -> str:
@@ -141,11 +155,9 @@ class Tokenizer:
     """Text to ids, through the fast tokenizer file; the chat template needs transformers."""
 
     def __init__(self, directory: str, *, chat: Chat | None = None, tools: Sequence[str] = ()) -> None:
-        from tokenizers import Tokenizer as FastTokenizer
-
         self._chat = chat
         self._tools = [SHIPPED[name].spec for name in tools]
-        self._fast = FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+        self._fast = tokenizer_of(directory)
         self._special = [token.content for token in self._fast.get_added_tokens_decoder().values() if token.special]
 
     @staticmethod
@@ -192,6 +204,13 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text, special tokens shown; ids that no token has are left out."""
         return str(self._fast.decode([i for i in ids if i >= 0], skip_special_tokens=False))
+
+
+def tokenizer_of(directory: str) -> Any:
+    """The model's fast tokenizer, as the library `tokenizers` has it."""
+    from tokenizers import Tokenizer as FastTokenizer
+
+    return FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
 
 
 def decoder_of(model_dir: str) -> Callable[[Sequence[int]], str]:
@@ -250,13 +269,16 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Pro
     tokenizer = Tokenizer.of(spec)
     function = None
     keys = {name: getattr(spec, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+    vision = Vision(spec.tokenizer_dir) if spec.multimodal_keys else None
+    keys["multimodal_keys"] = image_key(spec.multimodal_keys)
+    unseen: list[str] = []
     if spec.data_source_path:
         function, keys = rows_function(spec.data_source_path, keys, values or {})
     prompts: list[Prompt] = []
     too_long, index = 0, -1
     parts: list[tuple[int, float]] = []
     for source in sources_of(spec.path):
-        before = len(prompts)
+        before, folder = len(prompts), _folder(source.path)
         for number, row in read(source, function):
             index += 1
             try:
@@ -267,16 +289,30 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Pro
                     text, ids, response, mask = tokenizer.supervised(found, spec)
                 else:
                     text, ids = tokenizer.encode(found.prompt, found.tools)
+                pictures: list[Shown] = []
+                if vision is not None and found.pictures:
+                    ids, places = vision.laid_out(ids, [vision.grid(one, folder) for one in found.pictures])
+                    pictures = [Shown(one, folder, where) for one, where in zip(found.pictures, places, strict=True)]
+            except BadImage as error:
+                unseen.append(f"{source.path} row {number}: {error}")
+                continue
             except Refused as error:
                 raise Refused(f"{source.path} row {number}: {error}") from error
             if 0 < spec.max_prompt_len < len(ids) or 0 < spec.max_response_len < len(response):
                 too_long += 1
                 continue
-            prompts.append(Prompt(index, text, ids, found.label, found.metadata, response, mask))
+            prompts.append(Prompt(index, text, ids, found.label, found.metadata, response, mask, pictures))
         parts.append((len(prompts) - before, source.weight))
         if before == len(prompts):
+            seen = f", {len(unseen)} without their pictures, the first: {unseen[0]}" if unseen else ""
             raise Refused(
                 f"{source.path} holds no usable prompt ({too_long} longer than --rollout-max-prompt-len "
-                f"{spec.max_prompt_len}). Check --prompt-data and the limit."
+                f"{spec.max_prompt_len}{seen}). Check --prompt-data and the limit."
             )
-    return Prompts(prompts, too_long, parts)
+    return Prompts(prompts, too_long, parts, unseen)
+
+
+def _folder(path: str) -> str:
+    """Where the relative paths of a source's pictures begin."""
+    at = Path(path)
+    return str(at if at.is_dir() else at.parent)

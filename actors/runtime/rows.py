@@ -94,6 +94,19 @@ def value_at(row: Any, key: str) -> Any:
     raise KeyError(key)
 
 
+def image_key(multimodal_keys: str | None) -> str:
+    """The column of --multimodal-keys, empty for none. Raises ValueError, in one line, for what is not carried."""
+    try:
+        keys = json.loads(multimodal_keys or "{}")
+    except ValueError:
+        keys = None
+    if not isinstance(keys, dict) or not all(isinstance(value, str) and value for value in keys.values()):
+        raise ValueError("""not a JSON object of columns; write '{"image": "images"}'""")
+    if odd := sorted(keys.keys() - {"image"}):
+        raise ValueError(f"{odd[0]} reaches no engine here, only image does")
+    return str(keys.get("image", ""))
+
+
 def gym(text: str) -> Any:
     """The reasoning-gym data set `reasoning_gym:NAME?size=500&seed=1`, the same in every process. Raises BadData."""
     name, _, query = text.removeprefix(GYM).partition("?")

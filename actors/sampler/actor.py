@@ -12,6 +12,7 @@ import msgspec
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
+from actors.runtime.pictures import Pictures
 from actors.runtime.prompts import DataSpec, Prompt, load_prompts
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
@@ -24,7 +25,7 @@ from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
-from bus.messages.samples import SampleTask, Sampling
+from bus.messages.samples import Picture, SampleTask, Sampling
 from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, TAIL, VERDICTS
 
 GROUPS_PER_COMMIT = 16
@@ -67,8 +68,10 @@ class Sampler:
     def __init__(self, context: Context, spec: SamplerSpec) -> None:
         self._context = context
         self._spec = spec
-        self._prompts, self._too_long, parts = load_prompts(spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
-        self._order = Order(parts=parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
+        found = load_prompts(spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
+        self._prompts, self._too_long, self._unseen = found.prompts, found.too_long, found.unseen
+        self._pictures = Pictures(context)
+        self._order = Order(parts=found.parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
         self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 
     async def run(self) -> None:
@@ -76,6 +79,9 @@ class Sampler:
         context = self._context
         if self._too_long:
             await context.event("prompts left out", f"{self._too_long} prompts exceed the length limit", level="warning")
+        if self._unseen:
+            text = f"{len(self._unseen)} prompts whose pictures cannot be shown, the first: {self._unseen[0]}"
+            await context.event("prompts left out", text, level="warning")
         tail = Tail(context.bus, [VERDICTS, POLICY, ACTIVE])
         try:
             await self._rebuild(tail)
@@ -94,7 +100,10 @@ class Sampler:
                     heard_at = now
                     await self._reconcile()
                 await fold_log(context, news, self._hear)
+                if any(entry.stream is POLICY for entry in news):  # samples may have been acknowledged before it was said
+                    await self._pictures.free()
         finally:
+            await self._pictures.free()
             await tail.close()
 
     def _hear(self, entry: Entry, message: object) -> None:
@@ -132,7 +141,9 @@ class Sampler:
         self._position = Position.parse(await bus.state("sampler"))
         kept = {entry.fields.get("id", "") for entry in await bus.scan_all(GROUPS)}
         for key, raw in (await bus.hash_of(bus.keys.open_groups)).items():
-            self._progress.issued(msgspec.msgpack.decode(raw, type=OpenGroup), judged=key in kept)
+            opened = msgspec.msgpack.decode(raw, type=OpenGroup)
+            self._pictures.know(opened.blobs)
+            self._progress.issued(opened, judged=key in kept)
         await self._issue_again()
 
     async def _issue_again(self) -> None:
@@ -153,11 +164,15 @@ class Sampler:
                     f"open group {group_id} is of prompt {opened.prompt_id}, which {self._spec.data.path} does not hold. "
                     "Give the data set the run began with."
                 )
-            tasks = self._tasks(opened, self._prompts[row], self._context.knobs)
+            pictures = await self._pictures.put(self._prompts[row]) or ()
+            opened = msgspec.structs.replace(opened, blobs=tuple(picture.blob for picture in pictures))
+            tasks = self._tasks(opened, self._prompts[row], self._context.knobs, pictures)
             then = f"pending:{group_id}"
             fault_point(self._context.name, "reissuing")
             outs = [Out(PROMPTS, task) for task in tasks]
-            await bus.commit(Commit(append=outs, guard=Guard("reissue", done, then), bounded=True))
+            named = {group_id: msgspec.msgpack.encode(opened)} if pictures else {}
+            guard = Guard("reissue", done, then)
+            await bus.commit(Commit(append=outs, open_groups=named, guard=guard, bounded=True))
             done = then
         await bus.commit(Commit(guard=Guard("reissue", done, "done")))
         await self._context.event("issued again", f"{len(groups)} groups of a lost bus")
@@ -219,6 +234,9 @@ class Sampler:
         for _ in range(n_groups):
             row, attempt, position = self._next(position)
             prompt = self._prompts[row]
+            pictures = await self._pictures.put(prompt)
+            if pictures is None:
+                continue
             group = OpenGroup(
                 group_id=f"g{position.cursor.group:07d}",
                 prompt_id=f"p{prompt.index}",
@@ -227,8 +245,9 @@ class Sampler:
                 step=self._progress.active_step,
                 source_index=prompt.index,
                 epoch=position.cursor.epoch,
+                blobs=tuple(picture.blob for picture in pictures),
             )
-            outs += [Out(PROMPTS, task) for task in self._tasks(group, prompt, knobs)]
+            outs += [Out(PROMPTS, task) for task in self._tasks(group, prompt, knobs, pictures)]
             opened.append(group)
         fault_point(context.name, "before_append")
         await context.bus.commit(
@@ -263,7 +282,9 @@ class Sampler:
         row, cursor = self._order.take(position.cursor)
         return row, 0, Position(cursor, position.reissued)
 
-    def _tasks(self, group: OpenGroup, prompt: Prompt, knobs: KnobValues) -> list[SampleTask]:
+    def _tasks(
+        self, group: OpenGroup, prompt: Prompt, knobs: KnobValues, pictures: tuple[Picture, ...]
+    ) -> list[SampleTask]:
         """The samples of a group that are open under its key; they begin under the version served now or a later one."""
         spec = self._spec
         tokens = pack_ints(prompt.token_ids)
@@ -295,6 +316,7 @@ class Sampler:
                     step=max(0, self._progress.active_step),
                     given_tokens=pack_ints(prompt.response) if prompt.response else msgspec.UNSET,
                     given_mask=memoryview(bytes(prompt.mask)) if prompt.response else msgspec.UNSET,
+                    inputs=pictures or msgspec.UNSET,
                 )
             )
         return tasks

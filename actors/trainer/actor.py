@@ -23,7 +23,7 @@ from actors.runtime.seeds import seed_for
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
-from actors.trainer.batches import Batch, Batches, sample_ids
+from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
 from actors.trainer.checkpoint import (
     BusState,
     booked_as_trained,
@@ -232,7 +232,8 @@ class Trainer:
         spec = self._spec
         if spec.replay_from:
             record = await asyncio.to_thread(read_record, path_of(spec.replay_from, self._version.step + 1))
-            return Batch(groups=record.groups, bound=self._batches.bound(self._context.knobs))
+            bound = self._batches.bound(self._context.knobs)
+            return Batch(groups=record.groups, bound=bound, images=record.images)
         return await self._batches.next(self._version, check=self._check_bus, idle=lambda: self._give_turn(tasks))
 
     async def _check_bus(self) -> None:
@@ -254,8 +255,9 @@ class Trainer:
         knobs = self._context.knobs
         step = self._version.step
         values = knobs.live | {"max_weight_staleness": batch.bound}
+        images = await pictures_of(self._context, batch)
         work = StepBatch(
-            samples=to_samples(batch.groups),
+            samples=to_samples(batch.groups, images),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
@@ -318,7 +320,8 @@ class Trainer:
             line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)
             await asyncio.to_thread(write_line, Path(context.spec.run_dir), line)
         if spec.record:
-            record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs)
+            images = await pictures_of(context, batch)
+            record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs, images=images)
             await asyncio.to_thread(write_record, spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")

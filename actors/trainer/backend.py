@@ -13,6 +13,7 @@ from actors.trainer.batch.batching import Balance
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
 from bus.errors import MilesAsyncError
+from bus.messages.samples import Picture
 
 if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads neither torch nor numpy
     import numpy as np
@@ -94,6 +95,7 @@ class BatchSample:
     temperature: float
     train: TrainSample
     experts: np.ndarray | None = None  # integers [n, layers * top_k]: those the engine chose for its first n tokens
+    pictures: tuple[tuple[Picture, bytes], ...] = ()  # that its prompt shows, with their bytes as the data has them
 
 
 @dataclass(slots=True)

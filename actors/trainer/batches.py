@@ -16,6 +16,7 @@ from actors.trainer.accounts import consumed_by
 from actors.trainer.backend import StepResult
 from actors.trainer.cut import Cut, Part, cut
 from actors.trainer.intake import Intake
+from bus.errors import BadMessage
 from bus.knobs.live import KnobValues
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
@@ -33,6 +34,7 @@ class Batch(msgspec.Struct, frozen=True):
     bound: int
     keys: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    images: dict[str, bytes] = {}  # a recorded batch's pictures, by blob
 
 
 class Batches:
@@ -167,6 +169,20 @@ class Batches:
 def reward_version(part: Part) -> int:
     """The version of the reward that judged it."""
     return max((part.group.samples[at].reward_version or 0 for at in part.left), default=0)
+
+
+async def pictures_of(context: Context, batch: Batch) -> dict[str, bytes]:
+    """Bytes of a batch's pictures, by blob. One that is gone is empty: its groups are refused and given up."""
+    tasks = (scored.rollout.task for group in batch.groups for scored in group.samples)
+    blobs = sorted({picture.blob for task in tasks for picture in task.pictures})
+    found = dict(batch.images)
+    for blob in blobs if not found else ():
+        try:
+            found[blob] = await context.bus.blobs.get(blob)
+        except BadMessage as error:
+            context.log.warning("a picture is gone: %s", error)
+            found[blob] = b""
+    return found
 
 
 def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:

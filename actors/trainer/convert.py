@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -10,23 +11,31 @@ import numpy as np
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.spread import spread_metrics
+from bus.messages.base import unpack_ints
 from bus.messages.groups import GroupKept
-from bus.messages.samples import Response, Routed, Scored, Strand
+from bus.messages.samples import Response, Routed, Scored, Strand, shown
 from bus.messages.versions import staleness
 
+EMPTY: Mapping[str, bytes] = MappingProxyType({})
 
-def to_trajectories(scored: Scored, *, known: tuple[float, ...] = ()) -> list[BatchSample]:
+
+def to_trajectories(
+    scored: Scored, *, known: tuple[float, ...] = (), images: Mapping[str, bytes] = EMPTY
+) -> list[BatchSample]:
     """One scored rollout: a training sample for each of its trajectories, which share its reward and count once in the statistics
-    of their group and in the averages of the loss. `known`: see GroupKept."""
+    of their group and in the averages of the loss. `known`: see GroupKept. `images`: pictures' bytes, by blob."""
     strands, taught = scored.rollout.strands, scored.teacher_logprobs
-    found = [_of_strand(scored, at, strand, known) for at, strand in enumerate(strands)]
+    found = [_of_strand(scored, at, strand, known, images) for at, strand in enumerate(strands)]
     if taught is not msgspec.UNSET:  # the teacher was asked for the last one
         found[-1].train.teacher_logp = np.frombuffer(taught, dtype=np.float32)
     return found
 
 
-def _of_strand(scored: Scored, at: int, strand: Strand, known: tuple[float, ...]) -> BatchSample:
+def _of_strand(
+    scored: Scored, at: int, strand: Strand, known: tuple[float, ...], images: Mapping[str, bytes]
+) -> BatchSample:
     task, response, several = scored.rollout.task, strand.response, scored.rollout.several
+    prompts = [unpack_ints(prompt) for prompt in (task.prompt_tokens, strand.prompt_tokens)] if task.pictures else ((), ())
     tokens = np.frombuffer(response.tokens, dtype=np.int32)
     return BatchSample(
         prompt_tokens=np.frombuffer(strand.prompt_tokens, dtype=np.int32),
@@ -44,12 +53,16 @@ def _of_strand(scored: Scored, at: int, strand: Strand, known: tuple[float, ...]
             spans=_steps(response),
             known_rewards=known,
         ),
+        pictures=tuple((picture, images[picture.blob]) for picture in shown(task.pictures, *prompts)),
         experts=None if response.experts is msgspec.UNSET else _experts(response.experts),
     )
 
 
 def _experts(routed: Routed) -> np.ndarray:
-    """Integers [n, layers * top_k]; of no whole number of rows [1, bytes], which fits no model."""
+    """Integers [n, layers * top_k], or none where the blob with them is lost; of no whole number of rows [1, bytes], which fits no
+    model."""
+    if not routed.data:
+        return np.zeros((0, 0), dtype=np.uint8)
     size = routed.n * (2 if routed.wide else 1)
     if routed.n <= 0 or len(routed.data) % size:
         return np.frombuffer(routed.data, dtype=np.uint8)[None]
@@ -67,9 +80,10 @@ def _steps(response: Response) -> list[tuple[int, int]]:
     return steps
 
 
-def to_samples(groups: Sequence[GroupKept]) -> list[BatchSample]:
-    """All trajectories of all samples in group order."""
-    return [one for group in groups for scored in group.samples for one in to_trajectories(scored, known=group.known)]
+def to_samples(groups: Sequence[GroupKept], images: Mapping[str, bytes] = EMPTY) -> list[BatchSample]:
+    """All trajectories of all samples in group order. `images`: bytes of their pictures, by blob."""
+    every = ((scored, group.known) for group in groups for scored in group.samples)
+    return [one for scored, known in every for one in to_trajectories(scored, known=known, images=images)]
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:

@@ -27,6 +27,7 @@ class RecordedBatch(msgspec.Struct, frozen=True, kw_only=True):
     done: StepDone
     groups: tuple[GroupKept, ...]
     knobs: dict[str, Any]
+    images: dict[str, bytes] = {}  # pictures of its prompts, by blob
 
 
 class ReplayedStep(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ def batch_of(record: RecordedBatch) -> StepBatch:
     """The backend's view of a recorded step."""
     step = record.done.step - 1
     return StepBatch(
-        samples=to_samples(record.groups), step=step, seed=record.done.seed, knobs=record.knobs
+        samples=to_samples(record.groups, record.images), step=step, seed=record.done.seed, knobs=record.knobs
     )
 
 

@@ -42,6 +42,7 @@ class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
             tokens=sum(s.n for s in spans),
             knob=self.knob_epoch,
             note=f"samples={len(self.samples)}",
+            asides=" ".join(filter(None, (scored.rollout.header().asides for scored in self.samples))),
         )
 
 
@@ -91,6 +92,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     members: tuple[int, ...] | None = None  # indexes of the samples under this key; None = all of the group
     rewards: dict[int, float] = {}  # by index: members of the group that left first, for the baseline of the others
+    blobs: tuple[str, ...] = ()  # of the pictures of its prompt
 
     @property
     def indexes(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ generation -Parked-> partial -PrefixResume|PrefixDropped-> generation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,16 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+
+
+class Picture(msgspec.Struct, frozen=True, array_like=True):
+    """A picture of a prompt: tokens [at, at + n) of it stand for its `grid` (time, height, width) of patches. `blob`: its bytes, as the
+    data has them, which all samples of its group share and the sampler deletes when the group is closed."""
+
+    at: int
+    n: int
+    grid: tuple[int, int, int]
+    blob: str = ""
 
 
 class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
@@ -50,9 +61,22 @@ class SampleTask(Message, frozen=True, kw_only=True, tag="sample.task"):
     # Supervised training: the response as the data has it, int32 [n], and what of it is trained, uint8 [n]. UNSET = generate one.
     given_tokens: Packed | msgspec.UnsetType = msgspec.UNSET
     given_mask: Packed | msgspec.UnsetType = msgspec.UNSET
+    inputs: tuple[Picture, ...] | msgspec.UnsetType = msgspec.UNSET  # of the prompt, in order; UNSET = none
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Of its prompt, in order."""
+        return () if self.inputs is msgspec.UNSET else self.inputs
 
     def header(self) -> Header:
-        return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch)
+        blobs = " ".join(picture.blob for picture in self.pictures)
+        return Header(id=self.sample_id, group=self.group_id, version=self.step, knob=self.knob_epoch, inputs=blobs)
+
+
+def shown(pictures: Sequence[Picture], prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Picture, ...]:
+    """The pictures that `tokens` show: those of `prompt`, if it begins them up to its last picture's end; else none."""
+    end = pictures[-1].at + pictures[-1].n if pictures else 0
+    return tuple(pictures) if end and list(tokens[:end]) == list(prompt[:end]) else ()
 
 
 class Routed(msgspec.Struct, frozen=True):
@@ -62,6 +86,7 @@ class Routed(msgspec.Struct, frozen=True):
     data: Packed
     n: int
     wide: bool = False
+    ref: str | msgspec.UnsetType = msgspec.UNSET  # the blob that `data` lies in, which is empty here (bus/asides.py)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +117,10 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.version != NOT_MADE)
+        for span in self.spans:
+            if span.version == NOT_MADE:
+                return tuple(span for span in self.spans if span.version != NOT_MADE)
+        return self.spans
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +185,11 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
         return self.strands[-1].prompt_tokens
 
     @property
+    def routed(self) -> tuple[Routed, ...]:
+        """Experts of its trajectories, of those where they are known."""
+        return tuple(s.response.experts for s in self.strands if s.response.experts is not msgspec.UNSET)
+
+    @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens of all its trajectories."""
         if self.episode is msgspec.UNSET:
@@ -174,8 +207,9 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             id=self.task.sample_id,
             group=self.task.group_id,
             version=made[-1].version if made else -1,
-            tokens=self.n_made,
+            tokens=sum(span.n for span in made),
             knob=self.task.knob_epoch,
+            asides=" ".join(one.ref for one in self.routed if one.ref),
         )
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from actors.runtime.prompts import BadRow, parts_of
-from actors.runtime.rows import BadData, count, read, sources_of
+from actors.runtime.rows import BadData, count, image_key, read, sources_of
 from actors.runtime.run import Refused
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
@@ -70,6 +70,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     """Training prompts and every held-out set."""
     r = settings.rollout
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
+    keys["multimodal_keys"] = image_key(r.multimodal_keys) or None
     prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
@@ -84,6 +85,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     held_out = {}
     for one in eval_sets(settings):
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
+        keys["multimodal_keys"] = image_key(r.multimodal_keys) or None
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
         held_out[one.name] = check_prompt_data(one.path, field=field, keys=keys, chat=r.apply_chat_template)
     return prompts, held_out
@@ -100,7 +102,7 @@ def check_prompt_lengths(
     if not prompts.head or settings.flat.supervised:  # whole dialogues are measured when they are read
         return
     try:
-        keys = {"input_key": r.input_key, "tool_key": r.tool_key}
+        keys = {"input_key": r.input_key, "tool_key": r.tool_key, "multimodal_keys": image_key(r.multimodal_keys)}
         rows = (parts_of(row, keys, chat=r.apply_chat_template) for row in prompts.head)
         lengths = [count_tokens(row.prompt, row.tools) for row in rows]
     except Refused as error:

@@ -91,7 +91,6 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "(--custom-agent-function-path).",
         "--generate-tool-specs-path --generate-execute-tool-function-path --generate-multi-* --generate-max-turns",
     ),
-    ("Prompts are text: no picture, sound or film reaches an engine.", "--multimodal-*"),
     (
         "Each worker serves its sessions itself (docs/agents.md): a history that goes on is appended to, any other opens a "
         "trajectory, and all of them are trained.",

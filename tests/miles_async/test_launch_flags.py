@@ -19,7 +19,7 @@ TAKEN = """
 --rm-url --rollout-all-samples-process-path --rollout-batch-size --rollout-data-postprocess-path --rollout-max-context-len
 --rollout-max-prompt-len --rollout-max-response-len --rollout-sample-filter-path --rollout-seed --rollout-shuffle
 --rollout-skip-special-tokens --rollout-stop-token-ids --rollout-temperature --rollout-top-k --rollout-top-p
---skip-eval-before-train --tool-key
+--skip-eval-before-train --tool-key --multimodal-keys
 """
 REFUSED = {
     "--custom-async-data-buffer-path": "--buffer-filter-path",
@@ -29,7 +29,6 @@ REFUSED = {
     "--fetch-trajectory-retry-times": "no service",
     "--generate-execute-tool-function-path": "session.tell",
     "--generate-tool-specs-path": "--tools",
-    "--multimodal-keys": "text",
     "--rollout-buffer-url": "no service",
     "--rollout-external": "--engine external",
     "--rollout-function-path": "--custom-generate-function-path",

@@ -113,6 +113,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
 
     from actors.generation.embedded.config import read_config
     from actors.generation.embedded.model import Decoder
+    from actors.generation.embedded.pictures import Eyes
     from actors.generation.embedded.scheduler import Posted, Scheduler
     from actors.generation.embedded.server import EngineServer, Served
     from actors.generation.embedded.weights import load_weights
@@ -121,7 +122,8 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     config = read_config(args.model_path)
     if args.context_length is not None:
         config = dataclasses.replace(config, context=min(config.context, args.context_length))
-    decoder = Decoder(config)
+    eyes = Eyes(args.model_path) if config.axes else None
+    decoder = Decoder(config, eyes)
     load_weights(decoder, args.model_path)
 
     loop = asyncio.get_running_loop()
@@ -143,6 +145,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
         or _default_total_tokens(config.layers * config.kv_heads * config.head_dim * 8),
         stream_interval=args.stream_interval,
         incremental=args.incremental_streaming_output,
+        eyes=eyes,
     )
     server = EngineServer(served, token=args.api_key_file.read_text().strip() if args.api_key_file else "")
     server.scheduler = Scheduler(

@@ -9,6 +9,7 @@ import torch
 
 from actors.generation.embedded.cache import KvCache
 from actors.generation.embedded.model import BLOCK_ROWS, Decoder
+from actors.generation.embedded.pictures import View
 from actors.generation.embedded.request import Request
 from actors.generation.embedded.sampling import sample, uniforms
 
@@ -33,6 +34,8 @@ class Batch:
         self._temperatures = np.ones(max_rows, np.float32)
         self._top_k = np.zeros(max_rows, np.int64)
         self._top_p = np.ones(max_rows, np.float32)
+        self._back = np.zeros(max_rows, np.int64)
+        """How far each row's rotary positions lie before its tokens' indexes: pictures have fewer of them than tokens."""
         self._steps = 0
 
     def longest(self) -> int:
@@ -51,25 +54,30 @@ class Batch:
         while order:
             width = order[-1].length
             part: list[tuple[Request, int]] = []
-            distinct: dict[tuple[int, ...], int] = {}
+            distinct: dict[tuple[bytes, tuple[int, ...]], int] = {}
+            views: list[View | None] = []
             # From the longest down: padded to its length, at most doubling the work, within the token budget.
             while order and (not part or 2 * order[-1].length > width):
-                key = tuple(order[-1].prompt + order[-1].tokens)
+                view = order[-1].view
+                key = view.digest if view else b"", tuple(order[-1].prompt + order[-1].tokens)
                 if key not in distinct and (len(distinct) + 1) * width > PREFILL_TOKENS and part:
                     break
+                if key not in distinct:
+                    views.append(view)
                 part.append((order.pop(), distinct.setdefault(key, len(distinct))))
-            ended += self._prefill_part([r for r, _ in part], list(distinct), torch.tensor([s for _, s in part]))
+            prompts = [tokens for _, tokens in distinct]
+            ended += self._prefill_part([r for r, _ in part], prompts, torch.tensor([s for _, s in part]), views)
         return ended
 
     def _prefill_part(
-        self, joining: list[Request], distinct: list[tuple[int, ...]], source: torch.Tensor
+        self, joining: list[Request], distinct: list[tuple[int, ...]], source: torch.Tensor, views: list[View | None]
     ) -> list[Request]:
         first = len(self.requests)
         width = max(map(len, distinct))
         prompts = torch.tensor([seq + (0,) * (width - len(seq)) for seq in distinct])
         self.cache.reserve(first + len(joining), max(width + 1, self.longest()), first)
         lengths = torch.tensor([len(seq) for seq in distinct])
-        logits = self.decoder.prefill(prompts, lengths, source, self.cache, first)
+        logits = self.decoder.prefill(prompts, lengths, source, self.cache, first, views if any(views) else ())
         if self.decoder.chosen is not None:
             chosen = self.decoder.chosen.view(len(distinct), width, -1)
             for request, which in zip(joining, source.tolist(), strict=True):
@@ -80,6 +88,7 @@ class Batch:
             self._temperatures[row] = request.temperature
             self._top_k[row] = request.top_k
             self._top_p[row] = request.top_p
+            self._back[row] = request.view.back if request.view else 0
         self.requests += joining
         return self._finish_step(logits, first)
 
@@ -93,7 +102,8 @@ class Batch:
         windows = [int(lengths[a : a + BLOCK_ROWS].max()) + 1 for a in range(0, n, BLOCK_ROWS)]
         self.cache.reserve(n, max(windows), n)
         tokens, positions = torch.from_numpy(self._last[:n]), torch.from_numpy(lengths)
-        logits = self.decoder.decode(tokens, positions, windows, self.cache)
+        back = torch.from_numpy(self._back[:n]) if self._back[:n].any() else None
+        logits = self.decoder.decode(tokens, positions, windows, self.cache, back)
         if self.decoder.chosen is not None:
             for request, row in zip(self.requests, self.decoder.chosen.view(n, 1, -1), strict=True):
                 request.routed(row)
@@ -160,4 +170,4 @@ class Batch:
             column[:n] = column[order]
 
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return (self._lengths, self._last, self._seeds, self._temperatures, self._top_k, self._top_p)
+        return (self._lengths, self._last, self._seeds, self._temperatures, self._top_k, self._top_p, self._back)

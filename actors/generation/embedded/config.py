@@ -1,6 +1,6 @@
 """Reads a Hugging Face model directory's `config.json` into the few numbers the embedded forward needs.
 
-Families: llama, qwen2, qwen3, qwen3_moe. What the forward does not implement is refused here, by name, before any weight
+Families: llama, qwen2, qwen3, qwen3_moe, and qwen2_vl and qwen2_5_vl with pictures. What the forward does not implement is refused here, by name, before any weight
 is read.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from actors.runtime import vision
 from actors.runtime.fp8 import Fp8Scheme, read_scheme
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES)
 
 
 class ModelRefused(ValueError):
@@ -54,6 +55,8 @@ class ModelConfig:
     """Layers without experts, of a model that has them."""
     fp8: Fp8Scheme | None = None
     """How FP8 weights of this model are stored; they are computed with in float32 all the same. None: plain weights."""
+    axes: tuple[int, ...] = ()
+    """Of a model that reads pictures: which of a token's three positions (time, height, width) turns each frequency."""
 
     def rotations(self) -> torch.Tensor:
         """complex64 [context, head_dim / 2]: cos + i sin of each position's angles (computed in float32, as the trainer
@@ -66,6 +69,8 @@ def read_config(model_dir: Path) -> ModelConfig:
     """Parse and check `config.json` (and `generation_config.json` for end-of-sequence ids). Raises ModelRefused."""
     raw = _read_json(model_dir / "config.json")
     family = raw.get("model_type")
+    sees = family in vision.FAMILIES
+    raw = raw | (raw.get("text_config") or {}) if sees else raw
     if family not in FAMILIES:
         raise ModelRefused(
             f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang."
@@ -95,12 +100,13 @@ def read_config(model_dir: Path) -> ModelConfig:
             context=raw["max_position_embeddings"],
             tied=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=family in ("qwen3", "qwen3_moe"),
-            qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family != "qwen2",
+            qkv_bias=bias or family == "qwen2" or sees,
+            o_bias=bias and family != "qwen2" and not sees,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
             eos=_eos_ids(raw, model_dir),
             inv_freq=_inv_freq(raw, head_dim, model_dir),
             fp8=fp8,
+            axes=_axes(raw, head_dim, model_dir) if sees else (),
             **(_experts(raw) if family == "qwen3_moe" else {}),
         )
     except KeyError as missing:
@@ -141,6 +147,14 @@ def _eos_ids(raw: dict[str, Any], model_dir: Path) -> frozenset[int]:
     return frozenset(found)
 
 
+def _axes(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[int, ...]:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    found = tuple(i % 3 for i, n in enumerate(rope.get("mrope_section") or (16, 24, 24)) for _ in range(n))
+    if len(found) != head_dim // 2:
+        raise ModelRefused(f"{model_dir}: mrope_section has {len(found)} frequencies, a head has {head_dim // 2}.")
+    return found
+
+
 def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[float, ...]:
     """Rotary frequencies for rope types default, linear and llama3 (the Llama 3.1 wavelength blend)."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -157,7 +171,7 @@ def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[floa
         wave = 2 * math.pi / freq
         blend = ((old / wave - low) / (high - low)).clamp(0.0, 1.0)
         freq = (1 - blend) * freq / rope["factor"] + blend * freq
-    elif kind != "default":
+    elif kind not in ("default", "mrope"):
         raise ModelRefused(
             f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang."
         )

@@ -7,7 +7,7 @@ products of queries with keys do not change under a permutation both share. `slo
 lies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.generation.embedded.cache import KvCache
 from actors.generation.embedded.config import ModelConfig
+from actors.generation.embedded.pictures import Eyes, View
 
 BLOCK_ROWS = 64
 """Decode attention runs in blocks of rows, each as long as its longest row, so that one long row does not pad all
@@ -62,8 +63,9 @@ class _Layer:
 class Decoder:
     """Weights and forward. Not thread-safe: the scheduler's thread owns it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, eyes: Eyes | None = None) -> None:
         self.config = c = config
+        self.eyes = eyes
         self.slots: dict[str, Slot] = {}
         """Checkpoint name -> its place."""
         self.fp8_parts: dict[str, dict[str, Tensor]] = {}
@@ -78,12 +80,22 @@ class Decoder:
         self._scale = c.head_dim**-0.5
         self._group = c.heads // c.kv_heads
         self._steps = torch.arange(c.context + WINDOW_STEP)
+        for name, p in eyes.tower.named_parameters() if eyes else ():
+            self._put(f"visual.{name}", tuple(p.shape), p.data)
 
-    def prefill(self, prompts: Tensor, lengths: Tensor, source: Tensor, cache: KvCache, first_row: int) -> Tensor:
+    def prefill(
+        self,
+        prompts: Tensor,
+        lengths: Tensor,
+        source: Tensor,
+        cache: KvCache,
+        first_row: int,
+        views: Sequence[View | None] = (),
+    ) -> Tensor:
         """Run prompts from scratch and store their keys and values.
 
         prompts: int64 [u, P], right-padded, distinct. lengths: int64 [u]. source: int64 [b], row `first_row + j` of the
-        cache takes prompt source[j]. Returns logits float32 [b, vocab] after the last token of each prompt.
+        cache takes prompt source[j]. views: what each prompt shows; empty = none does. Returns logits float32 [b, vocab] after the last token of each prompt.
         """
         c, (u, width) = self.config, prompts.shape
         rows = slice(first_row, first_row + source.numel())
@@ -99,11 +111,22 @@ class Decoder:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._group > 1)
             return out.transpose(1, 2).reshape(u * width, c.heads * c.head_dim)
 
-        rotations = self._rotations[:width].repeat(u, 1).unsqueeze(1)
-        x = self._run(F.embedding(prompts.view(-1), self._embed), rotations, attend)
+        rotations = self._rotations[:width].repeat(u, 1)
+        x = F.embedding(prompts.view(-1), self._embed)
+        for i, view in enumerate(views):
+            if view is not None:
+                self._show(view, x[i * width : (i + 1) * width], rotations[i * width : (i + 1) * width])
+        x = self._run(x, rotations.unsqueeze(1), attend)
         last = x.view(u, width, c.hidden)[torch.arange(u), lengths - 1]
         logits = self._logits(last)
         return logits if same else logits[source]
+
+    def _show(self, view: View, x: Tensor, rotations: Tensor) -> None:
+        """Put a view into embeddings [P, hidden] and rotations [P, head_dim / 2] of its prompt."""
+        assert self.eyes is not None
+        x.index_copy_(0, view.at, self.eyes.features(view))
+        turns = view.rotary(len(x))[list(self.config.axes)].T
+        rotations.copy_(self._rotations.gather(0, turns))
 
     def score(self, tokens: Tensor) -> Tensor:
         """Log-probabilities, untempered, of tokens 1..P-1 after those before them. tokens int64 [P] -> float32 [P - 1].
@@ -123,11 +146,14 @@ class Decoder:
             found.append(logp.gather(1, tokens[rows.start + 1 : rows.stop + 1, None]).squeeze(1))
         return torch.cat(found) if found else x.new_zeros(0)
 
-    def decode(self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache, back: Tensor | None = None
+    ) -> Tensor:
         """One token for each of rows 0..B-1.
 
         tokens, positions: int64 [B]; positions[b] is the index of tokens[b] in its sequence. windows: longest row
-        (tokens, this one included) of each block of BLOCK_ROWS rows. Returns logits float32 [B, vocab].
+        (tokens, this one included) of each block of BLOCK_ROWS rows. back: int64 [B], how far the rotary
+        position lies before that index (a picture's tokens share some); None = nowhere. Returns logits float32 [B, vocab].
         """
         c, n = self.config, tokens.numel()
         heads = torch.arange(n * c.kv_heads).view(n, c.kv_heads) * cache.length
@@ -152,7 +178,7 @@ class Decoder:
             out = outs[0] if len(outs) == 1 else torch.cat(outs)
             return out.view(n, c.heads * c.head_dim)
 
-        rotations = self._rotations.index_select(0, positions).unsqueeze(1)
+        rotations = self._rotations.index_select(0, positions if back is None else positions - back).unsqueeze(1)
         return self._logits(self._run(F.embedding(tokens, self._embed), rotations, attend))
 
     def _run(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from actors.generation.embedded.pictures import View
 from actors.generation.embedded.sampling import ALL_TOKENS, GREEDY_BELOW
 
 FinishReason = dict[str, Any]
@@ -52,6 +53,7 @@ class Request:
         "tokens",
         "top_k",
         "top_p",
+        "view",
         "wake",
     )
 
@@ -69,6 +71,7 @@ class Request:
         stream: bool = False,
         score_from: int = 0,
         routed_from: int | None = None,
+        view: View | None = None,
     ) -> None:
         self.rid = rid
         self.prompt = prompt
@@ -96,6 +99,8 @@ class Request:
         """Tokens in the last Progress."""
         self.retractions = 0
         self.finish: FinishReason | None = None
+        self.view = view
+        """Its pictures."""
         self.inbox: deque[Progress] = deque()
         self.wake = asyncio.Event()
 

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig, ModelRefused
 from actors.generation.embedded.model import Decoder
+from actors.generation.embedded.pictures import Eyes
 from actors.generation.embedded.receive import Receiver
 from actors.generation.embedded.request import Progress, Request
 from actors.generation.embedded.scheduler import Load, Posted, Scheduler
@@ -34,6 +35,7 @@ from actors.generation.embedded.wire import (
     decode_body,
     json_answer,
     to_request,
+    view_of,
 )
 
 CONTROL_DEADLINE_S = 60.0
@@ -54,6 +56,7 @@ class Served:
     max_total_tokens: int
     stream_interval: int
     incremental: bool
+    eyes: Eyes | None = None
 
 
 class EngineServer:
@@ -114,11 +117,12 @@ class EngineServer:
         started = time.monotonic()
         body = decode_body(await http.read(), GenerateBody)
         rid = body.rid or uuid.uuid4().hex
-        if rid in self._live:
-            raise BadRequest(f"request id {rid} is already being served; choose another rid.")
         if self._closing:
             return json_answer({"error": {"message": "the engine is shutting down."}}, 503)
-        request = to_request(body, rid, self._served.config, self._served.max_total_tokens)
+        view = await asyncio.to_thread(view_of, body, self._served.eyes) if body.image_data else None
+        request = to_request(body, rid, self._served.config, self._served.max_total_tokens, view)
+        if rid in self._live:
+            raise BadRequest(f"request id {rid} is already being served; choose another rid.")
         self._live[rid] = request
         self.scheduler.submit(request)
         try:
@@ -239,7 +243,7 @@ class EngineServer:
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": load.version,
-                "has_image_understanding": False,
+                "has_image_understanding": served.eyes is not None,
                 "has_audio_understanding": False,
                 "model_type": served.config.family,
                 "architectures": served.config.architectures,

@@ -8,7 +8,9 @@ import torch
 from aiohttp import web
 
 from actors.generation.embedded.config import ModelConfig
+from actors.generation.embedded.pictures import Eyes, View
 from actors.generation.embedded.request import Progress, Request
+from actors.runtime.rows import BadData
 from bus.messages.weights import TensorMeta
 
 DEFAULT_NEW_TOKENS = 128
@@ -48,6 +50,8 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
     return_logprob: bool = False
     return_routed_experts: bool = False
+    image_data: list[str] | None = None
+    """Pictures of a request, as data URLs or base64; input_ids hold as many placeholders for each as it has tokens."""
     routed_experts_start_len: int = 0
     """First token whose experts are asked for."""
     logprob_start_len: int | None = None
@@ -142,7 +146,23 @@ _UNSUPPORTED = SamplingParams()
 _NEUTRAL = ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
-def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_tokens: int) -> Request:
+def view_of(body: GenerateBody, eyes: Eyes | None) -> View | None:
+    """What a body shows; None: nothing. Raises BadRequest."""
+    if not body.image_data:
+        return None
+    if eyes is None:
+        raise BadRequest("this model reads no pictures; leave image_data out.")
+    if body.sampling_params.max_new_tokens == 0:
+        raise BadRequest("prompts with pictures are not scored here; leave image_data out, or ask for a token.")
+    try:
+        return eyes.view(body.input_ids, body.image_data)
+    except BadData as error:
+        raise BadRequest(f"image_data refused: {error}") from None
+
+
+def to_request(
+    body: GenerateBody, rid: str, config: ModelConfig, max_total_tokens: int, view: View | None = None
+) -> Request:
     """Check a body against the model and turn it into a Request. Raises BadRequest."""
     p = body.sampling_params
     prompt = body.input_ids
@@ -186,6 +206,7 @@ def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_toke
         seed=p.sampling_seed,
         stream=body.stream,
         score_from=start if limit == 0 else 0,
+        view=view,
         routed_from=body.routed_experts_start_len if body.return_routed_experts and config.experts else None,
     )
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
 from actors.runtime.run import Refused
+from actors.runtime.vision import Vision, family_of, vision_of
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
@@ -63,6 +64,7 @@ class Core(Passes):
         self.compiles = fast and not self.own.true_on_policy_mode
         log.info("attention: %s; layers: %s", kernel, "compiled" if self.compiles else "uncompiled")
         self.shards = Shards(ranks, self.device)
+        self.vision = self._sees(config.hf_checkpoint)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
         self.fp8 = scheme_of(self.published_as)
@@ -78,7 +80,7 @@ class Core(Passes):
             narrow(self.policy, self.dtype)
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
-        self.cost = cost_of(self.policy.hf.config)
+        self.cost = cost_of(self.policy.hf.config.get_text_config())
         self.replay = self._replay()
         self.old_actors = OldActors(on_host=ranks.alone)
         self.critic: CriticTraining | None = None
@@ -87,6 +89,22 @@ class Core(Passes):
             if masters:
                 narrow(self.critic.model, self.dtype)
         self.offload = Offload(config.offload_train_target, config.offload_dir)
+
+    def _sees(self, path: str) -> Vision | None:
+        """Of a model that reads pictures, which not everything here can; Refused for what cannot."""
+        config = self.config
+        kind = family_of(path)
+        others = (config.ref_load, config.opd_teacher_load)
+        for name, wanted in (
+            ("--true-on-policy-mode", self.own.true_on_policy_mode),
+            ("a critic", self.objective.estimator.critic),
+            ("FP8", scheme_of(config.published_as or path) is not None),
+            ("routing replay", bool(mode_of(config))),
+            ("a reference or teacher of another family", any(other and family_of(other) != kind for other in others)),
+        ):
+            if kind and wanted:
+                raise Refused(f"{path} is a {kind}, which reads pictures: {name} is not carried with it. Leave it out.")
+        return vision_of(path)
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         checkpointing = self.own.gradient_checkpointing and trainable
@@ -110,7 +128,7 @@ class Core(Passes):
         if not (self.objective.needs_student_logp and self.config.opd_teacher_load):
             return None
         teacher = self._load(self.config.opd_teacher_load, trainable=False)
-        here, there = (m.hf.config.vocab_size for m in (self.policy, teacher))
+        here, there = (m.hf.config.get_text_config().vocab_size for m in (self.policy, teacher))
         if here != there:
             raise Refused(
                 f"opd_teacher_load={self.config.opd_teacher_load} has {there} tokens in its vocabulary, the policy has "

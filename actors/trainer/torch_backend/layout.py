@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.backend import BatchSample
+from actors.trainer.torch_backend.sight import Gallery, Sight
 from actors.trainer.training.routes import Routes, Routing
 
 
@@ -50,14 +51,18 @@ class MicroBatch:
     """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
     routing: Routing | None = None
     """experts of the T input tokens; None: the model chooses"""
+    sight: Sight | None = None
+    """what the samples show, of a model that reads pictures"""
 
 
 class PackedBatch:
     """All tokens of a rollout batch on the host. Lengths in tokens, positions are those of `samples`. `routes`: their experts,
-    where routers are told."""
+    where routers are told. `gallery`: their pictures, of a model that reads such."""
 
-    def __init__(self, samples: Sequence[BatchSample], routes: Routes | None = None) -> None:
-        self.routes = routes
+    def __init__(
+        self, samples: Sequence[BatchSample], routes: Routes | None = None, gallery: Gallery | None = None
+    ) -> None:
+        self.routes, self.gallery = routes, gallery
         self.prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
         self.response = np.array([len(s.response_tokens) for s in samples], dtype=np.int64)
         self.total = self.prompt + self.response
@@ -96,6 +101,7 @@ class PackedBatch:
             temperature=self._temperature(ids, of_response, device),
             response_slots=self.first_response[ids][of_response] + step,
             routing=self.routes.micro_batch(ids, inputs) if self.routes else None,
+            sight=self.gallery.micro_batch(ids, inputs, device) if self.gallery else None,
         )
 
     def _temperature(self, ids: np.ndarray, of_response: np.ndarray, device: torch.device) -> float | Tensor:

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from actors.runtime.run import Refused
+from actors.runtime.vision import FAMILIES as SIGHTED
+from actors.runtime.vision import PROCESSOR, family_of
 from actors.trainer.torch_backend import attention, experts, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
 
 log = logging.getLogger(__name__)
-FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES)
+FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES, *SIGHTED)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", PROCESSOR),
 )
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
 DTYPES = {
@@ -44,16 +46,16 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) of the R response tokens, float32 [R]; entropies carry gradient only if asked to."""
-        out = self.hf.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            layout=batch.layout,
-        )
+        out = self._decoded(batch)
         # Only rows that predict a response token meet the vocabulary.
         hidden = out.last_hidden_state[0].index_select(0, batch.rows)
         weight = self.hf.lm_head.weight
         return token_head(hidden, weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
+
+    def _decoded(self, batch: MicroBatch) -> Any:
+        return self.hf.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
+        )
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -65,8 +67,38 @@ class Policy(nn.Module):
         return dict(self.hf.named_parameters())
 
 
+class SightedPolicy(Policy):
+    """One that reads pictures: a vision tower's outputs stand in for their tokens' embeddings."""
+
+    def _decoded(self, batch: MicroBatch) -> Any:
+        inner, sight = self.hf.model, batch.sight
+        assert sight is not None
+        x = inner.get_input_embeddings()(batch.input_ids)
+        seen = inner.visual(sight.pixels.to(x.dtype), grid_thw=sight.grids).pooler_output
+        # Without a picture one of nothing is looked at and not shown: each rank's gradients have the same parts.
+        x = x + 0 * seen.sum() if sight.at is None else x.index_copy(1, sight.at, seen[sight.of].to(x.dtype)[None])
+        return inner.language_model(
+            inputs_embeds=x, position_ids=sight.positions, use_cache=False, layout=batch.layout
+        )
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.hf.model.language_model.layers)
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """By the names of the families' published files, which engines know."""
+        ours = {"model.language_model.": "model.", "model.visual.": "visual."}
+        found = {}
+        for name, p in self.hf.named_parameters():
+            head = next((head for head in ours if name.startswith(head)), "")
+            found[ours.get(head, "") + name.removeprefix(head)] = p
+        return found
+
+
 def load_policy(path: str, *, trainable: bool, gradient_checkpointing: bool = False) -> Policy:
     """The model of a Hugging Face directory in float32 on the CPU. Raises Refused, in one line, when it cannot be trained."""
+    if family_of(path):
+        return SightedPolicy(_load(path, AutoModelForImageTextToText, trainable, gradient_checkpointing))
     return Policy(_load(path, AutoModelForCausalLM, trainable, gradient_checkpointing))
 
 
@@ -91,7 +123,8 @@ def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -
         with torch.device("meta"):
             kind = type(kind.from_config(config))
         source = {"pretrained_model_name_or_path": None, "state_dict": fp8.dequantized(Path(path), scheme)}
-    options = {"attn_implementation": attention.PACKED, "use_safetensors": True, "output_loading_info": True}
+    kernel: Any = {"text_config": attention.PACKED, "vision_config": "sdpa"} if family_of(path) else attention.PACKED
+    options = {"attn_implementation": kernel, "use_safetensors": True, "output_loading_info": True}
     try:
         loaded: Any = kind.from_pretrained(**source, config=config, **options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -120,7 +153,7 @@ def check_family(path: str, config: Any) -> None:
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
         raise Refused(f"{path}: model_type {family!r} is not trained here. Use one of {', '.join(FAMILIES)}.")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         raise Refused(
             f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json."
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.runtime.vision import Vision
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.critic import CriticTraining
@@ -17,6 +18,7 @@ from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.sight import Gallery
 from actors.trainer.training.base import CoreBase
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.routes import Routes
@@ -33,6 +35,9 @@ class Passes(CoreBase):
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    compiles: bool  # layers run as torch compiled them
+    vision: Vision | None
+    """of a model that reads pictures"""
     replay: Replay | None
     """of the policy's routers, where they are told; None: they choose"""
 
@@ -45,12 +50,16 @@ class Passes(CoreBase):
         return self.ranks.size
 
     @property
+    def equal_passes(self) -> bool:
+        return not self.compiles
+
+    @property
     def average_over(self) -> float:
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
         if self.replay is None:
-            return PackedBatch(samples)
+            return PackedBatch(samples, gallery=Gallery(samples, self.vision) if self.vision else None)
         return PackedBatch(samples, Routes(samples, self.replay.shape, records=self.config.use_routing_replay))
 
     # -- forward ------------------------------------------------------------------------------------------------

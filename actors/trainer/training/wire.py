@@ -11,6 +11,7 @@ import numpy as np
 from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.objective.samples import FLOAT_FIELDS
+from bus.messages.samples import Picture
 
 
 class WireSample(msgspec.Struct, frozen=True, array_like=True):
@@ -31,6 +32,7 @@ class WireSample(msgspec.Struct, frozen=True, array_like=True):
     known_rewards: tuple[float, ...] = ()
     processed: float | None = None
     experts: tuple[str, int, bytes] | None = None  # type, tokens, and all numbers
+    pictures: tuple[Picture, ...] = ()
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -43,6 +45,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     step: int
     seed: int
     knobs: dict[str, Any]
+    images: dict[str, bytes] = {}  # by blob
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -86,12 +89,13 @@ def decode(data: bytes) -> Command:
 
 def pack_step(batch: StepBatch) -> Step:
     """A step's batch as a command. Own log-probs and values are left out: each rank computes them."""
-    return Step([_pack(s) for s in batch.samples], batch.step, batch.seed, dict(batch.knobs))
+    images = {picture.blob: data for s in batch.samples for picture, data in s.pictures}
+    return Step([_pack(s) for s in batch.samples], batch.step, batch.seed, dict(batch.knobs), images)
 
 
 def unpack_step(step: Step) -> StepBatch:
     """Inverse of `pack_step`."""
-    return StepBatch([_unpack(s) for s in step.samples], step.step, step.seed, step.knobs)
+    return StepBatch([_unpack(s, step.images) for s in step.samples], step.step, step.seed, step.knobs)
 
 
 def _bytes(x: Sequence[float] | np.ndarray, dtype: type) -> bytes:
@@ -118,10 +122,11 @@ def _pack(s: BatchSample) -> WireSample:
         known_rewards=tuple(t.known_rewards),
         processed=t.processed,
         experts=None if s.experts is None else (s.experts.dtype.str, len(s.experts), s.experts.tobytes()),
+        pictures=tuple(picture for picture, _ in s.pictures),
     )
 
 
-def _unpack(w: WireSample) -> BatchSample:
+def _unpack(w: WireSample, images: dict[str, bytes]) -> BatchSample:
     response = np.frombuffer(w.response, dtype=np.int32)
     return BatchSample(
         prompt_tokens=np.frombuffer(w.prompt, dtype=np.int32),
@@ -142,6 +147,7 @@ def _unpack(w: WireSample) -> BatchSample:
             **{name: np.frombuffer(x, dtype=np.float32) for name, x in w.floats.items()},
         ),
         experts=_experts(*w.experts) if w.experts else None,
+        pictures=tuple((picture, images[picture.blob]) for picture in w.pictures),
     )
 
 

@@ -35,6 +35,11 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
     ] = None
     tool_key: Annotated[str | None, doc("Column with descriptions of tools, a list of objects, shown by the chat template.")] = None
+    multimodal_keys: Annotated[
+        str | None,
+        doc("""Column with the pictures of a prompt, as a JSON object, {"image": "images"}: paths, data URLs or base64; a message \
+shows the next one where it says <image>."""),
+    ] = None
     apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
     apply_chat_template_kwargs: Annotated[
         str | None, doc("Arguments of the chat template as a JSON object, as in {\"enable_thinking\": false}.")
