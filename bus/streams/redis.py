@@ -124,15 +124,9 @@ class Bus:
         outcome, rest = await self._hop(commit, await self._placed(commit.append, self.config.hop_limit_bytes))
         if outcome == b"moved":
             return CommitResult(done=False, moved=tuple(map(text_of, rest)))
-        if released := [e.blob for e in commit.ack if e.blob]:
-            kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
-            released = [blob for blob in released if blob not in kept]
-        if carried := {ref for e in commit.ack for ref in e.asides}:  # what goes on with no message of this commit goes
-            headers = (out.message.fields if isinstance(out.message, DeadLetter) else {"asides": out.message.header().asides}
-                       for out in commit.append)  # fmt: skip
-            released += carried.difference(*(header.get("asides", "").split() for header in headers))
-        if released:
-            await self.blobs.delete(released)
+        if read := [ref for e in commit.ack for ref in (e.blob, *e.asides) if ref]:
+            kept = {ref for out in commit.append for ref in _kept(out.message)}
+            await self.blobs.delete([ref for ref in read if ref not in kept])
         return CommitResult(done=True, entry_ids=tuple(map(text_of, rest)))
 
     def _mark(self) -> tuple[int, int]:
@@ -329,6 +323,13 @@ class Bus:
         heard = await self.hash_of(self.keys.heard)
         seconds, micros = map(int, await self.link.run("TIME"))
         return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
+
+
+def _kept(message: Message) -> list[str]:
+    """References that go on with a message."""
+    if isinstance(message, DeadLetter):
+        return [message.fields.get("blob", ""), *message.fields.get("asides", "").split()]
+    return message.header().asides.split()
 
 
 _NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}

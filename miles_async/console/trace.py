@@ -12,11 +12,12 @@ import msgspec
 
 from actors.recorder.file import FILE as METRICS
 from actors.recorder.trained import FILE as TRAINED_FILE
+from actors.recorder.trained import LIVES, lines_with
 from actors.recorder.trained import OLDER as TRAINED_OLDER
-from actors.recorder.trained import lines_with
 from bus.messages.groups import index_of
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
+from bus.topology import VERDICTS
 from miles_async.console.text import shorten
 
 if TYPE_CHECKING:  # as in actors/recorder/file.py
@@ -83,7 +84,7 @@ def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment
     """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
-        about = record["kind"] + str(record.get("group" if record["kind"] != "trained" else "sample", ""))
+        about = record["kind"] + str(record.get("sample" if record["kind"] in LIVES else "group", ""))
         by_entry.setdefault((str(record.get("entry")), about), record)
     ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
@@ -103,11 +104,12 @@ def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment
                     found.append(
                         Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final")
                     )
-            case "trained" if sample_id in (record["sample"], group_of(record["sample"])):
+            case "trained" | "dropped" if sample_id in (record["sample"], group_of(record["sample"])):
                 found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""
-                text = f"group dropped: {record['reason']}{again}"
+                who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
+                text = f"group dropped by the {who}: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "sample" if record["sample"] == sample_id:
                 text = (
@@ -122,7 +124,7 @@ def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment
 
 
 def _life(record: Record, *, name: str) -> list[Moment]:
-    """What a trained sample went through. `name`: its id, where several are told."""
+    """What a trained or dropped sample went through. `name`: its id, where several are told."""
     who = f"{name} " if name else ""
     found = [Moment(m.wall, m.what, who + told(m)) for m in msgspec.convert(record["marks"], list[Mark])]
     ended = found[-1].wall if found else 0.0
@@ -135,6 +137,8 @@ def _life(record: Record, *, name: str) -> list[Moment]:
     found.append(Moment(ended, "made", text, {"spans": record["spans"], "turns": n_turns}))
     text = f"{who}scored {record['reward']:g} by {record['scorer']} in {score_s:.3g} s"
     found.append(Moment(ended, "scored", text, {"reward": record["reward"]}))
+    if record["kind"] == "dropped":
+        return found
     if record["judged"]:
         found.append(Moment(record["judged"], "judged", f"{who}let go by the filter"))
     share = f", {record['share']:.3%} of the weights in its step's loss" if record["share"] >= 0 else ""

@@ -38,7 +38,8 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     task = await _task(bus, place, sample_id) if place is not None else {}
     seen = await asyncio.to_thread(recorded, run_dir, group, sample_id) if run_dir is not None else []
     moments = moments_of([*seen, *await _records(bus, group, sample_id)], sample_id, group)
-    moments += [Moment(m.wall, m.what, told(m)) for m in _marks(task)]
+    if not any(moment.what == "made" for moment in moments):
+        moments += [Moment(m.wall, m.what, told(m)) for m in _marks(task)]
     moments += await _events(bus, sample_id, group)
     moments += await _kept(bus, group)
     saved = len(await bus.load_prefix(sample_id))

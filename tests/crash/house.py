@@ -15,10 +15,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -27,9 +28,9 @@ from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.launcher.prepare import shared_memory
+from tests.warm.launched import Warmed
 
 REPO = Path(__file__).resolve().parents[2]
-WARM = REPO / "tests" / "warm"
 STEPS = 6
 RUN_DEADLINE_S = 400.0  # for what never comes: eleven processes share the cores of others, and a busy machine is no fault
 LEASE_S = 1.5
@@ -77,17 +78,22 @@ class Missed(AssertionError):
     """Something that should have come did not."""
 
 
-def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0) -> None:
+def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0, every_s: float = 0.05) -> None:
     """Poll until `seen`; Missed names `what`."""
     end = time.monotonic() + seconds
     while not seen():
         if time.monotonic() > end:
             raise Missed(f"{what}: not within {seconds:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 FOUND = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 """Where actors look for packages: this checkout first."""
+
+
+def usual() -> dict[str, str]:
+    """Environment of a command."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
 
 
 class NoServer:
@@ -104,7 +110,7 @@ class Run:
         self.home, self._warm = directory, warm
         self.dir = directory / "runs" / name
         self.checkpoints = self.dir / "checkpoints"
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | Warmed | None = None
         self._faults: list[str] = []
         self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": name}})
 
@@ -122,23 +128,30 @@ class Run:
         """Run the command. `fault`: see actors.runtime.faultpoints; each strikes once per test."""
         file = self.home / "run.toml"
         file.write_text(toml_of(self._tables))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
-        environment.pop("MILES_ASYNC_FAULT", None)
-        if self._warm is not None and not wrap:
-            environment |= {"MILES_ASYNC_TEST_WARM": str(self._warm), "PYTHONPATH": f"{WARM}{os.pathsep}{FOUND}"}
+        environment = usual()
         if fault:
             self._faults = fault.split(",")
             (self.home / "faults").mkdir(exist_ok=True)
             environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.home / "faults")}
         with (self.home / "launcher.log").open("ab") as log:
-            self.launcher = subprocess.Popen(
-                [*wrap, sys.executable, "-m", "miles_async", "train", str(file), *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=self.home,
-            )
+            self.launcher = self._started(wrap, ["train", str(file), *flags], environment, log, log)
+
+    def _started(
+        self, wrap: Sequence[str], words: Sequence[str], env: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
+    ) -> subprocess.Popen[bytes] | Warmed:
+        if self._warm is not None and not wrap:
+            return Warmed(self._warm, ["miles_async", *words], env=env, cwd=self.home, stdout=stdout, stderr=stderr)
+        command = [*wrap, sys.executable, "-m", "miles_async", *words]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=self.home)
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Another miles-async command, in the run's home, with its runs."""
+        words = (*words, "--runs-dir", str(self.dir.parent))
+        with TemporaryFile() as out, TemporaryFile() as err:
+            code = self._started((), words, usual(), out, err).wait(180)
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(words, code, out.read().decode(), err.read().decode())
 
     @property
     def to_come(self) -> list[str]:

@@ -66,6 +66,9 @@ def shown(page: str) -> list[Shown]:
     """All commands of a page: lines of its blocks, and inline code."""
     found: list[Shown] = []
     last: Shown | None = None
+    rest = FENCE.sub("", PAGES[page])
+    if page != "results.md":  # which tells how it was measured then
+        found += [Shown(page, line) for line in re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE) if OTHERS.match(line)]
     for block in FENCE.finditer(PAGES[page]):
         commands: list[Shown] = []
         if block["kind"] in ("", "bash", "sh", "console"):
@@ -78,7 +81,7 @@ def shown(page: str) -> list[Shown]:
                 found[-1] = Shown(page, last.line, last.words, output=block["text"])
         found += commands
         last = found[-1] if commands and block["apart"] is not None else None
-    for code in INLINE.findall(re.sub(r"(?<=\S)\n(?=\S)", " ", re.sub(FENCE, "", PAGES[page]))):
+    for code in INLINE.findall(re.sub(r"(?<=\S)\n(?=\S)", " ", rest)):
         if ours := OURS.match(code):
             found.append(Shown(page, code, words_of(ours["words"].replace("[", "").replace("]", "")), inline=True))
         elif OTHERS.match(code):
