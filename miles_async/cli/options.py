@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 DEFAULT_RUNS_DIR = "runs"
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """`--run NAME`, `--runs-dir DIR`, `--bus-url URL` (also `--bus URL`)."""
+def add_run_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """`--run NAME`, `--runs-dir DIR`, `--bus-url URL` (also `--bus URL`); with `positional` RUN as well."""
+    if positional:
+        parser.add_argument("positional_run", nargs="?", metavar="RUN", help="name of the run; as --run")
     group = parser.add_argument_group("which run")
     group.add_argument("--run", metavar="NAME", help="name of the run (default: the newest in --runs-dir)")
     group.add_argument(
@@ -41,7 +43,8 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def chosen_run(args: argparse.Namespace) -> RunRef:
     """The run that the shared options name. Raises SettingsError when there is none."""
-    return find_run(run=args.run, runs_dir=args.runs_dir, bus_url=args.bus_url)
+    name = args.run or getattr(args, "positional_run", None)
+    return find_run(run=name, runs_dir=args.runs_dir, bus_url=args.bus_url)
 
 
 def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
