@@ -192,10 +192,8 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
 
 
 def the_template_has_what_it_takes(s: Flat) -> None:
-    needing = ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")
-    given = {name: getattr(s, name) for name in needing}
-    for name, value in given.items():
-        if value is not None and not s.apply_chat_template:
+    for name in ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys"):
+        if (value := getattr(s, name)) is not None and not s.apply_chat_template:
             raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
     try:
         found = json.loads(s.apply_chat_template_kwargs or "{}")
