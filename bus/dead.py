@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from bus.blobs.api import claimed_bytes
 from bus.errors import BadMessage, MilesAsyncError, printable
 from bus.inspect import all_heads
 from bus.messages.codec import Decoder, encode
@@ -40,6 +41,11 @@ class Letter(msgspec.Struct, frozen=True):
     def blob(self) -> str:
         """Reference to the body that it keeps; empty when that is in the letter."""
         return self.letter.fields.get("blob", "")
+
+    @property
+    def kept(self) -> list[str]:
+        """References to all that it keeps."""
+        return [self.blob, *self.letter.fields.get("asides", "").split()]
 
 
 class Retried(msgspec.Struct, frozen=True):
@@ -106,7 +112,7 @@ def prompt_of(letter: DeadLetter) -> str:
 async def drop(bus: Bus, item: Letter) -> None:
     """Forget a letter. The accounts already hold its sample as dropped."""
     await _move(bus, item, DEAD.name, [], 0)
-    await bus.blobs.delete([item.blob])
+    await bus.blobs.delete(item.kept)
 
 
 async def retry(bus: Bus, item: Letter) -> Retried:
@@ -123,7 +129,7 @@ async def retry(bus: Bus, item: Letter) -> Retried:
     if not group_id or (group_id in opened and not await _given_up(bus, letter.sample_id)):
         kind = str(message.__struct_config__.tag)
         body = ("blob", item.blob) if item.blob else ("body", letter.body)
-        size = int(item.blob.rpartition(":")[2]) if item.blob else len(letter.body)
+        size = len(letter.body) + claimed_bytes(*item.kept)
         new_id = await _move(bus, item, letter.stream, ["type", kind, *_flat(letter.fields), *body], size)
         name = letter.sample_id or letter.entry_id
         return Retried("again", letter.stream, new_id, f"{name} is back on {letter.stream} as {new_id}")
@@ -140,7 +146,7 @@ async def _reissue(bus: Bus, item: Letter, group_id: str, prompt_id: str) -> Ret
     message = GroupsGivenUp(groups=(), prompts=(prompt_id,), reissue=True)
     fields = ["type", "policy.given_up", *message.header().fields(), "body", encode(message)]
     new_id = await _move(bus, item, POLICY.name, fields, 0)
-    await bus.blobs.delete([item.blob])
+    await bus.blobs.delete(item.kept)
     who = item.letter.sample_id or "it"
     text = f"group {group_id} was closed without {who}; prompt {prompt_id} starts again as a new group"
     return Retried("reissued", POLICY.name, new_id, text)

@@ -143,8 +143,9 @@ def generated(worker: str, spans: Iterable[VersionSpan]) -> dict[str, int]:
     """Tokens that this worker made and nobody counted before, with the versions that made them."""
     moves: dict[str, int] = {}
     for span in spans:
-        for account in ("", f"/worker/{worker}", f"/version/{span.version}"):
-            _add(moves, f"tokens/generated{account}", span.n)
+        _add(moves, f"tokens/generated/version/{span.version}", span.n)
+    if moves:
+        moves["tokens/generated"] = moves[f"tokens/generated/worker/{worker}"] = sum(moves.values())
     return moves
 
 
@@ -165,7 +166,7 @@ def dropped(reason: str, n_samples: int, tokens: int) -> dict[str, int]:
 
 def spans_after(spans: Sequence[VersionSpan], skip: int) -> tuple[VersionSpan, ...]:
     """The spans of the tokens after the first `skip` ones."""
-    return spans_within(spans, skip, sum(span.n for span in spans))
+    return spans_within(spans, skip, sum(span.n for span in spans)) if skip else tuple(spans)
 
 
 def _add(moves: dict[str, int], account: str, n: int) -> None:

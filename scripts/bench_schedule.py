@@ -7,7 +7,7 @@ seconds R for a batch, half and double. The engines (schedule_engine.py) speak H
 sleeps, and each room is its own process, as the launcher starts it (schedule_house.py). Per case: efficiency max(R, T) / step,
 tokens lost (all drops in the ledger) and masked, ages of tokens when they are trained (before the mask), groups trained in
 parts, samples born too old (older than the step they were issued at / over the bound already), CPU a sample; beside it the
-figures of the model in miles_async/console/schedule, which has no overhead, for the same samples.
+figures of the simulation in miles_async/console/whatif, which has no overhead, for the same samples.
 
 A machine with other load adds to every step: see `median_step_s`, `between_steps_ms` and `load_average` of each row.
 `--jobs` runs so many cases at once, on a machine that has the cores for them. `--policy`, `--over-sampling` and `--set
@@ -41,16 +41,17 @@ sys.path.insert(0, str(REPO))
 import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 
+from actors.runtime.seeds import rng_for  # noqa: E402
 from actors.trainer.record import RecordedBatch, path_of, read_record  # noqa: E402
 from bus import Bus, Tail, ledger  # noqa: E402
 from bus.messages.policy import StepDone  # noqa: E402
 from bus.topology import POLICY  # noqa: E402
-from miles_async.console.schedule import Rule, Sample, Setup, simulate  # noqa: E402
+from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace  # noqa: E402
+from miles_async.console.whatif.simulation import Simulation  # noqa: E402
 from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
 from scripts.schedule_house import LOADS, Case, governed, prefer, run_of, settings_of, train  # noqa: E402
 
 STEP_DEADLINE_S = 60.0
-RULES: dict[str, Rule] = {"whole": "whole", "split": "split", "member": "member"}
 
 
 # -- what is seen of it ----------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def alive(pid: int) -> bool:
 
 
 async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
-    """Run a case; its row, with the model's figures beside."""
+    """Run a case; its row, with those of the simulation beside."""
     done: list[StepDone] = []
     async with run_of(case, folder) as (bus, pids, url), governed(bus) as record:
         tail = Tail(bus, [POLICY], start="0")
@@ -120,7 +121,7 @@ async def watch(case: Case, folder: Path, nice: int | None) -> dict[str, Any]:
     moves = [f"{r['values']}: {r['reason']}" for r in record if r["kind"] == "knob" and r["author"] == "governor"]
     row |= {"governor": moves} if moves else {}
     twice = len(log) - len({sample_id for sample_id, _, _ in log})  # not 0: an engine was given up, or a lease lost
-    return row | {"generated_twice": twice, "over_sampling": over_sampling, "model": modelled(case, over_sampling)}
+    return row | {"generated_twice": twice, "over_sampling": over_sampling, "simulated": simulated(case, over_sampling)}
 
 
 def row_of(
@@ -186,27 +187,26 @@ def row_of(
     }
 
 
-def modelled(case: Case, over_sampling: int) -> dict[str, float] | None:
-    """What the model says of the same samples, where it knows the rule. Today's engines get a queue, so that does the model."""
-    if case.policy not in RULES:
-        return None
+def simulated(case: Case, over_sampling: int) -> dict[str, float]:
+    """What the simulation says of the same samples."""
     ids = (f"bench/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
     seconds = (seconds_of(case.lengths, case.median_s, seed) for seed in ids)
-    samples = (
-        Sample(s, tokens_of(s, case.median_s, case.tokens) if case.proportional else case.tokens) for s in seconds
+    draws = (
+        Draw(round(tokens_of(s, case.median_s, case.tokens)) if case.proportional else case.tokens, s) for s in seconds
     )
-    setup = Setup(
-        rule=RULES[case.policy], bound=case.bound, batch=case.batch, group=case.group, slots=case.slots,
-        over_sampling=over_sampling, queue=case.slots, train_s=case.train_s, steps=case.warm + case.steps + 1, warm=case.warm,
+    groups = (DrawnGroup(tuple(itertools.islice(draws, case.group))) for _ in itertools.count())
+    knobs = Knobs(
+        max_weight_staleness=case.bound, staleness_policy=case.policy, rollout_batch_size=case.batch,
+        n_samples_per_prompt=case.group, over_sampling_batch_size=over_sampling, slots=case.slots,
     )  # fmt: skip
-    found = simulate(setup, samples)
+    found = Simulation(knobs, Pace(train_s=case.train_s), groups, rng_for(0, "bench")).play(case.steps, case.warm)
     return {
         "efficiency": round(max(case.rollout_s, case.train_s) / found.step_s, 3),
         "masked_percent": round(100 * found.masked, 2),
         "mean_age": round(found.mean_age, 2),
         "max_age": found.max_age,
         "split_percent": round(100 * found.split, 1),
-        "running": round(found.running, 1),
+        "running": round(case.slots * (1 - found.idle), 1),
     }
 
 
@@ -216,19 +216,19 @@ def modelled(case: Case, over_sampling: int) -> dict[str, float] | None:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The rows as a table, for people."""
     head = (
-        "lengths", "load", "bound", "policy", "workers", "eff", "model", "lost %", "masked %", "model", "age", "max", "split %",
-        "model", "running", "late", "cores",
+        "lengths", "load", "bound", "policy", "workers", "eff", "simulated", "lost %", "masked %", "simulated", "age", "max",
+        "split %", "simulated", "running", "late", "cores",
     )  # fmt: skip
     print(" | ".join(head))
     for r in rows:
-        model = r.get("model") or {}
+        model = r["simulated"]
         print(
             " | ".join(
                 str(x)
                 for x in (
                     r["lengths"], r["load"], r["bound"], r["policy"], r["workers"], r["efficiency"],
-                    model.get("efficiency", "-"), r["lost_percent"], r["masked_percent"], model.get("masked_percent", "-"),
-                    r["mean_age"], r["max_age"], r["split_percent"], model.get("split_percent", "-"), r["running"],
+                    model["efficiency"], r["lost_percent"], r["masked_percent"], model["masked_percent"],
+                    r["mean_age"], r["max_age"], r["split_percent"], model["split_percent"], r["running"],
                     f"{r['issued_newer_than_born']}/{r['born_over_bound']}", r["cores_busy"],
                 )
             )

@@ -2,7 +2,8 @@
 """Mixture of experts on one GPU: what replaying the engine's experts (R3) does to log-probs on both backends, and the speed
 of MoE training at the layer shape of Qwen3-30B-A3B.
 
-    python scripts/gpu_moe.py --out DIR [--cases engine,replay-torch,replay-megatron,speed-torch,speed-megatron] [--budget-s 560]
+    python scripts/gpu_moe.py --out DIR [--cases engine,replay-torch,...] [--budget-s 560]
+    python scripts/gpu_moe.py --out DIR --cases speed-megatron --layers 4 --set moe_permute_fusion=true --profile
 
 `engine` samples with SGLang from a small random Qwen3-MoE and keeps tokens, log-probs and experts in DIR/rollouts.npz; the replay
 cases train on them. Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/moe.json holds all
@@ -18,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def replay(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, An
 
     engine_logp = np.concatenate([s.train.rollout_logp for s in recorded(args).samples])
     for told in (False, True):
-        settings = {"use_rollout_routing_replay": told, "lr": 1e-6}
+        settings = {"use_rollout_routing_replay": told, "lr": 1e-6, **({"own": {"spec": tuple(args.spec)}} if megatron else {})}
         core = runs.core_of(model_of(args, small(args)), megatron=megatron, **settings)
         batch = recorded(args, told=told)
         packed = core.pack(batch.samples)
@@ -221,7 +222,7 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     model = model_of(args, shape)
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)} if megatron else {}
     core = runs.core_of(model, megatron=megatron, max_tokens_per_gpu=args.tokens, log_probs_max_tokens_per_gpu=args.tokens,
-                        **({"own": {"megatron": given}} if given else {}))  # fmt: skip
+                        **({"own": {"megatron": given, "spec": tuple(args.spec)}} if megatron else {}))  # fmt: skip
     cuda = torch.cuda.is_available()
     one = runs.batch(0, SHAPES[shape]["vocab_size"], samples=8 if args.rehearse else 64, tokens=256 if args.rehearse else 512)
     lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
@@ -229,7 +230,7 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
     yield {"shape": shape, "tokens": tokens, "micro_batches": len(planned[0]), "max_tokens_per_gpu": args.tokens,
-           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given,
+           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given, "spec": " ".join(args.spec),
            "compiled": bool(getattr(core, "compiles", False))}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
@@ -244,7 +245,25 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
 
     yield {"step": numbers(runs.timed(step, warm=2, times=3), 3), "phases": phases}
     yield {"forward": numbers(runs.timed(lambda: core.score("old_logp", packed, planned), warm=1, times=3), 1)}
+    if args.profile:
+        yield {"profile": profiled(step, args.out / f"{args.case}-profile.txt")}
     core.close()
+
+
+def profiled(step: Callable[[], None], file: Path) -> str:
+    """One more step: the kernels and the host's operations that it spent most time in, as two tables of text in `file`."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as made:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    every = made.key_averages()
+    keys = (*(["self_cuda_time_total"] if cuda else []), "self_cpu_time_total")
+    file.write_text("\n\n".join(every.table(sort_by=key, row_limit=40, max_name_column_width=90) for key in keys))
+    return str(file)
 
 
 # -- processes ------------------------------------------------------------------------------------------------------------
@@ -272,6 +291,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, choices=(8, 6, 4), default=8, help="of the speed cases; fewer where they do not fit")
     parser.add_argument("--budget-s", type=float, default=560)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="of TransformerConfig, for speed-megatron")
+    parser.add_argument("--spec", nargs=2, default=[], metavar=("MODULE", "FUNCTION"), help="of layers, for speed-megatron")
+    parser.add_argument("--profile", action="store_true", help="of a speed case: one step's kernels and host operations, as text")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -280,7 +301,7 @@ def main() -> int:
         one_case(args, args.case)
         return 0
     end, codes = time.monotonic() + args.budget_s, {}
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for case, layers in ((name, n) for name in args.cases.split(",") for n in ((8, 6, 4) if "speed" in name else (8,))):
         if layers > args.layers or (layers < args.layers and not _too_large(args.out / f"{case}.json")):
             continue
@@ -290,7 +311,9 @@ def main() -> int:
             continue
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
                    "--tokens", str(args.tokens), "--layers", str(layers),
-                   *(f"--set={pair}" for pair in args.set), *(["--rehearse"] if args.rehearse else [])]  # fmt: skip
+                   *(f"--set={pair}" for pair in args.set),
+                   *(["--spec", *args.spec] if args.spec else []),
+                   *(f"--{name}" for name in ("profile", "rehearse") if getattr(args, name))]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode
         except subprocess.TimeoutExpired:

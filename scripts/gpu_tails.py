@@ -40,7 +40,7 @@ import gpu_tails_read as read
 from gpu_tails_run import VARIABLE
 
 from actors.generation.sglang_client import SGLangClient
-from miles_async.console.schedule.model import Rule
+from actors.runtime.staleness import Rule
 
 BATCH, GROUP = 32, 8
 ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says

@@ -19,10 +19,10 @@ import gpu_parts  # noqa: F401 - puts the repository on the path
 import msgspec
 
 from actors.recorder.history import History, Step, history_of
+from actors.runtime.staleness import Rule
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
-from miles_async.console.schedule.advice import Choice, predict
-from miles_async.console.schedule.model import Rule
-from miles_async.console.schedule.observed import Observed, observe, slowdown_of
+from miles_async.console.whatif.advice import Choice, predict
+from miles_async.console.whatif.observed import Observed, observe, slowdown_of
 
 DECODE = re.compile(
     r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] .*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
@@ -143,7 +143,7 @@ def model(
     slots: int,
     reference: str,
 ) -> dict[str, Any]:
-    """Seconds a step, requests running and masked share by miles_async/console/schedule, each beside the measured one.
+    """Seconds a step, requests running and masked share by miles_async/console/whatif, each beside the measured one.
 
     Every run's trainer time is its own; how requests slow each other is fitted on all runs together. `own`: lengths and pace of
     the run itself; `from_<reference>`: lengths and pace seen in that run (what the bar means by engine speed). `setups`: rule,

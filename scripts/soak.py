@@ -1,59 +1,68 @@
-"""Soak: the quickstart trains on while its processes are killed, stopped, joined, drained and its knobs are turned.
+"""Soak: the quickstart trains on while its processes are killed, stopped, joined, drained, its knobs turned, bad content fed.
 
     .venv/bin/python scripts/soak.py --minutes 30 --seed 1 --out soak.json
+    .venv/bin/python scripts/soak.py --minutes 20 --home DIR            (again and again: each piece goes on with the one before)
 
-Every disturbance is drawn from the seed. Between two of them the ledger is checked as it is at that instant; at the end the
-run is drained and the whole lineage is judged, as after a case of tests/crash. Exit status 1 when anything did not hold.
+Every disturbance is drawn from the seed and the number of the piece. Between two of them the ledger is checked as it is at that
+instant, and what the run uses is measured; at the end of a piece the run is drained and the whole lineage of all pieces is
+judged, as after a case of tests/crash. A piece may itself be killed: the next one kills what it left and goes on. Exit status 1
+when anything did not hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
+import shutil
 import signal
-import statistics
 import sys
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
+import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 
 from actors.sampler.actor import Position  # noqa: E402
-from bus import Bus, BusConfig, Tail, ledger  # noqa: E402
+from bus import Bus, BusConfig, Tail, dead, ledger  # noqa: E402
 from bus.errors import MilesAsyncError  # noqa: E402
 from bus.knobs.live import read_history, values_at  # noqa: E402
-from bus.messages.policy import GroupsGivenUp, Restored, StepDone  # noqa: E402
+from bus.messages.policy import GroupsGivenUp  # noqa: E402
+from bus.streams.hop import id_key  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
 from miles_async.console.trace import trace  # noqa: E402
+from miles_async.launcher.prepare import shared_memory  # noqa: E402
+from scripts import growth, soak_figures  # noqa: E402
+from scripts.soak_home import Home, commit_of  # noqa: E402
 from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
-from tests.crash.mischief import Mischief  # noqa: E402
+from tests.crash.mischief import Disturbance, Mischief  # noqa: E402
 
 TRACED = 200
 LIFE = {"issued", "begun", "ended", "made", "scored", "judged", "trained", "batch", "checkpoint"}
 
 
+STANDS_S = 300.0  # without a step; every room has been back long before
+
+
 class Soak:
     """The run, what is done to it, and what was seen."""
 
-    def __init__(self, run: Run, seed: int) -> None:
-        self.mischief = Mischief(run, seed)
-        self.faults = self.mischief.faults
-        self.policy: list[Any] = []
-        self.verdicts: dict[str, bool] = {}
-        self.checks = 0
+    def __init__(self, run: Run, home: Home, seed: int) -> None:
+        self.home = home
+        self.seed = seed + home.piece
+        self.mischief = Mischief(run, self.seed, f"guest-{home.piece}")
+        self._written = 0  # disturbances that are in the home's files
+        self._moved = home.done, time.monotonic()
 
     # -- watching -----------------------------------------------------------------------------------------------
 
@@ -61,58 +70,89 @@ class Soak:
         """Every message of policy and verdicts, before the logs are trimmed."""
         tail = Tail(bus, [POLICY, VERDICTS])
         await tail.open()
+        tail.positions.update(self.home.last)
         while not stop.is_set():
             for entry in await tail.read(0.5):
-                message = await bus.message(entry)
-                if entry.stream is POLICY:
-                    self.policy.append(message)
-                else:
-                    self.verdicts[message.group_id] = message.kept
+                await self.home.keep(bus, entry)
         await tail.close()
 
     async def check(self, bus: Bus) -> None:
-        """The ledger at this instant."""
+        """The ledger at this instant, and what the run uses; whether it has moved."""
         found = await ledger.check(bus)
-        self.checks += 1
+        done = self.mischief.done
+        for d in done[self._written :]:
+            self.home.put("disturbed", what=d.kind, which=d.what, at=d.wall, samples=d.samples, tokens=d.tokens)
+        self._written = len(done)
+        self.home.put("checked", wall=time.time(), closes=found.closes)
         if not found.closes:
-            self.faults.append(
-                f"{time.strftime('%H:%M:%S')} after {self.mischief.done[-1] if self.mischief.done else 'the start'}: {found.text()}"
-            )
+            self.fault(f"after {done[-1].kind + ' ' + done[-1].what if done else 'the start'}: {found.text()}")
+        for text in self.mischief.faults:
+            self.fault(text)
+        self.mischief.faults.clear()
+        steps, since = self._moved
+        if self.home.done > steps:
+            self._moved = self.home.done, time.monotonic()
+        elif time.monotonic() - since > STANDS_S:
+            self.fault(f"no step for {STANDS_S:.0f} s, since step {steps} of all pieces")
+            self._moved = steps, time.monotonic()
+        run = self.mischief.run
+        used = await growth.measure(bus, [*launchers(run), *run.processes()], run.dir, shared_memory(run.dir).parent)
+        self.home.put("measured", wall=time.time(), done=self.home.done, **used)
+
+    def fault(self, text: str) -> None:
+        """What should not have been."""
+        text = f"{time.strftime('%H:%M:%S')} {text}"
+        print(f"VIOLATED {text}", flush=True)
+        self.home.put("fault", wall=time.time(), text=text)
+
+    async def letters(self, bus: Bus) -> None:
+        """Each piece of garbage has become a dead letter, which goes. What else died is told, and stays."""
+        letters = {(item.letter.stream, item.letter.entry_id): item for item in await dead.read_letters(bus)}
+        if missing := [key for key in self.mischief.planted if key not in letters]:
+            self.fault(f"garbage without a dead letter: {missing[:5]} and {max(0, len(missing) - 5)} more")
+        for item in letters.values():
+            if " garbage" in item.letter.error or (item.letter.stream, item.letter.entry_id) in self.mischief.planted:
+                await dead.drop(bus, item)
+            else:
+                self.home.put("letter", text=f"{item.letter.stream} {item.letter.sample_id}: {item.letter.error[:200]}")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    async def judge(self, bus: Bus) -> dict[str, Any]:
-        """Invariants over the whole run, and the figures."""
+    async def judge(self, bus: Bus, since: float) -> dict[str, Any]:
+        """Invariants over all pieces, and the figures. Lives are asked of what ended `since`."""
+        await self.home.settle(bus)
+        policy, verdicts = self.home.policy(), self.home.verdicts()
         found = await ledger.check(bus)
         if not found.closes:
-            self.faults.append(f"at the end: {found.text()}")
+            self.fault(f"at the end: {found.text()}")
         try:
-            steps = lineage(self.policy)
+            steps = lineage(policy)
         except AssertionError as error:
-            self.faults.append(str(error))
+            self.fault(str(error))
             steps = {}
         if sorted(steps) != list(range(1, len(steps) + 1)):
-            self.faults.append("steps of the lineage are not 1..N")
+            self.fault("steps of the lineage are not 1..N")
         samples = [s for step in sorted(steps) for s in steps[step].samples]
         if len(samples) != len(set(samples)):
-            self.faults.append("a sample contributed twice")
+            self.fault("a sample contributed twice")
         groups = [g for step in sorted(steps) for g in steps[step].groups]
-        dropped = {g for g, kept in self.verdicts.items() if not kept}
-        dropped |= {g for m in self.policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
+        dropped = {v.group for v in verdicts if not v.kept}
+        dropped |= {g for m in policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
         opened = {key.partition("+")[0] for key in await bus.hash_of(bus.keys.open_groups)}
         issued = Position.parse(await bus.state("sampler")).cursor.group
         known = {*groups, *dropped, *opened}
         missing = [g for g in (f"g{n:07d}" for n in range(1, issued + 1)) if g not in known]
         if missing:
-            self.faults.append(f"{len(missing)} issued groups are nowhere: {missing[:5]}")
+            self.fault(f"{len(missing)} issued groups are nowhere: {missing[:5]}")
         history = await read_history(bus)
         for step, message in steps.items():
             bound = values_at(history, message.knob_epoch).max_weight_staleness
             if message.metrics.get("train/staleness_max", 0.0) > bound:
-                self.faults.append(f"step {step} trained a token {message.metrics['train/staleness_max']} steps old")
-        traced = await self._trace_some(bus, samples, sorted(dropped))
-        self._attribute_idle(steps)
-        return {"samples_traced": traced} | self._figures(found, steps, issued)
+                self.fault(f"step {step} trained a token {message.metrics['train/staleness_max']} steps old")
+        trained = [s for step in sorted(steps) if steps[step].wall >= since for s in steps[step].samples]
+        traced = await self._trace_some(bus, trained, [v.group for v in verdicts if not v.kept and v.wall >= since])
+        self.home.put("traced", samples=traced)
+        return soak_figures.figures(self.home, found, policy, steps, issued)
 
     async def _trace_some(self, bus: Bus, trained: Sequence[str], dropped: Sequence[str]) -> int:
         """Each of TRACED trained samples and dropped groups, drawn at random, has its whole life on record; how many were asked."""
@@ -122,46 +162,8 @@ class Soak:
             for name in ids:
                 found = await trace(bus, name, self.mischief.run.dir)
                 if gaps := wanted - {moment.what for moment in found.moments}:
-                    self.faults.append(f"the life of {name} is told without {', '.join(sorted(gaps))}: {found.state}")
+                    self.fault(f"the life of {name} is told without {', '.join(sorted(gaps))}: {found.state}")
         return sum(map(len, asked))
-
-    def _attribute_idle(self, steps: dict[int, StepDone]) -> None:
-        """Seconds between two steps above the median, given to the last disturbance before the later one."""
-        walls = sorted(m.wall for m in self.policy if isinstance(m, StepDone))
-        gaps = [b - a for a, b in itertools.pairwise(walls)]
-        usual = statistics.median(gaps) if gaps else 0.0
-        for begin, end in itertools.pairwise(walls):
-            before = [d for d in self.mischief.done if d.wall < end]
-            if before and end - begin > usual:
-                before[-1].idle_s += end - begin - usual
-
-    def _figures(self, found: ledger.LedgerCheck, steps: dict[int, StepDone], issued: int) -> dict[str, Any]:
-        all_steps = [m for m in self.policy if isinstance(m, StepDone)]
-        kinds = Counter(d.kind for d in self.mischief.done)
-        by_kind = {
-            kind: {
-                "times": n,
-                "samples_redone": sum(d.samples for d in self.mischief.done if d.kind == kind),
-                "tokens_regenerated_at_most": sum(d.tokens for d in self.mischief.done if d.kind == kind),
-                "trainer_idle_s_each": round(sum(d.idle_s for d in self.mischief.done if d.kind == kind) / n, 2),
-            }
-            for kind, n in sorted(kinds.items())
-        }
-        lost_steps = len(all_steps) - len(steps)
-        return {
-            "steps": len(steps),
-            "steps_trained_again": lost_steps,
-            "samples_trained_again": sum(len(m.samples) for m in all_steps)
-            - sum(len(m.samples) for m in steps.values()),
-            "restores": sum(isinstance(m, Restored) for m in self.policy),
-            "kills_survived": sum(n for kind, n in kinds.items() if kind.startswith("kill")),
-            "by_kind": by_kind,
-            "ledger_checks": self.checks,
-            "groups_issued": issued,
-            "ledger": found.text(),
-            "accounts": msgspec.to_builtins(found.accounts),
-            "faults": self.faults,
-        }
 
 
 def tables_of(config: Path) -> Tables:
@@ -182,6 +184,17 @@ def tables_of(config: Path) -> Tables:
     )
 
 
+def own_data(tables: Tables, home: Path) -> Tables:
+    """Data in the home, so that another checkout can go on with it."""
+    for table, name in (("rollout", "prompt_data"), ("eval", "eval_prompt_data")):
+        *before, path = [tables[table][name]] if isinstance(tables[table][name], str) else tables[table][name]
+        mine = home / Path(path).name
+        if not mine.exists():
+            shutil.copy(path, mine)
+        tables[table][name] = [*before, str(mine)] if before else str(mine)
+    return tables
+
+
 def share_models(home: Path) -> None:
     """Use the builtin models that runs in this repository have made."""
     models = REPO / "runs" / ".models"
@@ -191,82 +204,86 @@ def share_models(home: Path) -> None:
             (home / "runs" / ".models").symlink_to(models)
 
 
-async def soak(run: Run, *, minutes: float, seed: int, pause_s: float) -> dict[str, Any]:
-    """Disturb until the time is up, then drain and judge."""
+async def soak(state: Soak, *, minutes: float, pause_s: float) -> dict[str, Any]:
+    """One piece: disturb until the time is up, then drain and judge."""
+    home, run, mischief = state.home, state.mischief.run, state.mischief
+    home.put("began", wall=time.time(), commit=commit_of(REPO), seed=state.seed)
+    if left := [*launchers(run), *run.processes()]:
+        mischief.done.append(Disturbance("kill all", f"{len(left)} processes that a killed piece left", time.time()))
+        for process in launchers(run):
+            process.kill()
+            process.wait(10)
+        run.kill_all()
     run.start()
-    await asyncio.to_thread(until, "the first step", lambda: run.step() >= 1, seconds=180)
-    reference = msgspec.json.decode((run.dir / "run.json").read_bytes())
-    config = BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"))
-    state = Soak(run, seed)
-    began = time.monotonic()
+    await asyncio.to_thread(until, "a step", lambda: steps_after(run, home.last[POLICY.name]) > 0, seconds=900)
+    config, began, wall = config_of(run), time.monotonic(), time.time()
     async with Bus(config) as bus:
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(state.follow(bus, stop))
             while time.monotonic() - began < minutes * 60:
-                await asyncio.sleep(state.mischief.random.uniform(0.3, 2.0) * pause_s)
-                await state.mischief.disturb(bus)
+                await asyncio.sleep(mischief.random.uniform(0.3, 1.7) * pause_s)
+                await mischief.disturb(bus)
                 await asyncio.sleep(0.5)
                 await state.check(bus)
                 assert run.launcher is not None
                 if run.launcher.poll() is not None:
-                    state.faults.append(f"the launcher ended with {run.launcher.returncode}: {run.output()[-600:]}")
+                    state.fault(f"the launcher ended with {run.launcher.returncode}: {run.output()[-600:]}")
                     break
             # Everyone gets the chance to come back before the end.
             await asyncio.sleep(10.0)
             await state.check(bus)
-            for name, guest in state.mischief.guests.items():
+            for name, guest in mischief.guests.items():
                 guest.send_signal(signal.SIGTERM)
                 if await asyncio.to_thread(guest.wait, 60) != 0:
-                    state.faults.append(f"{name} did not drain")
+                    state.fault(f"{name} did not drain")
             stop.set()
-        # What came after the tail's last read.
-        await asyncio.sleep(0)
     if run.launcher is not None and run.launcher.poll() is None:
         run.launcher.send_signal(signal.SIGTERM)
-        code = run.join(seconds=120)
+        code = await asyncio.to_thread(run.join, seconds=300)
         if code != 0:
-            state.faults.append(f"the drain ended with {code}: {run.output()[-600:]}")
-    server = run.server()
+            state.fault(f"the drain ended with {code}: {run.output()[-600:]}")
+    home.put("ended", wall=time.time(), minutes=(time.monotonic() - began) / 60)
+    return await judged(state, wall)
+
+
+async def judged(state: Soak, since: float) -> dict[str, Any]:
+    """The verdict over what nobody works on any more."""
+    run = state.mischief.run
+    server = await asyncio.to_thread(run.server)
     try:
-        async with Bus(config) as bus:
-            await rest_of_policy(bus, state)
-            figures = await state.judge(bus)
+        async with Bus(config_of(run)) as bus:
+            await state.letters(bus)
+            return await state.judge(bus, since)
     finally:
-        server.stop()
-    return {"minutes": minutes, "seed": seed, **figures}
+        await asyncio.to_thread(server.stop)
 
 
-async def rest_of_policy(bus: Bus, state: Soak) -> None:
-    """The messages of the drain."""
-    known = len(state.policy)
-    tail = [await bus.message(e) for e in await bus.scan_all(POLICY)]
-    last = state.policy[-1] if known else None
-    at = max((n for n, message in enumerate(tail) if message == last), default=-1)
-    state.policy += tail[at + 1 :]
-    for entry in await bus.scan_all(VERDICTS):
-        verdict = await bus.message(entry)
-        state.verdicts[verdict.group_id] = verdict.kept
+def config_of(run: Run) -> BusConfig:
+    """How the run's bus is reached."""
+    reference = msgspec.json.decode((run.dir / "run.json").read_bytes())
+    return BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"))
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The result as lines of Markdown."""
-    lines = [
-        "| what | times | samples re-done | tokens re-generated, at most | trainer idle caused, s each |",
-        "|---|---|---|---|---|",
-    ]
-    for kind, row in figures["by_kind"].items():
-        lines.append(
-            f"| {kind} | {row['times']} | {row['samples_redone']} | {row['tokens_regenerated_at_most']} "
-            f"| {row['trainer_idle_s_each']} |"
-        )
-    lines.append("")
-    lines.append(
-        f"{figures['kills_survived']} kills survived in {figures['minutes']:g} min; {figures['steps']} steps, "
-        f"{figures['steps_trained_again']} trained again ({figures['samples_trained_again']} samples); "
-        f"{figures['ledger_checks']} ledger checks. {figures['ledger']}"
-    )
-    return "\n".join(lines)
+def launchers(run: Run) -> list[psutil.Process]:
+    """Living launchers of the run and of its guests, whoever started them."""
+    mine = {str(run.home / "run.toml"), str(run.dir.parent)}
+    return [p for p in psutil.process_iter(["cmdline"]) if mine.intersection(p.info["cmdline"] or [])]
+
+
+def steps_after(run: Run, entry_id: str) -> int:
+    """Steps on the policy log behind an entry; 0 while its server is down."""
+
+    async def count(bus: Bus) -> int:
+        entries = await bus.scan_all(POLICY)
+        return sum(e.fields.get("type") == "policy.step" and id_key(e.id) > id_key(entry_id) for e in entries)
+
+    if not (run.dir / "run.json").exists():
+        return 0
+    try:
+        return int(run.ask(count))
+    except (MilesAsyncError, OSError):
+        return 0
 
 
 def main() -> int:
@@ -276,23 +293,30 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=6.0, help="mean seconds between two disturbances")
     parser.add_argument("--config", type=Path, default=REPO / "configs" / "quickstart.toml")
-    parser.add_argument("--home", type=Path, default=None, help="where the run lies; default: a temporary directory")
-    parser.add_argument("--out", type=Path, default=None, help="JSON with the figures")
+    parser.add_argument(
+        "--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one"
+    )
+    parser.add_argument("--judge", action="store_true", help="no new piece: judge what the home holds")
+    parser.add_argument("--out", type=Path, help="JSON with the figures of all pieces")
     args = parser.parse_args()
-    home = args.home or Path(mkdtemp(prefix="ma-soak-"))
-    home.mkdir(parents=True, exist_ok=True)
-    share_models(home)
-    run = Run(home, tables_of(args.config))
+    directory = (args.home or Path(mkdtemp(prefix="ma-soak-"))).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    share_models(directory)
+    run = Run(directory, own_data(tables_of(args.config), directory))
+    state = Soak(run, Home(directory), args.seed)
     try:
-        figures = asyncio.run(soak(run, minutes=args.minutes, seed=args.seed, pause_s=args.pause))
+        piece = judged(state, 0.0) if args.judge else soak(state, minutes=args.minutes, pause_s=args.pause)
+        figures = asyncio.run(piece)
     except MilesAsyncError as error:
-        print(f"soak: {type(error).__name__}: {error}", file=sys.stderr)
+        state.fault(f"soak: {type(error).__name__}: {error}")
         return 1
     finally:
-        run.clean()
+        run.kill_all()
+        if args.home is None:
+            run.clean()
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
-    print(table(figures))
+    print(soak_figures.table(figures), growth.table(growth.Slope(**row) for row in figures["growth"]), sep="\n\n")
     for fault in figures["faults"]:
         print(f"VIOLATED {fault}")
     return 1 if figures["faults"] else 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import Phase, settings
 
 from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
+from tests.warm.launched import warm_server
 
 WHOLE_RUNS = {"run_of", "far_run", "ray_run"}  # fixtures
 
@@ -50,6 +53,37 @@ def pytest_collection_finish() -> None:
     """What all tests share is never collected: to look through it would stop a test for half a second."""
     gc.collect()
     gc.freeze()
+
+
+SERVER, SOCKET = pytest.StashKey[ExitStack](), pytest.StashKey["Path | None"]()
+
+
+def shared_server(config: pytest.Config) -> Path | None:
+    """Socket of the one warm server of all workers of pytest-xdist, or of the only process; started when it is first asked for."""
+    if hasattr(config, "workerinput"):
+        return Path(config.workerinput["warm"]) if config.workerinput["warm"] else None
+    if SERVER not in config.stash:
+        config.stash[SERVER] = ExitStack()
+        config.stash[SOCKET] = config.stash[SERVER].enter_context(warm_server())
+    return config.stash[SOCKET]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the controller of pytest-xdist, before a worker starts."""
+    socket = shared_server(node.config)
+    node.workerinput["warm"] = "" if socket is None else str(socket)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SERVER in config.stash:
+        config.stash[SERVER].close()
+
+
+@pytest.fixture(scope="session")
+def warm(request: pytest.FixtureRequest) -> Path | None:
+    """Socket of the warm server; None where there can be none."""
+    return shared_server(request.config)
 
 
 @pytest.fixture(autouse=True)

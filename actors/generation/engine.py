@@ -81,8 +81,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct, frozen=True):
     """New tokens of one request since the chunk before."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     """Same length: log softmax(logits / temperature) of each token, before top-p and top-k."""
     weight_version: str
     """The version that made these tokens; of an empty chunk, the version served now."""

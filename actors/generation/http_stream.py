@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from base64 import b64encode
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import cast
 from urllib.parse import unquote, urlsplit
@@ -94,7 +93,7 @@ class Line(asyncio.Protocol):
                 self._paused = False
                 assert self._transport is not None
                 self._transport.resume_reading()
-            if self._timer is None:
+            if self._timer is None:  # one of the request before rings too early, which is as good
                 self._timer = self._loop.call_at(min(self._due_s, self._end_s), self._ring)
             self._ahead = 0
             self._waiter = self._loop.create_future()
@@ -119,13 +118,13 @@ class Line(asyncio.Protocol):
 
     def release(self, lines: Lines) -> None:
         """Nothing more is wanted of this answer. Once it has ended the connection serves the next request; it has a moment."""
-        self._stop_timer()
         if self._ended and self._keeps and self._broken is None:
             lines.put(self)
         elif self._ended or self._paused or self._broken is not None:
             self.close()
         else:
             self._lines = lines
+            self._stop_timer()
             self._timer = self._loop.call_later(IDLE_S, self.close)
 
     def close(self) -> None:
@@ -165,10 +164,10 @@ class Line(asyncio.Protocol):
         if self._events or self._ended or self._broken is not None:
             self._wake()
         if self._ended:
-            self._stop_timer()
             if not self._keeps:
                 self.close()
             elif self._lines is not None:
+                self._stop_timer()
                 self._lines.put(self)
         elif self._ahead > AHEAD_BYTES and (self._waiter is None or self._waiter.done()) and not self._paused:
             assert self._transport is not None
@@ -207,41 +206,34 @@ class Line(asyncio.Protocol):
                 return
             self._read_head(data[at:end])
             at = end + 4
-        while not self._ended:
-            if self._in_trailers:
+        while at < n and not self._ended:
+            if self._chunked and self._left == 0:  # a line: the length of the next piece, or one of the trailers
                 end = data.find(b"\r\n", at)
                 if end < 0:
                     self._keep_rest(data[at:])
                     return
-                self._ended, at = end == at, end + 2
-            elif self._chunked and self._left == 0:
-                end = data.find(b"\r\n", at)
-                if end < 0:
-                    self._keep_rest(data[at:])
-                    return
-                size = int(data[at:end].partition(b";")[0], 16)
-                if size < 0:
+                line, at = data[at:end], end + 2
+                if self._in_trailers:
+                    self._ended = not line
+                elif (size := int(line.partition(b";")[0], 16)) > 0:
+                    self._left = size + 2
+                elif size < 0:
                     raise ValueError("a piece of negative length")
-                self._left, at = size + 2, end + 2
-                if size == 0:
-                    self._left, self._in_trailers = 0, True
-            elif at >= n:
-                return
+                else:
+                    self._in_trailers = True
             elif self._chunked:
-                part = data[at : at + min(self._left - 2, n - at)] if self._left > 2 else b""
-                took = min(self._left, n - at)
-                self._left -= took
-                at += took
-                if part:
-                    self._body(part)
+                if self._left > 2:
+                    self._body(data[at : at + self._left - 2])
+                at += self._left
+                self._left = max(0, at - n)
             else:
                 part = data[at:] if self._left < 0 else data[at : at + self._left]
-                at = n
+                at += len(part)
                 self._body(part)
                 if self._left >= 0:
                     self._left -= len(part)
                     self._ended = self._left == 0
-        if at < n:
+        if at < n and self._ended:
             self._keeps = False  # more than was announced
 
     def _keep_rest(self, data: bytes) -> None:
@@ -304,11 +296,11 @@ class Lines:
         self._head = "".join(f"{line}\r\n" for line in head).encode()
         self._idle: list[Line] = []
 
-    def head(self, extra: Mapping[str, str]) -> bytes:
-        """First lines of a request. A value that cannot stand in a head is left out."""
-        return self._head + "".join(
-            f"{name}: {value}\r\n" for name, value in extra.items() if value.isascii() and value.isprintable()
-        ).encode()
+    def head(self, name: str, value: str) -> bytes:
+        """First lines of a request, with this one. A value that cannot stand in a head is left out."""
+        if not value or not value.isascii() or not value.isprintable():
+            return self._head
+        return self._head + f"{name}: {value}\r\n".encode()
 
     async def take(self) -> Line:
         """A connection that is free. OSError or TimeoutError when there is none to be had."""

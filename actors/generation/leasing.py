@@ -154,7 +154,7 @@ class Leases:
     def done(self, entry: Entry) -> None:
         """A sample left."""
         self._context.in_flight -= 1
-        self._pace.sample_ended()
+        self._pace.ended += 1
         self._evals -= _is_eval(entry)
         self._slot.set()
 
@@ -182,8 +182,7 @@ class Leases:
             self._pinned = running.task.pinned
         if link.serving is not None and link.serving.step < step and last == NO_TOKENS and standing.unheard(step):
             await self._catch_up()
-        until = context.clock.monotonic() + self._hold_s
-        held = False
+        until: float | None = None  # set once it is held
         try:
             while True:
                 if link.leaving or context.draining.is_set():
@@ -194,16 +193,16 @@ class Leases:
                 if verdict == "begin":
                     running.least_step = standing.least_step(step)
                     return None
-                left_s = until - context.clock.monotonic()
-                if verdict == "leave" or left_s <= 0:
+                now = context.clock.monotonic()
+                if until is None and verdict == "wait":
+                    context.count("held")
+                    until = now + self._hold_s
+                if until is None or verdict == "leave" or now >= until:
                     self._left_at = link.serving
                     return "behind"
-                if not held:
-                    context.count("held")
-                held = True
-                await self._moved(left_s)
+                await self._moved(until - now)
         finally:
-            if held:
+            if until is not None:
                 context.count("held", -1)
 
     async def _catch_up(self) -> None:

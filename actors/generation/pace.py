@@ -9,8 +9,6 @@ where it is only shown.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from actors.generation.engine import EngineLoad, EngineUnavailable, RequestRefused
 from actors.generation.lane import lane_of
@@ -41,11 +39,11 @@ class Pace:
         self._auto = Slots()
         self._masked: tuple[int, float] = (-1, 0.0)
         self._told = 0
-        self._ended = 0
-        self.tokens = 0  # that came from the engine since the last look of `auto`
-        self._came = 0  # tokens since the last second
-        self._came_at = 0.0  # when the newest came, or the engine last had nothing to do
-        self._asked = 0
+        self.asked = 0  # requests that the engine has now
+        self.tokens, self.ended = 0, 0  # that came from it, and samples that left, whichever way
+        self._looked = (0, 0)  # the same at the last look of `auto`
+        self._shown = 0  # tokens that were shown
+        self._came_at = 0.0  # when some had come, or the engine had nothing to do, as it was shown last
         self._rate, self._seen = 0.0, 0.0  # tokens a second, smoothed from 0; the same of a rate that is always 1
         self._looked_at = context.clock.monotonic()
         self._shown_at = 0.0
@@ -75,41 +73,21 @@ class Pace:
             return None
         return self._context.knobs.tail_after_tokens or None
 
-    def sample_ended(self) -> None:
-        """One left, whichever way."""
-        self._ended += 1
-
-    @contextmanager
-    def asking(self) -> Iterator[Callable[[int], None]]:
-        """A request is with the engine while the body runs, which says how many tokens came."""
-        if not self._asked:
-            self._came_at = self._context.clock.monotonic()
-        self._asked += 1
-
-        def came(n_tokens: int) -> None:
-            self.tokens += n_tokens
-            self._came += n_tokens
-            self._came_at = self._context.clock.monotonic()
-
-        try:
-            yield came
-        finally:
-            self._asked -= 1
-
     def _show(self) -> None:
         """What the doctor compares: requests with the engine, their tokens a second while there are any, and for how long none has
         come although the engine serves."""
         counters, now = self._context.counters, self._context.clock.monotonic()
-        if not self._asked or self._link.serving is None or self._link.released:
+        came, self._shown = self.tokens - self._shown, self.tokens
+        works = self.asked and self._link.serving is not None and not self._link.released
+        if came or not works:
             self._came_at = now
-        else:
+        if works:
             share = LOOK_S / RATE_S
-            self._rate += share * (self._came / LOOK_S - self._rate)
+            self._rate += share * (came / LOOK_S - self._rate)
             self._seen += share * (1 - self._seen)
             if self._seen > TOLD_SEEN:
                 counters["engine/tokens_per_s"] = self._rate / self._seen
-        self._came = 0
-        counters.update({"engine/asked": float(self._asked), "engine/silent_s": now - self._came_at})
+        counters.update({"engine/asked": float(self.asked), "engine/silent_s": now - self._came_at})
 
     def hear(self, said: PolicyActive) -> None:
         """The newest batch's masked share and who serves, the same for every worker."""
@@ -159,7 +137,8 @@ class Pace:
 
     async def _look(self, knobs: KnobValues, load: EngineLoad) -> None:
         now, before = self._context.clock.monotonic(), self._looked_at
-        ended, tokens, self._ended, self.tokens, self._looked_at = self._ended, self.tokens, 0, 0, now
+        tokens, ended = self.tokens - self._looked[0], self.ended - self._looked[1]
+        self._looked, self._looked_at = (self.tokens, self.ended), now
         look = Look(
             busy=self._context.in_flight,
             ended=ended,

@@ -8,7 +8,7 @@ list of calls; saved on the bus, it is pieces that each add to some of them. A p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -19,7 +19,7 @@ from actors.generation.routing import Rows
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
 from bus.ledger import spans_after
-from bus.messages.base import EMPTY, Packed, join, pack_ints, unpack_ints
+from bus.messages.base import Packed, join, pack_ints, unpack_ints
 from bus.messages.samples import Call, Mark, ParkReason, PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan, extend_spans, spans_within
 
@@ -142,7 +142,7 @@ class Running:
         self.has_saved = False  # pieces of it lie on the bus
         self.least_step = 0  # of the version that may make the first token
         self.broken = 0  # answers that could not be read
-        self.marks: tuple[Mark, ...] = ()
+        self.marks: list[Mark] = []
         self.park_at: int | None = None  # tokens at which it gives its slot to others
         self.park_why: ParkReason = "slice"
         self._saved = 0
@@ -165,7 +165,8 @@ class Running:
 
     def mark(self, what: str, who: str, wall: float) -> None:
         """Note what happens to it; of very many the middle is left out."""
-        self.marks = (*self.marks[:1], *self.marks[1:][-MOST_MARKS:], Mark(what, who, self.n_tokens, round(wall, 3)))
+        del self.marks[1:-MOST_MARKS]
+        self.marks.append(Mark(what, who, self.n_tokens, int(wall * 1000) / 1000))
 
     def open(self, no: int, asked: list[int]) -> Turn:
         """A new turn."""
@@ -195,11 +196,12 @@ class Running:
                     f"it met version {version.id} of step {version.step} on its way, and needs step {self.least_step} and version "
                     f"{needed} or later ones"
                 )
-            turn.tokens.extend(chunk.token_ids)
-            turn.logprobs.extend(chunk.logprobs)
-            turn.spans = extend_spans(turn.spans, version, len(chunk.token_ids))
-            self.n_tokens += len(chunk.token_ids)
-            self.made_here += len(chunk.token_ids)
+            n = len(chunk.token_ids)
+            turn.tokens += array("i", chunk.token_ids)
+            turn.logprobs += array("f", chunk.logprobs)
+            turn.spans = extend_spans(turn.spans, version, n)
+            self.n_tokens += n
+            self.made_here += n
         if chunk.experts is not None and turn.asked is not None:
             turn.experts.add(chunk.experts, len(turn.asked) + len(turn.tokens) - 1 - chunk.experts.n)
         return chunk.finish
@@ -216,7 +218,7 @@ class Running:
     def next_chunk(self) -> bytes:
         """What is not saved yet, as a piece; counts as saved from now on."""
         cuts = [cut for no in sorted(self.turns) if (cut := self.turns[no].cut()) is not None]
-        whole = _joined(part for _, part in cuts)
+        whole = joined([part for _, part in cuts])
         calls = (*(call for call, _ in cuts), *self._untold)
         plain = len(calls) == 1 and self._plain()
         piece = PrefixChunk(
@@ -242,7 +244,7 @@ class Running:
 
     def response(self) -> Response:
         """All tokens so far, turn after turn. With experts where there is one turn: those of several are chosen again."""
-        whole = _joined(self.turns[no].part() for no in sorted(self.turns))
+        whole = joined([self.turns[no].part() for no in sorted(self.turns)])
         first = self.turns.get(0) if self._plain() else None
         return whole if first is None else msgspec.structs.replace(whole, experts=first.experts.routed())
 
@@ -285,7 +287,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
     """A sample from its entry and from what a former owner saved of it, in order, as far as the pieces join."""
     running = Running(message.task if isinstance(message, PrefixResume) else message)
     if isinstance(message, PrefixResume):
-        running.marks = message.response.marks or ()
+        running.marks += message.response.marks or ()
     if isinstance(message, PrefixResume) and (message.response.n_tokens or message.journal):
         calls = () if message.journal is msgspec.UNSET else message.journal
         running.take_up(message.response, calls, counted=True, mask=False)
@@ -321,17 +323,17 @@ def _slice(response: Response, at: int, end: int) -> Response:
     )
 
 
-def _joined(parts: Iterable[Response]) -> Response:
-    found = list(parts)
-    if len(found) == 1:
-        return found[0]
+def joined(parts: Sequence[Response]) -> Response:
+    """One response of several, without their experts."""
+    if len(parts) == 1:
+        return parts[0]
     spans: tuple[VersionSpan, ...] = ()
-    for part in found:
+    for part in parts:
         for span in part.spans:
             spans = extend_spans(spans, PolicyVersion(id=span.version, step=span.step), span.n)
     return Response(
-        tokens=join(p.tokens for p in found) if found else EMPTY,
-        logprobs=join(p.logprobs for p in found) if found else EMPTY,
-        loss_mask=join(p.loss_mask for p in found) if found else EMPTY,
+        tokens=join(p.tokens for p in parts),
+        logprobs=join(p.logprobs for p in parts),
+        loss_mask=join(p.loss_mask for p in parts),
         spans=spans,
     )

@@ -8,6 +8,7 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 import asyncio
 import itertools
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ from actors.generation.routing import read_routed
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
-from actors.runtime.content import logprobs_fault, tokens_fault
+from actors.runtime.content import floats_fit, ints_fit, logprobs_fault, tokens_fault
 from bus.messages.weights import Bucket, TensorMeta
 
 FLAT = "flattened_bucket"
@@ -105,7 +106,7 @@ class SGLangClient:
             if self._closed:
                 line.give_up(GivenUp())
             line.send(
-                self._lines.head({"X-SMG-Routing-Key": request.routing_key} if request.routing_key else {}),
+                self._lines.head("X-SMG-Routing-Key", request.routing_key or ""),
                 body_of(request, name),
                 request_s=self._request_deadline_s,
                 token_s=self._token_deadline_s,
@@ -208,8 +209,14 @@ class SGLangClient:
             raise AnswerRefused(
                 f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}"
             )
-        logprobs, token_ids, _ = map(list, zip(*pairs, strict=True))
-        if fault := tokens_fault(token_ids, request.vocabulary) or logprobs_fault(logprobs):
+        values, ids, _ = zip(*pairs, strict=True)
+        try:
+            token_ids, logprobs = array("i", ids), array("f", values)
+            fits = ints_fit(memoryview(token_ids).cast("B"), request.vocabulary) and floats_fit(memoryview(logprobs).cast("B"))
+        except (OverflowError, TypeError):  # more than 32 bits, or none at all
+            fits = False
+        if not fits:
+            fault = tokens_fault(ids, request.vocabulary) or logprobs_fault(values)
             raise AnswerRefused(f"{self.base_url} gave request {rid} what is no answer: {fault}")
         return Chunk(token_ids, logprobs, version, finish, experts)
 

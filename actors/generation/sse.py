@@ -20,6 +20,9 @@ class SseParser:
         self._limit = limit
 
     def feed(self, data: bytes) -> list[bytes]:
+        begins = not self._parts and not self._cr and b"\r" not in data
+        if begins and data.find(b"\n") == len(data) - 2 and data.startswith(b"data: ") and data.endswith(b"\n\n"):
+            return [data[6:-2]]  # one whole event, as nearly all
         if self._cr:
             data, self._cr = b"\r" + data, False
         if b"\r" in data:

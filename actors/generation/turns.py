@@ -7,7 +7,7 @@ came back. It ends with its last token, or with the reason why its sample must l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from actors.generation.engine import (
@@ -42,7 +42,8 @@ Leaves = ParkReason | Literal["lease", "diverged"]
 
 
 class Turns:
-    """One worker's. `changed`: to be called when the engine was found dead. `routed`: form of the experts that are asked for."""
+    """One worker's. `changed`: to be called when the engine was found dead. `routed`: form of the experts that are asked for.
+    `decode`: token ids to text, for stops that are texts."""
 
     def __init__(
         self,
@@ -53,8 +54,10 @@ class Turns:
         changed: Callable[[], None],
         routed: RoutedShape | None = None,
         pictures: Pictures | None = None,
+        decode: Callable[[Sequence[int]], str] = lambda ids: "",
     ) -> None:
         self._context = context
+        self.decode = decode
         self.worker = context.name
         self._link = link
         self._pace = pace
@@ -113,7 +116,7 @@ class Turns:
         more: Callable[[Turn], bool] | None,
     ) -> Leaves | Literal["again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
-        context, link, task = self._context, self._link, running.task
+        context, link, pace, task = self._context, self._link, self._pace, running.task
         assert turn.asked is not None
         tokens = turn.asked + turn.tokens.tolist()
         try:
@@ -145,22 +148,23 @@ class Turns:
             routed_from=turn.experts.n,
             images=images,
         )
-        save_every = int(context.knobs.partial_save_tokens) if context.knobs.partial_rollout else 0
+        knobs = context.knobs
+        save_every = int(knobs.partial_save_tokens) if knobs.partial_rollout else 0
         finish = None
+        pace.asked += 1
         try:
-            with self._pace.asking() as came:
-                stream = engine.generate(request)
-                async for chunk in stream:
-                    finish = running.take(turn, chunk, link.versions)
-                    came(len(chunk.token_ids))
-                    if more is not None and not more(turn):
-                        turn.finish = "stop"
-                        await stream.aclose()
-                        return None
-                    due = finish is None and save_every and running.unsaved() >= save_every
-                    if due and not await self.save(entry, running):
-                        await engine.abort(task.sample_id)
-                        return "lease"
+            stream = engine.generate(request)
+            async for chunk in stream:
+                finish = running.take(turn, chunk, link.versions)
+                pace.tokens += len(chunk.token_ids)
+                if more is not None and not more(turn):
+                    turn.finish = "stop"
+                    await stream.aclose()
+                    return None
+                due = finish is None and save_every and running.unsaved() >= save_every
+                if due and not await self.save(entry, running):
+                    await engine.abort(task.sample_id)
+                    return "lease"
         except RouteBroken as error:
             context.count("routes_broken")
             context.log.warning("sample %s is sent again: %s", task.sample_id, error)
@@ -186,6 +190,8 @@ class Turns:
             raise Poison(f"the engine's answer is refused: {error}") from error
         except RequestRefused as error:
             raise Poison(f"the engine refuses the request: {error}") from error
+        finally:
+            pace.asked -= 1
         self._answers.worked()
         if finish == "abort":
             if link.leaving or context.draining.is_set():

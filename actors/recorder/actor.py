@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -18,12 +19,12 @@ import msgspec
 from actors.recorder import samples
 from actors.recorder.exporter import Exporter, ExporterSpec
 from actors.recorder.feed import Feed
-from actors.recorder.file import MetricsFile
+from actors.recorder.file import MetricsFile, stream_records
 from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
-from actors.recorder.trained import append_trained, last_trained
+from actors.recorder.trained import LIVES, append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.host import lives
@@ -83,9 +84,7 @@ class Recorder:
     ) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
-        known = await asyncio.to_thread(last_trained, self._run_dir)
-        feed = Feed(self._bus, [*file.past, *known], unread=self._unread, streams=(*RECORDED, TRAINED))
-        file.past = []
+        feed = await asyncio.to_thread(self._feed)
         self._opened(feed.history)
         try:
             while not stop.is_set():
@@ -99,11 +98,16 @@ class Recorder:
             await feed.close()
             file.close()
 
+    def _feed(self) -> Feed:
+        """Behind what the files hold, which are read line by line: those of a week are larger than memory should hold."""
+        past = chain(stream_records(self._run_dir), last_trained(self._run_dir))
+        return Feed(self._bus, past, unread=self._unread, streams=(*RECORDED, TRAINED))
+
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
         read, more = await feed.read(block_s)
-        if told := [record for record in read if record["kind"] == "trained"]:
+        if told := [record for record in read if record["kind"] in LIVES]:
             await asyncio.to_thread(append_trained, self._run_dir, told)
-        records = [record for record in read if record["kind"] != "trained"]
+        records = [record for record in read if record["kind"] not in LIVES]
         file.append(records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:

@@ -75,11 +75,11 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     yield "checkpoint_step", "gauge", "newest durable checkpoint", [({}, float(p.checkpoint_step))]
     yield "finished", "gauge", "1: the last step is done", [({}, float(p.finished))]
     yield "dropped_groups", "counter", "groups dropped, by reason", [({"reason": r}, float(n)) for r, n in history.drops.items()]
-    yield "dead_letters", "counter", "entries that failed for good", [({}, float(len(history.dead)))]
-    yield "faults", "counter", "events of level warning or error", [({}, float(len(history.faults)))]
+    yield "dead_letters", "counter", "entries that failed for good", [({}, float(history.counts["dead"]))]
+    yield "faults", "counter", "events of level warning or error", [({}, float(history.counts["fault"]))]
     by = Counter("governor" if r.get("author") == "governor" else "others" for r in history.knobs[1:])
     yield "knob_changes", "counter", "changes of live settings, by whom", [({"by": who}, float(n)) for who, n in by.items()]
-    yield "restores", "counter", "starts of the trainer", [({}, float(len(history.restores)))]
+    yield "restores", "counter", "starts of the trainer", [({}, float(history.counts["restored"]))]
     used = [({"source": source, "value": name}, n) for source, r in history.system.items() for name, n in r["values"].items()]
     yield "system", "gauge", "what a host or Redis uses", used
     if history.steps:

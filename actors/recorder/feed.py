@@ -34,7 +34,7 @@ class Feed:
         self._bus = bus
         self._unread = unread
         self._tail = Tail(bus, streams)
-        self.history = History()
+        self.history = History(bounded=True)
         self._heard = asyncio.Event()
         self._tail.positions = dict.fromkeys((stream.name for stream in streams), "0")
         for record in past:
@@ -68,7 +68,8 @@ class Feed:
                 continue
             for record in filter(self.history.wants, made):
                 if record["kind"] == "restored":
-                    record["lost"] = [s.step for s in self.history.steps if s.step > record["step"]]
+                    made_last = self.history.steps[-1].step if self.history.steps else 0
+                    record["lost"] = list(range(record["step"] + 1, made_last + 1))
                 self.history.fold(record)
                 fresh.append(record)
         if fresh:

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -13,6 +14,7 @@ from actors.recorder.records import Record
 from bus.errors import MilesAsyncError
 
 FILE = "metrics.jsonl"
+BLOCK = 1 << 20
 
 
 class MetricsBusy(MilesAsyncError):
@@ -45,8 +47,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[Record]:
 
 
 class MetricsFile:
-    """The open file, and the records that it had at open. A line cut short by a crash is removed then; the lock goes with the
-    process."""
+    """The open file. A line cut short by a crash is removed when it is opened; the lock goes with the process."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,12 +60,7 @@ class MetricsFile:
             raise MetricsBusy(
                 f"{self.path} is written by another process. End that recorder first, or choose another --name."
             ) from None
-        self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            self._file.truncate(whole)
-        self.past = list(_parse(data[:whole].splitlines()))
+        self._file.truncate(_whole(self._file))
 
     def append(self, records: list[Record]) -> None:
         """Write whole lines and hand them to the operating system."""
@@ -76,3 +72,16 @@ class MetricsFile:
         """Make it durable and release the lock."""
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def _whole(file: BinaryIO) -> int:
+    """Bytes up to the end of the last whole line, looked for from the end."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        file.seek(begin)
+        at = file.read(end - begin).rfind(b"\n")
+        if at >= 0:
+            return begin + at + 1
+        end = begin
+    return 0

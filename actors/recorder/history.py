@@ -1,6 +1,7 @@
 """A run's past, folded from records (pure): the surviving steps, evaluations, drops, pauses and faults.
 
-Steps after a restore point are a lost future: they leave `steps` and are counted in `lost_steps`.
+Steps after a restore point are a lost future: they leave `steps` and are counted in `lost_steps`. Who follows a living run holds a
+bounded history, however long the run is; who reads a file for a report holds all of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.recorder.records import Record
 
@@ -17,6 +18,7 @@ REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
+FIRST, NEWEST = 200, 1000  # of each kind that a bounded history holds, and between them fewer and fewer from further back
 MOST_DROPS = 200
 NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
     "fault": {"wall": float, "actor": str, "event": str, "text": str, "level": str},
@@ -28,6 +30,7 @@ NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 """What readers of a history take from its records, which lie in it as they are."""
 SYSTEM_S, MOST_OF_SYSTEM = 10.0, 4
+Held = TypeVar("Held")
 
 
 @dataclass(slots=True)
@@ -67,8 +70,11 @@ class Eval:
 
 @dataclass(slots=True)
 class History:
-    """Fold records into it, oldest first."""
+    """Fold records into it, oldest first. `bounded`: at most FIRST + 2 * NEWEST of a kind are held, but for changes of knobs;
+    `counts` knows how many records of each kind there were."""
 
+    bounded: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
     steps: list[Step] = field(default_factory=list)
     evals: list[Eval] = field(default_factory=list)
     failed_evals: dict[str, Record] = field(default_factory=dict)  # by name, where the newest one measured nothing
@@ -106,6 +112,7 @@ class History:
         wall = float(record.get("wall", 0.0))
         self.first_wall = min(self.first_wall, wall) if self.first_wall else wall
         self.last_wall = max(self.last_wall, wall)
+        self.counts[str(record.get("kind"))] += 1
         match record.get("kind"):
             case "step":
                 self._step(record, wall)
@@ -117,15 +124,15 @@ class History:
                 self._drop(str(record["reason"]))
                 self.newest_drops.append(record)
             case "dead":
-                self.dead.append(record)
+                self._hold(self.dead, record)
             case "fault":
-                self.faults.append(record)
+                self._hold(self.faults, record)
             case "knob":
                 self.knobs.append(record)
             case "activated":
-                self.activations.append(record)
+                self._hold(self.activations, record)
             case "checkpoint":
-                self.checkpoints.append(record)
+                self._hold(self.checkpoints, record)
             case "ledger":
                 self.ledger = {str(k): int(v) for k, v in record["accounts"].items()}
             case "sample":
@@ -161,7 +168,7 @@ class History:
             self._drop(str(reason))
         resumed, dropped, self._dropped = self._resumed and gap > 0, dict(self._dropped), Counter()
         epoch = int(record.get("knob_epoch", -1))
-        self.steps.append(Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped, epoch))
+        self._hold(self.steps, Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped, epoch))
         self._resumed = False
 
     def _drop(self, reason: str) -> None:
@@ -175,17 +182,22 @@ class History:
             self.failed_evals[name] = {"error": "nothing was measured", **record}
             return
         self.failed_evals.pop(name, None)
-        self.evals.append(Eval(int(record["step"]), wall, name, score, metrics))
+        self._hold(self.evals, Eval(int(record["step"]), wall, name, score, metrics))
 
     def _restored(self, record: Record) -> None:
         step = int(record["step"])
         kept = [s for s in self.steps if s.step <= step]
-        self.lost_steps += len(self.steps) - len(kept)
+        self.lost_steps += self.steps[-1].step - max(step, 0) if len(self.steps) > len(kept) else 0
         self.steps = kept
         self.evals = [e for e in self.evals if e.step <= step]
-        self.restores.append(record)
+        self._hold(self.restores, record)
         self.finished = False
         self._resumed = True
+
+    def _hold(self, kept: list[Held], one: Held) -> None:
+        kept.append(one)
+        if self.bounded and len(kept) > FIRST + 2 * NEWEST:
+            del kept[FIRST:-NEWEST:2]
 
     def unsaved_groups(self) -> int:
         """Groups trained since the newest checkpoint."""

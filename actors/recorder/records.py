@@ -23,6 +23,7 @@ ledger      accounts                                               samples and t
 trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
                                                                    one trained sample, see bus.messages.policy.SampleTrained;
                                                                    in trained.jsonl
+dropped     the same without step, judged, trained and share       one that the filter dropped; in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -158,12 +159,20 @@ def _fields(one: SampleTrained) -> Record:
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
+OF_A_STEP = ("judged", "trained", "share")
+
+
+def _dropped(one: SampleTrained) -> Record:
+    return {"sample": one.sample_id, **{name: value for name, value in _fields(one).items() if name not in OF_A_STEP}}
+
+
 def _verdict(m: GroupVerdict) -> Made:
     if m.kept:
         return []
     fields = {"group": m.group_id, "prompt": m.prompt_id, "reason": m.reason, "samples": m.n_samples}
     members = {"members": list(m.members)} if m.members else {}
-    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
+    lives = [("dropped", _dropped(one)) for one in m.lives or ()]
+    return [*lives, ("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
 
 
 def _given_up(m: GroupsGivenUp) -> Made:

@@ -1,4 +1,4 @@
-"""runs/<name>/trained.jsonl: one line for each trained sample, and how one of them is found among very many.
+"""runs/<name>/trained.jsonl: one line for each sample that was trained or dropped by the filter; how one is found among very many.
 
 A line that was cut short by a crash is closed before the next one. What a recorder wrote just before it was killed may stand twice.
 Bounded: of two files the older one goes; together they have the newest half million samples or more.
@@ -14,6 +14,7 @@ import msgspec
 
 from actors.recorder.records import Record
 
+LIVES = ("trained", "dropped")  # kinds of its lines
 FILE, OLDER = "trained.jsonl", "trained.1.jsonl"
 MOST_BYTES = 128 << 20  # of each of the two files
 LONGEST = 1 << 20  # of a line, bytes
@@ -28,7 +29,7 @@ def append_trained(run_dir: Path, records: Iterable[Record]) -> None:
 
 
 def last_trained(run_dir: Path) -> list[Record]:
-    """The newest whole line, if there is any; one that a crash cut short is closed."""
+    """The newest whole line about a trained sample, if the last LONGEST bytes have any; one that a crash cut short is closed."""
     try:
         with (run_dir / FILE).open("r+b") as file:
             file.seek(max(0, file.seek(0, 2) - LONGEST))
@@ -37,7 +38,7 @@ def last_trained(run_dir: Path) -> list[Record]:
                 file.write(b"\n")
     except FileNotFoundError:
         return []
-    return list(_records(lines[-1:]))
+    return next(([record] for record in _records(reversed(lines)) if record["kind"] == "trained"), [])
 
 
 def lines_with(file: Path, needles: Iterable[bytes]) -> Iterator[Record]:

@@ -7,11 +7,14 @@ fault is one line; the message is then dead-lettered and what waits for it is to
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from msgspec import UNSET
 
+from bus.messages.base import Packed
 from bus.messages.groups import GroupKept, GroupVerdict, index_of
 from bus.messages.policy import (
     Activate,
@@ -39,6 +42,7 @@ MOST_SAMPLES = 1_000_000  # of one group or evaluation; bit masks and tables are
 LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 LARGEST_REWARD = 3e38  # of float32, in which advantages are trained
 INT32 = 1 << 31
+_TOO_LOW, _TOO_HIGH = (struct.unpack("<I", struct.pack("<f", abs(x)))[0] + 1 for x in (LOGPROB_LOW, LOGPROB_HIGH))
 
 
 def fault_of(message: Any, vocabulary: int = 0) -> str:
@@ -88,6 +92,34 @@ def logprobs_fault(values: Sequence[float | None]) -> str:
     return f"log-probability {next(v for v in values if v is None or not LOGPROB_LOW < v <= LOGPROB_HIGH)}"
 
 
+def ints_fit(packed: Packed, vocabulary: int = 0) -> bool:
+    """Whether each int32 can be a token id, without a look at one after the other: added to as many lanes of one large number,
+    what is missing to 2**31 sets the lane's top bit where an id is too large; a negative one has it already."""
+    lanes, ids = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
+    return not (ids | ids + lanes * (INT32 - (vocabulary or INT32))) & (lanes << 31)
+
+
+def floats_fit(packed: Packed) -> bool:
+    """The same of float32 log-probabilities: without their signs, the bits of floats are ordered as the floats are."""
+    lanes, bits = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
+    tops = lanes << 31
+    negative = bits & tops
+    sizes = bits ^ negative
+    high = sizes + lanes * (INT32 - _TOO_HIGH) & tops
+    return not sizes + lanes * (INT32 - _TOO_LOW) & tops and high & negative == high
+
+
+def _lanes(n: int) -> int:
+    """1 in each of `n` lanes of 32 bits."""
+    power = (n - 1).bit_length() if n else 0
+    return _power_of_lanes(power) >> 32 * ((1 << power) - n)
+
+
+@cache
+def _power_of_lanes(power: int) -> int:
+    return int.from_bytes(b"\1\0\0\0" * (1 << power), "little")
+
+
 def response_fault(response: Response, vocabulary: int = 0) -> str:
     """Why tokens, log-probs, mask and spans do not make a response."""
     n, rest = divmod(len(response.tokens), 4)
@@ -102,14 +134,23 @@ def response_fault(response: Response, vocabulary: int = 0) -> str:
         if not span.made and any(response.loss_mask[at : at + span.n]):
             return f"tokens of an environment shall be trained, from {at} on"
         at += span.n
-    return tokens_fault(response.tokens.cast("i"), vocabulary) or logprobs_fault(response.logprobs.cast("f"))
+    return _ids_fault(response.tokens, vocabulary) or _floats_fault(response.logprobs)
+
+
+def _ids_fault(packed: Packed, vocabulary: int) -> str:
+    if len(packed) % 4:
+        return f"{len(packed)} bytes of token ids are no whole number of int32"
+    return "" if ints_fit(packed, vocabulary) else tokens_fault(packed.cast("i").tolist(), vocabulary)
+
+
+def _floats_fault(packed: Packed) -> str:
+    return "" if floats_fit(packed) else logprobs_fault(packed.cast("f").tolist())
 
 
 def _strands(rollout: RolloutDone, vocabulary: int) -> str:
     for strand in rollout.strands:
-        if len(strand.prompt_tokens) % 4:
-            return f"{len(strand.prompt_tokens)} bytes of prompt are no whole number of int32"
-        if fault := tokens_fault(strand.prompt_tokens.cast("i"), vocabulary) or response_fault(strand.response, vocabulary):
+        known = strand.prompt_tokens is rollout.task.prompt_tokens
+        if fault := (not known and _ids_fault(strand.prompt_tokens, vocabulary)) or response_fault(strand.response, vocabulary):
             return fault
     return ""
 
@@ -167,8 +208,6 @@ def _task(task: SampleTask, vocabulary: int) -> str:
         return f"index {task.index} of {task.n_samples} samples"
     if task.sample_id != f"{task.group_id}/{task.index}" or not task.group_id:
         return f"sample {task.sample_id!r} is not number {task.index} of group {task.group_id!r}"
-    if len(task.prompt_tokens) % 4:
-        return f"{len(task.prompt_tokens)} bytes of prompt are no whole number of int32"
     sampling = task.sampling
     if not (0 <= sampling.temperature < math.inf and 0 <= sampling.top_p <= 1):
         return f"temperature {sampling.temperature} and top_p {sampling.top_p} cannot be sampled under"
@@ -179,9 +218,9 @@ def _task(task: SampleTask, vocabulary: int) -> str:
             return "a given response and its mask are not of one length"
         if set(task.given_mask) - {0, 1}:
             return "a mask of a given response holds what is neither 0 nor 1"
-        if fault := tokens_fault(task.given_tokens.cast("i"), vocabulary):
+        if fault := _ids_fault(task.given_tokens, vocabulary):
             return fault
-    return tokens_fault(task.prompt_tokens.cast("i"), vocabulary)
+    return _ids_fault(task.prompt_tokens, vocabulary)
 
 
 def _group(group: GroupKept, vocabulary: int) -> str:
@@ -204,7 +243,7 @@ def _teacher(scored: Scored) -> str:
         return ""
     if len(taught) != len(scored.rollout.response.tokens):
         return f"{len(taught)} bytes of teacher's log-probs for {scored.rollout.response.n_tokens} tokens"
-    fault = logprobs_fault(taught.cast("f"))
+    fault = _floats_fault(taught)
     return f"of the teacher: {fault}" if fault else ""
 
 

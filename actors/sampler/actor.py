@@ -41,6 +41,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     shuffle: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    rollout_stop: tuple[str, ...] = ()
     rm_type: str
     top_k: int = -1
     lookahead: int = 0
@@ -309,6 +310,7 @@ class Sampler:
                         top_k=spec.top_k,
                         max_new_tokens=int(knobs.rollout_max_response_len),
                         stop_token_ids=spec.stop_token_ids,
+                        stop=spec.rollout_stop,
                         seed=seed_for(self._context.spec.run_seed, sample_id, group.attempt) & 0x7FFFFFFF,
                     ),
                     attempt=group.attempt,

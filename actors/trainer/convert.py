@@ -59,7 +59,10 @@ def _of_strand(
 
 
 def _experts(routed: Routed) -> np.ndarray:
-    """Integers [n, layers * top_k]; of no whole number of rows [1, bytes], which fits no model."""
+    """Integers [n, layers * top_k], or none where the blob with them is lost; of no whole number of rows [1, bytes], which fits no
+    model."""
+    if not routed.data:
+        return np.zeros((0, 0), dtype=np.uint8)
     size = routed.n * (2 if routed.wide else 1)
     if routed.n <= 0 or len(routed.data) % size:
         return np.frombuffer(routed.data, dtype=np.uint8)[None]

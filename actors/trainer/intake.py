@@ -20,6 +20,7 @@ from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from actors.trainer.lending import Arrivals
 from bus import Commit, Entry, Out, ledger
+from bus.asides import fetched
 from bus.errors import Poison
 from bus.inspect import wall_of
 from bus.messages.groups import GroupKept, OpenGroup, Turned
@@ -63,6 +64,8 @@ class Intake:
                 await bus.commit(Commit(ack=(entry,)))
                 self.reader.forget([entry])
                 continue
+            if entry.asides:
+                group = await fetched(bus, group)
             settled = inside_of(group, self._settled)
             if settled is not None and settled.members and not settled.covers(group):
                 # Some of its samples are inside a checkpoint, and it was not here when that was loaded.

@@ -42,12 +42,17 @@ CHECKS: dict[str, tuple[float, str]] = {
 }
 """Metric of the step -> largest absolute value allowed, likely cause of a larger one."""
 
+ROUNDED = {"ppo_kl": 1e-4, "kl_loss": 1e-4}
+"""Limits where a pass without gradients rounds otherwise than one with them: layers that torch compiles are two programs."""
 
-def measure(report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig) -> dict[str, float]:
+
+def measure(
+    report: Mapping[str, float], config: BackendConfig, objective: ObjectiveConfig, *, equal_passes: bool = True
+) -> dict[str, float]:
     """Values and limits of the checks that apply, as metrics. report: the first optimizer step's (`metrics.finish` and
     grad_norm). The ratio is 1 unless the denominator is the engine's; the reference is the policy, since a run without a
     checkpoint starts from it; the gradient is small where a group's advantages cancel and the step is the only one, and
-    the loss is a mean."""
+    the loss is a mean. equal_passes: equal weights give equal log-probs to the last bit, with and without gradients."""
     if objective.policy_loss == "nll":
         return {}  # nobody sampled these tokens
     own = objective.proximal in ("recompute", "current")
@@ -62,7 +67,11 @@ def measure(report: Mapping[str, float], config: BackendConfig, objective: Objec
     for name, (limit, _) in CHECKS.items():
         if name in report and applies.get(name, True):
             found[VALUE + name] = report[name]
-            found[LIMIT + name] = config.selfcheck_logprob_tolerance if name == ENGINE else limit
+            found[LIMIT + name] = limit
+            if name == ENGINE or (name == "ref_logprob_abs_diff" and not equal_passes):
+                found[LIMIT + name] = config.selfcheck_logprob_tolerance
+            elif name in ROUNDED and not equal_passes:
+                found[LIMIT + name] = ROUNDED[name]
     return found
 
 

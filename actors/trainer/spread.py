@@ -1,4 +1,4 @@
-"""How lengths, seconds and ages of a batch's samples are spread (pure): what `miles_async/console/schedule` advises from.
+"""How lengths, seconds and ages of a batch's samples are spread (pure): what `miles_async/console/whatif` advises from.
 
 Quantiles are named `<name>/p<percent>`, p0 being the least and p100 the most; shares of whole numbers `<name>/<number>`, the
 last of them `<name>/8_up`. A share that is 0 and a spread without values are left out.

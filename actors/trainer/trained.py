@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from actors.trainer.backend import StepResult
 from actors.trainer.cut import Part
 from bus.messages.groups import GroupKept
-from bus.messages.policy import SamplesTrained, SampleTrained
+from bus.messages.policy import SamplesTrained, SampleTrained, life_of
 
 A_MESSAGE = 50  # samples: some 10 kB
 
@@ -20,25 +20,12 @@ def trained_samples(
     position = 0
     for part, group in batch:
         for scored in group.samples:
-            rollout, first = scored.rollout, position
-            position += len(rollout.strands)
+            first = position
+            position += len(scored.rollout.strands)
             shares = result.shares[first:position]
-            found.append(
-                SampleTrained(
-                    sample_id=rollout.task.sample_id,
-                    marks=rollout.response.marks or (),
-                    spans=rollout.response.spans,
-                    finish=rollout.finish,
-                    turns=rollout.episode.turns if rollout.episode else 1,
-                    generate_s=round(rollout.generate_s, 3),
-                    reward=scored.reward,
-                    scorer=scored.scorer,
-                    score_s=round(scored.score_s, 3),
-                    judged=part.at,
-                    trained=sum(map(sum, result.trained_spans[first:position])),
-                    share=round(sum(shares), 6) if shares else -1.0,
-                )
-            )
+            trained = sum(map(sum, result.trained_spans[first:position]))
+            share = round(sum(shares), 6) if shares else -1.0
+            found.append(life_of(scored, judged=part.at, trained=trained, share=share))
     return (
         SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE)
     )

@@ -43,6 +43,12 @@ def parse_ref(ref: str, store: str) -> tuple[str, int]:
     return blob_id, int(size)
 
 
+def claimed_bytes(*refs: str) -> int:
+    """Accounted bytes of references, 0 for one that is none: whoever reads the message finds out."""
+    sizes = (ref.rpartition(":")[2] for ref in refs)
+    return sum(int(size) for size in sizes if size.isascii() and size.isdecimal() and len(size) <= 12)
+
+
 def ids_of(refs: list[str], store: str) -> list[str]:
     """Blob ids of those references that are of `store`; what else an entry may claim names nothing of ours."""
     ids: list[str] = []

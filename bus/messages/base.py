@@ -26,7 +26,8 @@ class Header(msgspec.Struct, frozen=True):
     knob: int = -1
     note: str = ""
     plan: str = ""  # a blob that the body names, which is kept as long as the entry
-    inputs: str = ""  # more of them, with spaces between
+    asides: str = ""  # blobs that the body names and that move on with it, references with blanks between them
+    inputs: str = ""  # blobs that several entries name and whoever wrote them deletes, likewise
 
     def fields(self) -> list[str | int]:
         """Flat field list [name, value, ...]."""
@@ -45,6 +46,8 @@ class Header(msgspec.Struct, frozen=True):
             flat += ["note", self.note]
         if self.plan:
             flat += ["plan", self.plan]
+        if self.asides:
+            flat += ["asides", self.asides]
         if self.inputs:
             flat += ["inputs", self.inputs]
         return flat

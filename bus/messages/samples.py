@@ -27,6 +27,7 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop: tuple[str, ...] = ()  # texts that end a turn too; the token that completes one is the turn's last
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +87,7 @@ class Routed(msgspec.Struct, frozen=True):
     data: Packed
     n: int
     wide: bool = False
+    ref: str | msgspec.UnsetType = msgspec.UNSET  # the blob that `data` lies in, which is empty here (bus/asides.py)
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +118,10 @@ class Response(msgspec.Struct, frozen=True):
     @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
-        return tuple(span for span in self.spans if span.version != NOT_MADE)
+        for span in self.spans:
+            if span.version == NOT_MADE:
+                return tuple(span for span in self.spans if span.version != NOT_MADE)
+        return self.spans
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -181,6 +186,11 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
         return self.strands[-1].prompt_tokens
 
     @property
+    def routed(self) -> tuple[Routed, ...]:
+        """Experts of its trajectories, of those where they are known."""
+        return tuple(s.response.experts for s in self.strands if s.response.experts is not msgspec.UNSET)
+
+    @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens of all its trajectories."""
         if self.episode is msgspec.UNSET:
@@ -198,8 +208,9 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             id=self.task.sample_id,
             group=self.task.group_id,
             version=made[-1].version if made else -1,
-            tokens=self.n_made,
+            tokens=sum(span.n for span in made),
             knob=self.task.knob_epoch,
+            asides=" ".join(one.ref for one in self.routed if one.ref),
         )
 
 

@@ -18,9 +18,14 @@ class Entry(msgspec.Struct, frozen=True):
     readers: str
     fields: Mapping[str, str]
     body: bytes
-    size: int  # accounted bytes: body, or blob size
+    size: int  # accounted bytes: body, or blob size, and what its body names beside it
     blob: str = ""
     deliveries: int = 1
+
+    @property
+    def asides(self) -> list[str]:
+        """References to what moves on with its body."""
+        return self.fields.get("asides", "").split()
 
 
 class Out(msgspec.Struct, frozen=True):

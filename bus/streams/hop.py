@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from bus.blobs.api import claimed_bytes
 from bus.streams.entry import Commit, Entry, Out
 from bus.streams.keys import Keys
 
@@ -26,6 +27,11 @@ class Placed(msgspec.Struct, frozen=True):
         kind = self.out.message.__struct_config__.tag
         last: tuple[str, Any] = ("blob", self.ref) if self.ref else ("body", self.body)
         return ["type", kind, *self.out.message.header().fields(), *last]
+
+    def size(self, fields: Sequence[Any]) -> int:
+        """Accounted bytes, as of the entry that it becomes with these fields."""
+        named = fields[fields.index("asides") + 1] if "asides" in fields else ""
+        return len(self.body) + claimed_bytes(*named.split())
 
 
 def text_of(value: bytes | str | int) -> str:
@@ -65,9 +71,9 @@ def hop_args(
         stream = one.out.stream
         key, blob_key, size, most = stream_keys[stream.name], "", 0, 0
         named.append(key)
-        if stream.is_data:
-            size, most = len(one.body), bound
         fields = one.fields()
+        if stream.is_data:
+            size, most = one.size(fields), bound
         if not one.ref:
             args.append(fields.pop())
         elif one.ref.startswith("redis:"):

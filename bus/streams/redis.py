@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from bus.blobs.api import BlobStore
+from bus.blobs.api import BlobStore, claimed_bytes
 from bus.blobs.files import FileBlobs
 from bus.blobs.redis import RedisBlobs
 from bus.clock import Clock, SystemClock
@@ -91,24 +91,24 @@ class Bus:
         `repeatable`: twice is harmless, as for all mere news, so a lost connection is waited out. Otherwise it is an
         error, because an outcome that is unknown must not be doubled.
         """
-        bodies = [encode(out.message) for out in outs]
-        if max(map(len, bodies), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
+        placed = await self._placed(outs, self.config.inline_limit_bytes)
+        if max((len(one.body) for one in placed), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
             # The commit script keeps the byte bound exactly and knows a repetition: this is safe in any case.
-            placed = [Placed(out, body) for out, body in zip(outs, bodies, strict=True)]
             for start in range(0, len(placed), BATCH):
                 await self._hop(_BARE, placed[start : start + BATCH])
             return
         commands: list[tuple[Any, ...]] = []
         added: dict[str, int] = {}
-        for one in await self._place(outs, bodies, self.config.inline_limit_bytes):
-            out, body = one.out, one.body
+        for one in placed:
+            out = one.out
             key = self._stream_keys[out.stream.name]
+            fields = one.fields()
             if out.stream.cap:
-                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *one.fields()))
+                commands.append(("XADD", key, "MAXLEN", "~", out.stream.cap, "*", *fields))
             else:
-                commands.append(("XADD", key, "*", *one.fields()))
+                commands.append(("XADD", key, "*", *fields))
             if out.stream.is_data:
-                added[key] = added.get(key, 0) + len(body)
+                added[key] = added.get(key, 0) + one.size(fields)
         for key, total in added.items():
             if self.config.stream_max_bytes:
                 await self._wait_for_room(key, total)
@@ -121,15 +121,12 @@ class Bus:
         `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry. Bodies
         written for a commit that had no effect are left to `sweep_orphans`: after a lost reply only that can tell.
         """
-        kept = {out.message.fields.get("blob") for out in commit.append if isinstance(out.message, DeadLetter)}
-        released = [e.blob for e in commit.ack if e.blob and e.blob not in kept]
-        bodies = [encode(out.message) for out in commit.append]
-        placed = await self._place(commit.append, bodies, self.config.hop_limit_bytes)
-        outcome, rest = await self._hop(commit, placed)
+        outcome, rest = await self._hop(commit, await self._placed(commit.append, self.config.hop_limit_bytes))
         if outcome == b"moved":
             return CommitResult(done=False, moved=tuple(map(text_of, rest)))
-        if released:
-            await self.blobs.delete(released)
+        if read := [ref for e in commit.ack for ref in (e.blob, *e.asides) if ref]:
+            kept = {ref for out in commit.append for ref in _kept(out.message)}
+            await self.blobs.delete([ref for ref in read if ref not in kept])
         return CommitResult(done=True, entry_ids=tuple(map(text_of, rest)))
 
     def _mark(self) -> tuple[int, int]:
@@ -190,11 +187,14 @@ class Bus:
             "--stream-max-bytes; nothing was lost."
         )
 
-    async def _place(self, outs: Sequence[Out], bodies: Sequence[bytes], limit: int) -> list[Placed]:
-        """Bodies above the limit are put aside, all at once."""
-        large = [n for n, body in enumerate(bodies) if len(body) > limit]
-        refs = dict(zip(large, await asyncio.gather(*(self.blobs.put(bodies[n]) for n in large)), strict=True)) if large else {}
-        return [Placed(out, body, refs.get(n, "")) for n, (out, body) in enumerate(zip(outs, bodies, strict=True))]
+    async def _placed(self, outs: Sequence[Out], limit: int) -> list[Placed]:
+        """Messages with their bodies, of which those above the limit are put aside, all at once."""
+        placed = [Placed(out, encode(out.message)) for out in outs]
+        if large := [n for n, one in enumerate(placed) if len(one.body) > limit]:
+            refs = await asyncio.gather(*(self.blobs.put(placed[n].body) for n in large))
+            for n, ref in zip(large, refs, strict=True):
+                placed[n] = Placed(placed[n].out, placed[n].body, ref)
+        return placed
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
@@ -325,7 +325,14 @@ class Bus:
         return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
 
 
-_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note")}
+def _kept(message: Message) -> list[str]:
+    """References that go on with a message."""
+    if isinstance(message, DeadLetter):
+        return [message.fields.get("blob", ""), *message.fields.get("asides", "").split()]
+    return message.header().asides.split()
+
+
+_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}
 
 
 def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
@@ -341,7 +348,8 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
             blob = text_of(value)
         else:
             fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
-    size = _blob_bytes(blob) if blob else len(body)
+    size = claimed_bytes(blob) if blob else len(body)
+    size += claimed_bytes(*fields.get("asides", "").split())
     return Entry(
         id=text_of(entry_id),
         stream=stream,
@@ -352,9 +360,3 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         blob=blob,
         deliveries=deliveries,
     )
-
-
-def _blob_bytes(ref: str) -> int:
-    """Accounted bytes of a reference, 0 for one that is none: whoever reads the message finds out."""
-    size = ref.rpartition(":")[2]
-    return int(size) if size.isascii() and size.isdecimal() and len(size) <= 12 else 0

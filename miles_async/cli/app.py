@@ -37,12 +37,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("quickstart", "miles_async.cli.quickstart", "Train a tiny model on arithmetic, from any folder.", draws=True),
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
-    Command(
-        "attach",
-        "miles_async.cli.attach",
-        "Show a run again as its launcher did; Ctrl-C ends only the view.",
-        draws=True,
-    ),
     Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(

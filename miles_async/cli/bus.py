@@ -13,8 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_async.cli.inspection import on_bus
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
 

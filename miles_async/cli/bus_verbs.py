@@ -18,7 +18,7 @@ from bus.dead import Letter, drop, find_letter, read_letters, retry
 from bus.errors import BadMessage
 from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, stream_facts
 from bus.streams.entry import Entry
-from miles_async.cli.inspection import print_json
+from miles_async.cli.options import print_json
 from miles_async.cli.status import stream_json
 from miles_async.console.rows import TEXTS, Decode, Row, flat, rows_of
 from miles_async.console.show import outline, plain

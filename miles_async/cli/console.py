@@ -28,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _console(ref: RunRef, port: int, read_only: bool) -> None:
-    from miles_async.cli.attach import total_steps
-    from miles_async.console.attach import attached, open_here
+    from miles_async.console.attach import attached, open_here, total_steps
     from miles_async.console.live import run_console
     from miles_async.console.web.app import serve
 

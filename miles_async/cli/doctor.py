@@ -6,14 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_async.cli.inspection import on_bus, print_json
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from bus import Bus
     from miles_async.console.scene import Scene
-    from miles_async.console.schedule import Advice
+    from miles_async.console.whatif.advice import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +80,7 @@ def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":
     """What the run's own lengths say about its bound; None while they say nothing. `slots`: of all workers, 0 = unknown."""
     from actors.recorder.file import read_records
     from actors.recorder.history import history_of
-    from miles_async.console.schedule import advise
+    from miles_async.console.whatif.advice import advise
 
     return advise(history_of(read_records(run_dir)), slots=slots)
 

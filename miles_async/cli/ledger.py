@@ -6,8 +6,7 @@ Looks for each pending sample on the streams. Exit status 1 when the accounts do
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from miles_async.cli.inspection import on_bus, print_json
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:

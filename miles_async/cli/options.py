@@ -1,9 +1,16 @@
-"""Options that several commands share: which run, and how to reach its bus."""
+"""What several commands share: options that say which run and how to reach its bus, one connection to it, one answer."""
 
 import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from miles_async.settings.runs import RunRef, find_run
+
+if TYPE_CHECKING:
+    from bus import Bus
 
 DEFAULT_RUNS_DIR = "runs"
 
@@ -36,3 +43,25 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 def chosen_run(args: argparse.Namespace) -> RunRef:
     """The run that the shared options name. Raises SettingsError when there is none."""
     return find_run(run=args.run, runs_dir=args.runs_dir, bus_url=args.bus_url)
+
+
+def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
+    """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2. `look`: it
+    changes nothing, so a run that has ended can be asked too."""
+    from miles_async.console.attach import attached
+
+    ref = chosen_run(args)
+
+    async def go() -> int:
+        async with attached(ref, look=look) as bus:
+            return await body(bus, ref)
+
+    return asyncio.run(go())
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout; structs and their kind become plain values."""
+    import msgspec
+
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode()
+    sys.stdout.write(text + "\n")

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from miles_async.cli.inspection import print_json
-from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.cli.options import add_json_option, add_run_options, chosen_run, print_json
 from miles_async.settings.errors import SettingsError
 
 

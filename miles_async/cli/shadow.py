@@ -18,8 +18,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_async.cli.inspection import print_json
-from miles_async.cli.options import add_json_option, add_run_options, chosen_run
+from miles_async.cli.options import add_json_option, add_run_options, chosen_run, print_json
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import RunRef, finished_run

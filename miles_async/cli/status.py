@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from miles_async.cli.inspection import on_bus, print_json
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
 
 def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
     """Three blocks: where training stands, actors, streams."""
-    from miles_async.console.view import busy_text, ledger_line, waits_text
+    from miles_async.console.lines import busy_text, ledger_line, waits_text
 
     head = [_standing(snapshot)]
     if snapshot.ledger:

@@ -1,7 +1,7 @@
 """The cockpit of a run in the terminal: alarms, flow, curves, engines, samples, knobs, dead letters, events, the doctor.
 
 Come and go at will: q leaves it, the run goes on. Of a run that has ended it shows what its Redis kept. The last line
-names the keys.
+names the keys. With --plain, a line for each step and event until the run ends, for a pipe or a log; Ctrl-C leaves it.
 """
 
 import argparse
@@ -22,21 +22,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --read-only and the shared options."""
     parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
     parser.add_argument("--read-only", action="store_true", help="nothing can be changed from here")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a screen")
     add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the operator left."""
+    """0 when the operator left, or the run has ended."""
     args.run = args.run or args.name
-    _check_terminal()
+    if not args.plain:
+        _check_terminal()
     ref = chosen_run(args)
+    if args.plain:
+        try:
+            asyncio.run(_lines(ref))
+        except KeyboardInterrupt:
+            print("left the view; the run goes on")
+        return 0
     while asyncio.run(_top(ref, args.read_only)):
         continue
     return 0
 
 
 def _check_terminal() -> None:
-    term, remedy = os.environ.get("TERM", ""), "Use miles-async attach --console plain, or miles-async status."
+    term, remedy = os.environ.get("TERM", ""), "Use --plain, or miles-async status."
     streams = (sys.stdin, sys.stdout, sys.__stderr__)  # textual draws on the last
     if not all(stream is not None and stream.isatty() for stream in streams):
         raise SettingsError("top needs a terminal for its input, output and errors", remedy=remedy)
@@ -53,10 +61,26 @@ def _ended(folder: Path | None) -> bool:
     return bool(pid) and not is_alive(pid) and folder is not None and any((folder / "redis").glob("appendonly*"))
 
 
+async def _lines(ref: RunRef) -> None:
+    from miles_async.console.attach import attached, open_here, total_steps, until_over
+    from miles_async.console.live import run_console
+
+    async with attached(ref) as bus:
+        here, feed = await open_here(bus, ref)
+        stop = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_console(bus, feed, mode="plain", total_steps=total_steps(here), stop=stop))
+                await until_over(bus)
+                stop.set()
+        finally:
+            await feed.close()
+    print(f"run {bus.config.run} has ended" + ("" if feed.history.finished else " before its last step"))
+
+
 async def _top(ref: RunRef, read_only: bool) -> bool:
     """Whether to attach again: the run has ended meanwhile."""
-    from miles_async.cli.attach import total_steps
-    from miles_async.console.attach import attached, open_here
+    from miles_async.console.attach import attached, open_here, total_steps
     from miles_async.console.live import run_console
     from miles_async.console.top.app import AGAIN, Terminal, Top
     from miles_async.console.verbs import Verbs
@@ -69,7 +93,8 @@ async def _top(ref: RunRef, read_only: bool) -> bool:
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
         total = total_steps(here)
         hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
-        app = Top(hub, Verbs(bus, here, "top"), read_only=why, driver=Terminal, over=lambda: not kept and _ended(here))
+        over = lambda: not kept and _ended(here)  # noqa: E731
+        app = Top(hub, Verbs(bus, here, "top"), read_only=why, run_dir=here, driver=Terminal, over=over)
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
         try:

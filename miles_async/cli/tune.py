@@ -16,8 +16,7 @@ import getpass
 import socket
 from typing import TYPE_CHECKING, Any
 
-from miles_async.cli.inspection import on_bus, print_json
-from miles_async.cli.options import add_json_option, add_run_options
+from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.catalog import FieldSpec, catalog
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch

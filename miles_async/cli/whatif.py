@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the comparison."""
     import msgspec
 
-    from miles_async.cli.inspection import print_json
+    from miles_async.cli.options import print_json
     from miles_async.console.whatif import compare, recorded, sound, text
 
     ref = chosen_run(args)

@@ -21,16 +21,19 @@ import msgspec
 from redis.exceptions import RedisError
 
 from actors.recorder.feed import Feed
-from actors.recorder.file import read_records
+from actors.recorder.file import stream_records
+from actors.runtime.snapshot import read_snapshot
 from bus import Bus, BusConfig
 from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
 from bus.identity import Identity, read_identity, runs_on
 from bus.server import EmbeddedRedis
+from miles_async.console.report_data import read_settings
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
 
 ANSWER_DEADLINE_S = 5.0
+LOOK_S = 1.0  # between two questions whether anybody of a run lives
 PID_FILE = "launcher.pid"
 
 
@@ -163,4 +166,21 @@ async def open_here(bus: Bus, ref: RunRef) -> tuple[Path | None, Feed]:
     known = await read_identity(bus)
     folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
     here = folder if folder is not None and folder.is_dir() else None
-    return here, Feed(bus, await asyncio.to_thread(read_records, here) if here is not None else ())
+    return here, await asyncio.to_thread(Feed, bus, stream_records(here) if here is not None else ())
+
+
+def total_steps(folder: Path | None) -> int:
+    """Steps that a run's settings ask for; 0 = unknown."""
+    return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0)) if folder is not None else 0
+
+
+async def until_over(bus: Bus) -> None:
+    """Waits until nobody of the run lives, or its bus is gone with it."""
+    while True:
+        try:
+            actors = (await read_snapshot(bus)).actors
+        except BusUnreachable:
+            return
+        if actors and not any(actor.life == "alive" for actor in actors):
+            return
+        await asyncio.sleep(LOOK_S)

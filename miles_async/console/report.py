@@ -27,9 +27,9 @@ from bus.ledger import Accounts, accounts_of
 from miles_async.console.explain import meaning
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.report_data import Run, data_of, read_run
-from miles_async.console.schedule.advice import advise, share
 from miles_async.console.shadow.results import notes as shadow_notes
 from miles_async.console.text import duration, human_bytes, human_count, knob_text, percent, plural
+from miles_async.console.whatif.advice import advise, share
 
 FILE, COMPARED = "report.html", "report-compared.html"
 PACKAGES = ("miles-async", "torch", "transformers", "tokenizers", "safetensors", "numpy", "redis", "msgspec", "uvloop",
@@ -211,7 +211,7 @@ def _scheduling(history: History) -> str:
         parts += advice.lines
         slots = advice.observed.slots
         parts.append(
-            f"What the model of docs/scheduling.md gives for these lengths, {advice.choices[0].rule}, {slots} slots:"
+            f"Simulated with these lengths (docs/scheduling.md), {advice.choices[0].rule}, {slots} slots:"
         )
         rows = [
             [str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"]

@@ -24,8 +24,8 @@ from actors.recorder.samples import FILE, OLDER, read_samples
 from actors.runtime.readable import bounded
 from actors.trainer.spread import BORN, LENGTH, STRAGGLER
 from miles_async.console.figures import DROPPED, derived
-from miles_async.console.schedule.observed import Spread
 from miles_async.console.text import knob_text
+from miles_async.console.whatif.observed import Spread
 
 STALENESS_KNOB = "max_weight_staleness"
 MOST_BYTES = 6_000_000  # of all tables of a page, about

@@ -13,26 +13,20 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def human_bytes(n: float) -> str:
     """`0 B`, `12 kB`, `3.4 MB`: powers of 1000."""
-    if n < 1000:
-        return f"{n:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        n /= 1000
-        if n < 999.5:
-            return f"{n:.3g} {unit}"
-    return f"{n / 1000:.3g} TB"
+    return f"{n:.0f} B" if n < 1000 else _scaled(n, (" kB", " MB", " GB", " TB"))
 
 
 def human_count(n: float) -> str:
     """`912`, `3.2k`, `1.45M`."""
-    sign = "-" if n < 0 else ""
-    n = abs(n)
-    if n < 1000:
-        return f"{sign}{n:.3g}"
-    for unit in ("k", "M", "G"):
+    return ("-" if n < 0 else "") + (f"{abs(n):.3g}" if abs(n) < 1000 else _scaled(abs(n), ("k", "M", "G", "T")))
+
+
+def _scaled(n: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
         n /= 1000
         if n < 999.5:
-            return f"{sign}{n:.3g}{unit}"
-    return f"{sign}{n / 1000:.3g}T"
+            return f"{n:.3g}{unit}"
+    return f"{n / 1000:.3g}{units[-1]}"
 
 
 def duration(seconds: float) -> str:

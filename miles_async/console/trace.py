@@ -16,8 +16,8 @@ import msgspec
 from actors.recorder.file import FILE as METRICS
 from actors.recorder.records import Record, records_of
 from actors.recorder.trained import FILE as TRAINED_FILE
+from actors.recorder.trained import LIVES, lines_with
 from actors.recorder.trained import OLDER as TRAINED_OLDER
-from actors.recorder.trained import lines_with
 from actors.runtime.prompts import Tokenizer
 from bus import BY_NAME, Bus
 from bus.errors import BadMessage
@@ -71,7 +71,8 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     task = await _task(bus, place, sample_id) if place is not None else {}
     seen = await asyncio.to_thread(_recorded, run_dir, group, sample_id) if run_dir is not None else []
     moments = _moments([*seen, *await _records(bus, group, sample_id)], sample_id, group)
-    moments += [Moment(m.wall, m.what, _told(m)) for m in _marks(task)]
+    if not any(moment.what == "made" for moment in moments):
+        moments += [Moment(m.wall, m.what, _told(m)) for m in _marks(task)]
     moments += await _events(bus, sample_id, group)
     moments += await _kept(bus, group)
     saved = len(await bus.load_prefix(sample_id))
@@ -180,7 +181,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
     by_entry: dict[tuple[str, str], Record] = {}
     for record in records:
-        about = record["kind"] + str(record.get("group" if record["kind"] != "trained" else "sample", ""))
+        about = record["kind"] + str(record.get("sample" if record["kind"] in LIVES else "group", ""))
         by_entry.setdefault((str(record.get("entry")), about), record)
     ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
@@ -200,11 +201,12 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
                     found.append(
                         Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final")
                     )
-            case "trained" if sample_id in (record["sample"], group_of(record["sample"])):
+            case "trained" | "dropped" if sample_id in (record["sample"], group_of(record["sample"])):
                 found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""
-                text = f"group dropped: {record['reason']}{again}"
+                who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
+                text = f"group dropped by the {who}: {record['reason']}{again}"
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "sample" if record["sample"] == sample_id:
                 text = (
@@ -219,7 +221,7 @@ def _moments(records: list[Record], sample_id: str, group: str) -> list[Moment]:
 
 
 def _life(record: Record, *, name: str) -> list[Moment]:
-    """What a trained sample went through. `name`: its id, where several are told."""
+    """What a trained or dropped sample went through. `name`: its id, where several are told."""
     who = f"{name} " if name else ""
     found = [Moment(m.wall, m.what, who + _told(m)) for m in msgspec.convert(record["marks"], list[Mark])]
     ended = found[-1].wall if found else 0.0
@@ -232,6 +234,8 @@ def _life(record: Record, *, name: str) -> list[Moment]:
     found.append(Moment(ended, "made", text, {"spans": record["spans"], "turns": n_turns}))
     text = f"{who}scored {record['reward']:g} by {record['scorer']} in {score_s:.3g} s"
     found.append(Moment(ended, "scored", text, {"reward": record["reward"]}))
+    if record["kind"] == "dropped":
+        return found
     if record["judged"]:
         found.append(Moment(record["judged"], "judged", f"{who}let go by the filter"))
     share = f", {record['share']:.3%} of the weights in its step's loss" if record["share"] >= 0 else ""

@@ -1,8 +1,8 @@
 """(pure) What the governor does next: at most one change of one knob, or none, with its reason in plain words.
 
 In this order: a change of its own that did not do what it was made for is taken back; data that are too old are made fresher; a
-trainer that waits while engines have idle slots gets more under way; where neither waits, the bound goes down if the model says
-that it costs nothing. What a change would give is the model's answer for the run's own lengths (docs/scheduling.md).
+trainer that waits while engines have idle slots gets more under way; where neither waits, the bound goes down if that costs
+nothing. What a change would give is simulated with the run's own lengths (docs/scheduling.md).
 It does not oscillate: after a change from w to v, w and what lies beyond it are not tried again for REST decisions, and what makes
 a change worth it is more than what makes its way back worth it. Only a falling effective sample size goes before that.
 """
@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from miles_async.console.schedule.advice import GAIN, Choice, predict, share
-from miles_async.console.schedule.observed import RULES, Observed, observe
+from actors.runtime.staleness import rule_of
+from miles_async.console.whatif.advice import GAIN, Choice, predict, share
+from miles_async.console.whatif.observed import Observed, observe
 from miles_async.governor.look import AUTHOR, Knob, Look, Reading, read
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.governor import GOVERNED
@@ -25,7 +26,7 @@ from miles_async.settings.live import check_patch
 IDLE = 0.1  # share of the time that a trainer may wait, and of the slots that may be empty
 REST = 10  # decisions
 WORTH = 0.02  # less time a step that older data must have brought
-FREE = 0.02  # more time a step that fresher data may cost by the model; GAIN is what they may cost in truth
+FREE = 0.02  # more time a step that fresher data may cost as simulated; GAIN is what they may cost in truth
 STEP = 4 / 3  # from one value to the next, but for the bound
 BOUND, OVER, SLOTS = (knob for knob, *_ in GOVERNED.values())
 
@@ -85,7 +86,7 @@ class _Case:
         for name in self._now.unusable:
             self._note("unusable", name, f"{name} is missing or no number in some steps and not used there")
         if self._observed is None:
-            self._note("unusable", "the model", "the steps measured say too little of lengths and times for the model")
+            self._note("unusable", "the simulation", "the steps measured say too little of lengths and times to simulate them")
         move = self._back() or self._fresher() or self._masks_less() or self._busier() or self._freed()
         return Decision(due=self._look.due, now=self._now, move=move, notes=tuple(self._notes))
 
@@ -167,7 +168,7 @@ class _Case:
                 c = self._predicted(knob, knob.value - 1)
                 cheap = c.step_s <= (1 + FREE) * now.step_s and c.masked <= max(self._most_lost / 2, now.masked)
                 if cheap and self._passes(knob, c.bound):
-                    why = f"fresh: the trainer waited {waits:.0%} of the time; by the model {_said(c, knob)}"
+                    why = f"fresh: the trainer waited {waits:.0%} of the time; as simulated, {_said(c, knob)}"
                     return Move(knob=BOUND, value=c.bound, reason=f"{why}, {now.step_s:.3g} s now")
         return None
 
@@ -184,7 +185,7 @@ class _Case:
         ]
         if not good:
             for knob, _, c in ((k, v, c) for k, v, c in found if not k.holds(v) and serves(c)):
-                self._edge(knob, "high" if knob.value == knob.high else "low", f"{why}; by the model {_said(c, knob)}")
+                self._edge(knob, "high" if knob.value == knob.high else "low", f"{why}; as simulated, {_said(c, knob)}")
             return None
         fastest = min(c.step_s for *_, c in good)
         order = (SLOTS, OVER, BOUND)
@@ -192,21 +193,21 @@ class _Case:
         knob, value, c = min(fast, key=lambda one: (order.index(one[0].name), abs(one[1] - one[0].value)))
         now = self._present
         assert now is not None
-        return Move(knob=knob.name, value=value, reason=f"{why}; by the model {_said(c, knob)}, {now.step_s:.3g} s now")
+        return Move(knob=knob.name, value=value, reason=f"{why}; as simulated, {_said(c, knob)}, {now.step_s:.3g} s now")
 
     def _predicted(self, knob: Knob, value: int) -> Choice:
-        """What the model says of one knob at another value."""
+        """What the simulation says of one knob at another value."""
         seen = self._observed
         assert seen is not None
         bound = value if knob.name == BOUND else seen.bound
         workers = max(1, round(seen.slots / max(1, int(self._look.values[SLOTS]))))
         slots = value * workers if knob.name == SLOTS else seen.slots
         cap = value if knob.name == OVER else seen.over_sampling
-        return predict(seen, RULES.get(seen.policy, "split") if bound else "whole", bound, slots, cap=cap)
+        return predict(seen, rule_of(seen.policy, bound), bound, slots, cap=cap)
 
     @cached_property
     def _present(self) -> Choice | None:
-        """What the model says of the run as it is; None where its record does not feed the model."""
+        """What the simulation says of the run as it is; None where its record says too little."""
         seen: Observed | None = self._observed
         return predict(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling) if seen is not None else None
 

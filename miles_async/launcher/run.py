@@ -1,7 +1,7 @@
 """`miles-async train`: check, start the bus, start the actors, keep them, end with a summary and a report.
 
 A closed terminal (SIGHUP, or output that nobody takes) ends the view, not the run: the launcher goes on keeping the actors
-and writes what it has to say into logs/launcher.log; `miles-async attach` shows the view again.
+and writes what it has to say into logs/launcher.log; `miles-async top` shows it again.
 Shutdown, in order: 1 trainer and evaluator are done, or the operator asks, by signal or on the bus · 2 SIGTERM to all actors,
 which drain, the recorder last · 3 the console stops · 4 the embedded Redis stops (its append-only file stays) · 5 report and
 summary.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.recorder.feed import Feed
-from actors.recorder.file import read_records
+from actors.recorder.file import stream_records
 from actors.runtime.context import STOP_WISH
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
@@ -36,8 +36,8 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, ROLES
+from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
-from miles_async.console.view import banner, starting
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
@@ -207,7 +207,7 @@ class Launcher:
         """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
         once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
-        feed = Feed(bus, await asyncio.to_thread(read_records, self._run_dir))
+        feed = await asyncio.to_thread(Feed, bus, stream_records(self._run_dir))
         placer, budget = self._placer, settings.launch.restart_budget
         supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: feed.history.furthest)
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
@@ -277,13 +277,15 @@ class Launcher:
         total, chosen = self._place.num_rollout, self._settings.launch.console
         mode = "plain" if chosen == "web" else chosen
         try:
-            await run_console(self._bus, feed, mode=mode, total_steps=total, stop=self._view_over)
+            await run_console(
+                self._bus, feed, mode=mode, total_steps=total, stop=self._view_over, folder=self._run_dir
+            )
         except* OSError:  # a terminal or a pipe that is gone
             self._hang_up()
         if self._hung_up:
             _redirect(self._run_dir / "logs" / "launcher.log")
             name = self._settings.launch.name
-            print(f"the terminal is gone, run {name} goes on; miles-async attach --run {name} shows it", flush=True)
+            print(f"the terminal is gone, run {name} goes on; miles-async top {name} shows it", flush=True)
             await run_console(self._bus, feed, mode="none", total_steps=total, stop=self._stop)
 
     async def _serve(self, feed: Feed) -> None:

@@ -100,7 +100,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
         if spec.required and spec.name not in given:
             refused.found.append(
                 SettingsError(
-                    f"required: {spec.text.partition('.')[0]}",
+                    f"required: {spec.text.partition('. ')[0].rstrip('.')}",
                     field=spec.name,
                     remedy=f"Set {spec.flag} or {spec.name} in [{spec.group}].",
                 )

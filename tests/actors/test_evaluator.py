@@ -24,7 +24,7 @@ from bus.messages.policy import Finished, PolicyActive
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
-from miles_async.console.live import plain_line
+from miles_async.console.lines import plain_line
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.actors.house import messages, open_bus, put, running, until

@@ -22,7 +22,7 @@ from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
-from miles_async.console.live import plain_line
+from miles_async.console.lines import plain_line
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.declared import actor_of

@@ -72,8 +72,8 @@ class Trainer:
     async def train(self) -> tuple[str, ...]:
         """Cut and train one batch; the ids of its samples."""
         batch = await self.next()
-        samples = [s for g in batch.groups for s in g.samples]
-        fresh = [tuple(p.n * (self.step - p.step <= batch.bound) for p in s.rollout.response.spans) for s in samples]
+        strands = [strand for g in batch.groups for s in g.samples for strand in s.rollout.strands]
+        fresh = [tuple(p.n * (self.step - p.step <= batch.bound) for p in s.response.spans) for s in strands]
         await self.batches.done(batch, StepResult({}, (), fresh), step=self.step)
         self.step += 1
         return sample_ids(batch.groups)

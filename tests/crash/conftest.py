@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.crash.house import REPO, WARM, Run, Tables, toy_tables, until
+from tests.crash.house import Run, Tables, toy_tables
 from tests.crash.toy import make_toy
 
 HERE = Path(__file__).parent
@@ -85,22 +83,6 @@ def toy() -> Iterator[Path]:
     """Model and prompts, made once per session."""
     with TemporaryDirectory(prefix="ma-toy-") as directory:
         yield make_toy(Path(directory) / "toy")
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Path | None]:
-    """Socket of the warm server; None where there can be none."""
-    if sys.platform != "linux":
-        yield None
-        return
-    with TemporaryDirectory(prefix="ma-warm-") as directory:
-        socket = Path(directory) / "socket"
-        words = [sys.executable, "-P", str(WARM / "server.py"), str(socket), "-" * 2000]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TOKENIZERS_PARALLELISM": "false"}
-        with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as server:  # it ends when its stdin does
-            until("the warm server", socket.exists, seconds=60)
-            yield socket
-            server.communicate(timeout=30)
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.launcher.prepare import shared_memory
+from tests.warm.launched import Warmed
 
 REPO = Path(__file__).resolve().parents[2]
-WARM = REPO / "tests" / "warm"
 STEPS = 6
 RUN_DEADLINE_S = 400.0  # for what never comes: eleven processes share the cores of others, and a busy machine is no fault
 LEASE_S = 1.5
@@ -77,13 +77,13 @@ class Missed(AssertionError):
     """Something that should have come did not."""
 
 
-def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0) -> None:
+def until(what: str, seen: Callable[[], bool], *, seconds: float = 300.0, every_s: float = 0.05) -> None:
     """Poll until `seen`; Missed names `what`."""
     end = time.monotonic() + seconds
     while not seen():
         if time.monotonic() > end:
             raise Missed(f"{what}: not within {seconds:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 FOUND = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
@@ -97,16 +97,16 @@ class NoServer:
 
 
 class Run:
-    """`<directory>/runs/r`. `start` may be called again: that is a rerun of the same command. `warm`: socket of a process that has
+    """`<directory>/runs/<name>`. `start` may be called again: that is a rerun of the command. `warm`: socket of a process that has
     loaded what fork servers load (tests/warm); a start with `wrap` does without."""
 
-    def __init__(self, directory: Path, tables: Tables, warm: Path | None = None) -> None:
+    def __init__(self, directory: Path, tables: Tables, warm: Path | None = None, name: str = "r") -> None:
         self.home, self._warm = directory, warm
-        self.dir = directory / "runs" / "r"
+        self.dir = directory / "runs" / name
         self.checkpoints = self.dir / "checkpoints"
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | Warmed | None = None
         self._faults: list[str] = []
-        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": "r"}})
+        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": name}})
 
     @property
     def steps(self) -> int:
@@ -124,15 +124,17 @@ class Run:
         file.write_text(toml_of(self._tables))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
         environment.pop("MILES_ASYNC_FAULT", None)
-        if self._warm is not None and not wrap:
-            environment |= {"MILES_ASYNC_TEST_WARM": str(self._warm), "PYTHONPATH": f"{WARM}{os.pathsep}{FOUND}"}
         if fault:
             self._faults = fault.split(",")
             (self.home / "faults").mkdir(exist_ok=True)
             environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.home / "faults")}
+        words = ["miles_async", "train", str(file), *flags]
         with (self.home / "launcher.log").open("ab") as log:
+            if self._warm is not None and not wrap:
+                self.launcher = Warmed(self._warm, words, env=environment, cwd=self.home, log=log)
+                return
             self.launcher = subprocess.Popen(
-                [*wrap, sys.executable, "-m", "miles_async", "train", str(file), *flags],
+                [*wrap, sys.executable, "-m", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -208,7 +210,7 @@ class Run:
 
     @property
     def keeps_its_redis(self) -> bool:
-        return "bus_url" not in self._tables["bus"]
+        return "bus_url" not in self._tables.get("bus", {})
 
     def server(self) -> EmbeddedRedis | NoServer:
         """The run's embedded Redis, adopted or started."""

@@ -1,4 +1,4 @@
-"""What may happen to a run from outside, drawn from a seed: kills, stops, joins, leaves, knob changes."""
+"""What may happen to a run from outside, drawn from a seed: kills, stops, joins, leaves, knob changes, bad content."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from bus import Bus
+from bus import BY_NAME, Bus
 from bus.errors import KnobRejected
 from bus.knobs.live import propose, read_history, values_at
 from bus.topology import PREFIXES, PROMPTS
+from tests.actors.garbage import garbage
 from tests.crash.house import REPO, Run
 
 ACTORS = ("trainer", "sampler", "filter", "partial", "publisher", "evaluator", "reward-0")
@@ -42,7 +43,12 @@ KINDS = (
     *("join",) * 3,
     *("leave",) * 2,
     *("knob",) * 4,
+    *("bad content",) * 3,
 )
+FED = ("prompts", "prefixes", "tail", "parked", "rollouts", "scored", "groups", "eval.prompts", "eval.rollouts", "eval.scored",
+       "policy", "verdicts", "active", "events")  # fmt: skip
+AT_ONCE = 5  # pieces of garbage
+BURIED_S = 120.0  # a room that was just killed is back long before
 
 
 class Disturbance(msgspec.Struct):
@@ -59,13 +65,15 @@ class Disturbance(msgspec.Struct):
 class Mischief:
     """Disturbs one run. `done`: what was done; `faults`: what should not have followed."""
 
-    def __init__(self, run: Run, seed: int) -> None:
+    def __init__(self, run: Run, seed: int, guests: str = "guest") -> None:
+        """`guests`: the names of workers that join begin so."""
         self.run = run
         self.random = random.Random(seed)
         self.done: list[Disturbance] = []
         self.faults: list[str] = []
         self.guests: dict[str, subprocess.Popen[bytes]] = {}
-        self._joined = 0
+        self.planted: list[tuple[str, str]] = []  # garbage on streams with readers: stream, entry
+        self._joined, self._guests = 0, guests
 
     async def disturb(self, bus: Bus) -> None:
         """One disturbance of a kind drawn at random; what is not there at the moment is passed over."""
@@ -81,6 +89,7 @@ class Mischief:
             "join": self._join,
             "leave": self._leave,
             "knob": self._knob,
+            "bad content": self._bad_content,
         }
         done = await actions[kind](bus)
         if done is not None:
@@ -162,7 +171,7 @@ class Mischief:
         if len(self.guests) >= 2:
             return None
         self._joined += 1
-        name = f"guest-{self._joined}"
+        name = f"{self._guests}-{self._joined}"
         self.guests[name] = join(self.run, name)
         return Disturbance("join", name, time.time())
 
@@ -187,6 +196,22 @@ class Mischief:
         except KnobRejected:
             return None  # it has this value already
         return Disturbance("knob", f"{name}={value} (epoch {patch.epoch})", time.time())
+
+    async def _bad_content(self, bus: Bus) -> Disturbance | None:
+        """Garbage on a stream that rooms read, which they take away; on a log it stays, and is passed over."""
+        stream = BY_NAME[self.random.choice(FED)]
+        pieces = self.random.sample(garbage(stream, self.random), AT_ONCE)
+        wall, key = time.time(), bus.keys.stream(stream.name)
+        ids = [(await bus.link.run("XADD", key, "*", *fields)).decode() for fields in pieces if fields]
+        if stream.is_data:
+            self.planted += [(stream.name, entry_id) for entry_id in ids]
+            end = time.monotonic() + BURIED_S
+            while lying := [i for i in ids if await bus.link.run("XRANGE", key, i, i)]:
+                if time.monotonic() > end:
+                    self.faults.append(f"garbage still lies on {stream.name} after {BURIED_S:.0f} s: {', '.join(lying)}")
+                    break
+                await asyncio.sleep(0.2)
+        return Disturbance("bad content", f"{len(ids)} entries on {stream.name}", wall)
 
 
 def join(run: Run, name: str) -> subprocess.Popen[bytes]:

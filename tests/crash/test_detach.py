@@ -71,7 +71,7 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
     assert run.launcher is not None
     run.launcher.send_signal(signal.SIGHUP)
     log = run.dir / "logs" / "launcher.log"
-    until("its word", lambda: log.exists() and "miles-async attach" in log.read_text())
+    until("its word", lambda: log.exists() and "miles-async top" in log.read_text())
     go_on(run)
     shown = run.output().count("\nstep ")
     pid = run.kill("filter")
@@ -130,11 +130,11 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_a_view_attached_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
+def test_a_view_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
     run = run_of({"rollout": {"num_rollout": 12}})
     run.start()
     run.until_step(1)
-    words = ("attach", "r", "--console", "plain", "--runs-dir", str(run.dir.parent))
+    words = ("top", "r", "--plain", "--runs-dir", str(run.dir.parent))
     view = subprocess.Popen(
         [sys.executable, "-m", "miles_async", *words],
         env={**os.environ, "PYTHONPATH": str(REPO)},

@@ -24,8 +24,26 @@ import torch
 from actors.generation.sglang_client import SGLangClient
 from tests.engine.models import FAMILIES, Oracle, make_model
 from tests.engine.processes import BOOT_DEADLINE_S, until
+from tests.warm.launched import warmed
+from tests.warm.sitecustomize import WARM
 
 CONTROL_DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_are_warm(warm: Path | None) -> Iterator[None]:
+    """Those that these tests start, and their workers, have torch loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in warmed(warm, os.environ).items() if warm is not None else ():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture
+def cold_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that stops the process it started: a warm engine is another one's child."""
+    monkeypatch.delenv(WARM, raising=False)
+
 
 
 @dataclass(frozen=True)
@@ -44,14 +62,20 @@ class Target:
 
 
 @contextmanager
-def engine_process(model_dir: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A running embedded engine: its URL and process. Ended (and reaped) on exit."""
+def engine_process(
+    model_dir: Path, *flags: str, warm: Path | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A running embedded engine: its URL and process. Ended (and reaped) on exit. `warm`: see tests/warm."""
     with TemporaryDirectory(prefix="ma-engine-") as folder:
         port_file = Path(folder) / "port"
         argv = [sys.executable, "-m", "actors.generation.embedded", "--model-path", str(model_dir)]
         with (Path(folder) / "log").open("w+") as log:
             process = subprocess.Popen(
-                [*argv, "--port-file", str(port_file), *flags], stdout=log, stderr=log, text=True
+                [*argv, "--port-file", str(port_file), *flags],
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=warmed(warm, os.environ) if warm is not None else None,
             )
             try:
 
@@ -94,7 +118,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 @pytest.fixture(scope="session", params=["given"] if os.environ.get("MILES_ASYNC_TEST_ENGINE_URL") else FAMILIES)
-def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]]) -> Iterator[Target]:
+def booted(
+    request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]], warm: Path | None
+) -> Iterator[Target]:
     """One engine for all conformance tests of a family."""
     if request.param == "given":
         url, model_dir = os.environ["MILES_ASYNC_TEST_ENGINE_URL"], Path(os.environ["MILES_ASYNC_TEST_ENGINE_MODEL"])
@@ -105,7 +131,7 @@ def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, P
         yield Target(url, "given", model_dir, other_dir, *oracles, False, 0.2, Path(folder) if folder else None)
         return
     first, second = models(request.param)
-    with engine_process(first) as (url, _):
+    with engine_process(first, warm=warm) as (url, _):
         yield Target(url, request.param, first, second, Oracle(first), Oracle(second), True, 1e-4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from actors.generation.engine import (
     AnswerRefused,
     Chunk,
     EngineUnavailable,
+    Finish,
     GenerateRequest,
     RequestRefused,
 )
@@ -150,7 +152,7 @@ async def test_what_is_under_way_ends_when_the_engine_is_given_up() -> None:
     async with served(generate=generate, pause_generation=pause) as url:
         client = SGLangClient(url, request_deadline_s=30, token_deadline_s=30, control_deadline_s=30)
         stream = client.generate(REQUEST)
-        assert (await anext(stream)).token_ids == [11, 12]
+        assert [*(await anext(stream)).token_ids] == [11, 12]
         waits = [asyncio.create_task(chunks_of(client)), asyncio.ensure_future(anext(stream))]
         pausing = asyncio.create_task(client.pause("retract"))
         while len(arrived) < 3:  # noqa: ASYNC110 - they are on their way
@@ -171,11 +173,11 @@ async def chunks_of(client: SGLangClient) -> list[Chunk]:
     return [chunk async for chunk in client.generate(REQUEST)]
 
 
-WHOLE = [
-    Chunk([11], [-0.5], "1"),
-    Chunk([12], [-1.5], "1"),
-    Chunk([13, 14], [-3.5, -2.5], "2", "length"),
-]
+def made(tokens: list[int], logprobs: list[float], version: str, finish: Finish | None = None) -> Chunk:
+    return Chunk(array("i", tokens), array("f", logprobs), version, finish)
+
+
+WHOLE = [made([11], [-0.5], "1"), made([12], [-1.5], "1"), made([13, 14], [-3.5, -2.5], "2", "length")]
 
 
 async def test_cumulative_chunks_become_new_tokens(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:
@@ -201,7 +203,7 @@ async def test_an_abort_in_the_queue_that_repeats_old_tokens_adds_none(
     # SGLang answers the abort of a retracted request with its last token again.
     last = event(2, PAIRS[:2], "2", {"type": "abort", "message": "Abort in waiting queue"})
     chunks = await chunks_of(await scripted([event(2, PAIRS[:2]), last, DONE]))
-    assert chunks == [Chunk([11, 12], [-0.5, -1.5], "1"), Chunk([], [], "2", "abort")]
+    assert chunks == [made([11, 12], [-0.5, -1.5], "1"), Chunk([], [], "2", "abort")]
 
 
 async def test_the_request_is_sent_as_sglang_reads_it(scripted: Callable[..., Awaitable[SGLangClient]]) -> None:

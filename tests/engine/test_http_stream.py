@@ -123,7 +123,7 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
 
     async with answering(answer) as (client, _):
         stream = client.generate(REQUEST)
-        assert (await anext(stream)).token_ids == [11]
+        assert [*(await anext(stream)).token_ids] == [11]
         await stream.aclose()
         async with asyncio.timeout(5):
             await ended.wait()

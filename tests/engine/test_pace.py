@@ -108,6 +108,7 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
             assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
 
 
+@pytest.mark.usefixtures("cold_engine")
 async def test_the_worker_shows_the_pace_of_its_engine_and_for_how_long_it_has_been_silent(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ async def _no() -> bool:
     return False
 
 
+@pytest.mark.usefixtures("cold_engine")
 @pytest.mark.timeout(180)
 async def test_an_engine_that_does_not_give_its_memory_is_ended(
     redis_url: str, run_name: str, tmp_path: Path, models: Models

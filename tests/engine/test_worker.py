@@ -54,6 +54,7 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
         assert len(tokens) == TOKENS
 
 
+@pytest.mark.usefixtures("cold_engine")
 @pytest.mark.timeout(200)
 async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], tmp_path: Path

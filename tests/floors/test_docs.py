@@ -13,7 +13,7 @@ from miles_async.cli.app import COMMANDS
 from tests.floors.tree import ROOT, each, parse
 
 PAGES = sorted(path.relative_to(ROOT) for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"))
-NAMED = re.compile(r"`((?:actors|bus|miles_async|scripts|tests|configs)/[\w./*-]+)(?::(?::)?([\w.]+))?")
+NAMED = re.compile(r"`((?:actors|bus|miles_async|scripts|tests|configs|docker)/[\w./*-]+)(?::(?::)?([\w.]+))?")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 ROW = re.compile(r"^\| (?P<first>[^|]+) \|", re.MULTILINE)
 

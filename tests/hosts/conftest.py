@@ -93,7 +93,12 @@ class FarRun(Run):
     def until_it_serves(self, *names: str, more_than: int = 0, seconds: float = 60.0) -> None:
         """Each of these workers has activated so many versions, and one more."""
         for name in names:
-            until(f"{name} serves", lambda name=name: len(self.events(name, "activated")) > more_than, seconds=seconds)  # type: ignore[misc]
+            until(
+                f"{name} serves",
+                lambda name=name: len(self.events(name, "activated")) > more_than,  # type: ignore[misc]
+                seconds=seconds,
+                every_s=0.25,
+            )
 
     def story(self) -> str:
         logs = [f"-- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.parent.glob("*.log"))]

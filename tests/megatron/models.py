@@ -21,6 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
         "beta_slow": 1, "original_max_position_embeddings": 32}  # fmt: skip
+GEMMA = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**DENSE, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", DENSE),
@@ -31,6 +32,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                    "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    "gemma2": ("Gemma2Config", {**DENSE, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3TextConfig", {**DENSE, **GEMMA, "sliding_window_pattern": 3, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
     "minimax_m2": ("MiniMaxM2Config", {**DENSE, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
                                        "intermediate_size": 24, "rotary_dim": 8}),
 }  # fmt: skip

@@ -44,6 +44,7 @@ def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
         want = theirs(ids).logits
         here = next(ours.parameters()).device
         got = ours.eval()(ids.to(here), torch.arange(TOKENS, device=here).expand(2, -1), later.to(here)).cpu()
+    got = (got / arch.logit_cap).tanh() * arch.logit_cap if arch.logit_cap else got  # a training's head does it
     assert want.std() > 0.1
     torch.testing.assert_close(got[..., :VOCAB], want, rtol=0, atol=1e-4)
     saved, back = tensors(tmp_path), {name: t.cpu() for name, t in weights.export_hf([ours], arch)}
@@ -58,7 +59,7 @@ CONFIG = {**DENSE, "model_type": "llama", "rms_norm_eps": 1e-5}
     ("config", "said"),
     [
         ({"model_type": "gpt2"}, "knows llama, qwen2"),
-        ({"model_type": "gemma2"}, "soft cap"),
+        ({"model_type": "gemma3"}, "tower for pictures is not mapped; give a directory of the text model"),
         ({**CONFIG, "hidden_act": "gelu"}, "hidden_act='gelu' can't be trained on Megatron: only silu"),
         ({**CONFIG, "mlp_bias": True}, "mlp_bias=True"),
         ({**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kinds of rope scaling"),

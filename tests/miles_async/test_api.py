@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import threading
@@ -18,13 +17,11 @@ import miles_async
 from bus.errors import BusRefused, BusUnreachable
 from miles_async import api
 from miles_async.settings.load import load
-from tests.crash.conftest import warm
-from tests.crash.house import WARM
 from tests.crash.toy import make_toy
 from tests.floors.tree import ROOT
 from tests.tls import tls_before
+from tests.warm.launched import warmed
 
-__all__ = ("warm",)  # a fixture: processes that have loaded what a run loads
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
 SMALL = {
     "rollout_batch_size": 2,
@@ -43,8 +40,8 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     """The last block resumes the run to its end, which is nearer here."""
     monkeypatch.chdir(tmp_path)
     if warm is not None:
-        monkeypatch.setenv("MILES_ASYNC_TEST_WARM", str(warm))
-        monkeypatch.setenv("PYTHONPATH", f"{WARM}{os.pathsep}{ROOT}")
+        for name, value in warmed(warm, {"PYTHONPATH": str(ROOT)}).items():
+            monkeypatch.setenv(name, value)
     rows = (ROOT / "configs" / "data" / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:4]))
     held_out = {"eval_prompt_data": ["held_out", "few.jsonl"]}

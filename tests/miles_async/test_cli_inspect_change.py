@@ -9,7 +9,7 @@ from actors.recorder.history import History
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
-from miles_async.console.live import plain_line
+from miles_async.console.lines import plain_line
 from tests.miles_async.console_data import ROOMS, task, vitals
 
 DEADLINE_S = 20.0

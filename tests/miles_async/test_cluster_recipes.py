@@ -1,10 +1,8 @@
-"""What docs/cluster.md gives to copy: manifests whose commands this release understands, commands of the page, a kit of wheels."""
+"""What docs/cluster.md gives to copy: manifests whose commands this release understands, a kit of wheels."""
 
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +18,6 @@ from tests.crash.toy import make_toy
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = {file.stem: list(yaml.safe_load_all(file.read_text())) for file in (ROOT / "configs" / "k8s").glob("*.yaml")}
-PAGE = (ROOT / "docs" / "cluster.md").read_text()
-BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGE, re.M | re.S)
 PASSWORD = "MILES_ASYNC_BUS_PASSWORD"
 
 
@@ -66,19 +62,6 @@ def test_the_recipe_of_the_manifest_passes_a_dry_run(tmp_path: Path, capsys: pyt
     command = containers("run")["trainer"]["command"]
     assert command == ["miles-async", "train", "/recipe/run.toml"]
     assert main(["train", str(file), "--dry-run", "--rollout-max-response-len", "16"]) == 0, capsys.readouterr().err
-
-
-def test_the_commands_of_the_page_are_understood() -> None:
-    lines = [line.strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
-    found = [re.sub(r"\$\(?\w+\)?", "x", line) for line in lines if "miles-async worker" in line]
-    assert len(found) >= 4
-    for line in found:
-        words = shlex.split(line.replace('"', " "), comments=True)
-        words = words[words.index("worker") + 1 :]
-        words = words[: next((n for n, word in enumerate(words) if word in (">", "&", "2>&1")), len(words))]
-        assert worker_flags(words).bus_url.startswith(("redis://", "rediss://", "redis+sentinel://"))
-    for script in set(re.findall(r"(?:scripts|configs|docker)/[\w./-]+\w", PAGE)):
-        assert (ROOT / script).exists(), script
 
 
 def test_a_kit_installs_a_project_and_what_it_needs_without_a_registry(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ASKED = {
     "train --help optim": ["optimizer"],
     "status --run ot": ["other"],
     "status --runs-dir elsewhere --run ": ["far"],
-    "attach min": ["mine"],
+    "top min": ["mine"],
     "tune max_weight_st": ["max_weight_staleness="],
     "bus ta": ["tail"],
     "bus tail roll": ["rollouts"],

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.recorder.history import history_of
+from actors.recorder.history import FIRST, NEWEST, History, history_of
 from miles_async.console.figures import eta_s, shares, throughput, time_split
 from miles_async.console.text import compress, duration, human_bytes, human_count, plural, shorten, sparkline, table
+from miles_async.console.web.curves import Curves
 
 
 def step(number, wall, **metrics):
@@ -71,6 +72,24 @@ def test_pace_is_the_median_so_that_one_restart_does_not_move_the_end():
     assert eta_s(history, 20) == pytest.approx(10.0)
     assert eta_s(history, 0) is None
     assert throughput(history.steps[:5]) == pytest.approx(50.0)
+
+
+def test_a_history_that_follows_a_run_does_not_grow_with_it():
+    history, curves = History(bounded=True), Curves()
+    for n in range(1, 10_001):
+        for record in (step(n, float(n)), {"kind": "fault", "wall": n, "actor": "a", "event": "e", "text": "", "level": "error"}):
+            history.fold(record)
+        if n % 100 == 0:
+            curves.follow(history.steps)
+    numbers = [s.step for s in history.steps]
+    assert len(numbers) <= FIRST + 2 * NEWEST and numbers == sorted(set(numbers))
+    assert numbers[:FIRST] == list(range(1, FIRST + 1)) and numbers[-NEWEST:] == list(range(10_001 - NEWEST, 10_001))
+    assert len(history.faults) == len(numbers) and history.counts["fault"] == 10_000
+    assert curves.since(0)["step"][-1] == 10_000 and curves.edition == 4, "it halved four times and never began anew"
+    history.fold({"kind": "restored", "wall": 10_001.0, "step": 9_990})
+    assert history.lost_steps == 10 and history.steps[-1].step == 9_990
+    curves.follow(history.steps)
+    assert curves.since(0)["step"][-1] == 9_990 and curves.edition > 4
 
 
 def test_steps_of_a_lost_future_leave_the_history_and_are_counted():

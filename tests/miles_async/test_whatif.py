@@ -1,4 +1,4 @@
-"""What a run would do under other settings: the simulation against the model, what it reads of a record, and the command."""
+"""What a run would do under other settings: what is read of its record, the comparison, and the command."""
 
 import json
 import math
@@ -7,17 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from actors.recorder.file import FILE
-from bus.messages.groups import OpenGroup
 from miles_async.cli.app import main
-from miles_async.console.schedule import Sample, Setup, simulate
 from miles_async.console.whatif import compare, comparison, recorded, sound, text
-from miles_async.console.whatif.engines import NEVER, Engines, Running
-from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
-from miles_async.console.whatif.simulation import Simulation, Stands
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values
 from miles_async.settings.load import settings_from
@@ -29,119 +22,6 @@ ROLLOUT_S = GROUPS * N * MEAN_S / SLOTS
 
 def seconds(draw: random.Random) -> float:
     return MEAN_S * math.exp(SIGMA * draw.gauss(0, 1) - SIGMA**2 / 2)
-
-
-def groups(seed: int, *, reason: str = "", every: int = 1, size: int = N, even: bool = True):
-    """Endless groups of 100 tokens a sample, or in the mean; one of so many with a reason to be dropped."""
-    draw, number = random.Random(seed), 0
-    while True:
-        number += 1
-        took = [seconds(draw) for _ in range(size)]
-        members = tuple(Draw(100 if even else max(1, round(100 * s / MEAN_S)), s) for s in took)
-        yield DrawnGroup(members, reason if number % every == 0 else "")
-
-
-def knobs(**more) -> Knobs:
-    plain = {
-        "max_weight_staleness": 2,
-        "staleness_policy": "split",
-        "rollout_batch_size": GROUPS,
-        "n_samples_per_prompt": N,
-    }
-    return Knobs(**(plain | {"slots": SLOTS} | more))
-
-
-def play(given: Knobs, *, pace: Pace | None = None, steps: int = 24, **drawn):
-    drawn_groups = groups(5, size=given.n_samples_per_prompt, **drawn)
-    return Simulation(given, pace or Pace(train_s=ROLLOUT_S), drawn_groups, random.Random(1)).play(steps, 15)
-
-
-# -- the simulation --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rule", "bound"), [("whole", 0), ("split", 1), ("split", 2), ("whole", 2), ("member", 1)])
-def test_the_rooms_own_code_gives_the_figures_of_the_model(rule, bound):
-    """The model in console/schedule has its own words for the same rules."""
-    draw = random.Random(5)
-    samples = (Sample(seconds(draw), 100.0) for _ in iter(int, 1))
-    model = simulate(Setup(rule=rule, bound=bound, queue=SLOTS, train_s=ROLLOUT_S, steps=95), samples)
-    policy = rule if bound else "auto"
-    found = play(knobs(max_weight_staleness=bound, staleness_policy=policy), steps=80)
-    assert found.step_s == pytest.approx(model.step_s, rel=0.03)
-    assert found.masked == pytest.approx(model.masked, abs=0.006)
-    assert found.idle == pytest.approx(1 - model.running / SLOTS, abs=0.02)
-
-
-def test_each_setting_does_to_the_simulated_run_what_it_does_to_a_run():
-    now = play(knobs())
-    assert now.efficiency > 0.97
-    assert now.dropped.keys() <= {"outlasted"}
-    assert play(knobs(max_weight_staleness=1)).step_s > 1.3 * now.step_s
-    assert play(knobs(slots=32)).step_s == pytest.approx(2 * ROLLOUT_S, rel=0.03)
-    assert play(knobs(slots=16, num_generation_workers=2)).step_s == pytest.approx(2 * ROLLOUT_S, rel=0.03)
-    assert play(knobs(rollout_batch_size=8), pace=Pace(train_token_s=ROLLOUT_S / 12_800)).step_s < 0.6 * now.step_s
-    assert play(knobs(n_samples_per_prompt=4)).wait > now.wait - 0.01
-    assert play(knobs(over_sampling_batch_size=16)).idle > now.idle + 0.05
-    assert play(knobs(update_weights_interval=2)).mean_age > now.mean_age + 0.5
-    assert play(knobs(staleness_policy="drop")).dropped.keys() == {"outlasted"}
-    waiting = play(knobs(staleness_policy="wait", staleness_lookahead=GROUPS))
-    assert waiting.wait > now.wait + 0.1
-    dropping = play(knobs(), reason="zero_std_1", every=4)
-    assert dropping.dropped == {"zero_std_1": pytest.approx(0.25, abs=0.02)}
-    assert dropping.step_s == pytest.approx(ROLLOUT_S / 0.75, rel=0.05)
-
-
-def test_an_interrupted_sample_goes_on_or_begins_anew_as_partial_rollout_says():
-    on = play(knobs(aborts=True))
-    assert on.step_s == pytest.approx(play(knobs()).step_s, rel=0.03)
-    assert play(knobs(aborts=True, partial_rollout=False)).step_s > 1.3 * on.step_s
-
-
-def test_the_tails_slots_and_slices_are_those_of_the_workers():
-    slow, longest = Pace(slowdown=0.2), {"tail_slots": 2, "tail_after_tokens": 150}
-    workers = {"slots": 16, "num_generation_workers": 4, "max_weight_staleness": 1}
-    before = play(knobs(**workers), pace=slow, steps=30, even=False)
-    lane = play(knobs(**workers, **longest), pace=slow, steps=30, even=False)
-    assert lane.max_age < before.max_age, "where few run, the longest end under fewer versions"
-    sliced = play(knobs(max_tokens_per_slice=30), steps=24)
-    assert sliced.step_s == pytest.approx(play(knobs(), steps=24).step_s, rel=0.05)
-
-
-def test_a_run_that_cannot_go_on_says_what_its_trainer_waits_for():
-    with pytest.raises(Stands, match="samples"):
-        play(knobs(), reason="zero_std_1", steps=16)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), abort=st.booleans(), slices=st.sampled_from([0, 7]), tail=st.sampled_from([0, 2]))
-def test_every_token_of_a_sample_has_one_version_however_often_it_is_interrupted(seed, abort, slices, tail):
-    chance = random.Random(seed)
-    engines = Engines(workers=3, slots=2, slowdown=0.1, tail_slots=tail, tail_after=12, slice_tokens=slices)
-    now, step, left = 0.0, 0, 12
-    for worker in engines.workers:
-        engines.load(worker, 0, 0.0, abort=False)
-    for index in range(left):
-        group = OpenGroup(group_id=f"g{index}", prompt_id="", n_samples=1)
-        engines.issue(Running(group, 0, Draw(chance.randrange(1, 40), chance.uniform(0.01, 3.0))))
-    while left:
-        engines.fill()
-        end, worker = engines.next_end()
-        assert end < NEVER
-        if chance.random() < 0.3:
-            now += (end - now) * chance.random()
-            engines.advance(now)
-            step += 1
-            for each in engines.workers:
-                engines.load(each, step, chance.choice([0.0, 0.5]), abort=abort)
-            continue
-        now = end
-        engines.advance(now)
-        if (run := engines.end(worker)) is not None:
-            spans = run.spans()
-            assert sum(span.n for span in spans) == run.draw.tokens
-            assert all(a.step <= b.step for a, b in pairwise(spans))
-            left -= 1
-    assert engines.running == 0
 
 
 # -- the record ------------------------------------------------------------------------------------------------------

@@ -1,27 +1,29 @@
-"""A process that has loaded what fork servers load, for all runs of a test session: torch and transformers take seconds of a
-processor, and each run would load them anew. Nothing else of a run is shared: fork servers are its own, with its environment, and
-so are all actors. Linux, as fork servers are.
+"""A process that has loaded what processes of runs load, for all runs of a test session: torch and transformers take seconds of a
+processor, and each run would load them several times. Nothing else of a run is shared: fork servers, engines and launchers are its
+own, each with its environment, and so are all actors. Linux, as fork servers are.
 
-`python -P tests/warm/server.py SOCKET SPACE` ends when its stdin does. The first fork server with a list of modules makes a
-template, a process that loads them; it is forked for this one and all that follow.
+`python -P tests/warm/server.py SOCKET SPACE` ends when its stdin does. The first asked for with a list of modules makes a template,
+a process that loads them; it is forked for this one and all that follow. A keeper waits for each, to tell how it ended.
 """
 
 from __future__ import annotations
 
-import fcntl
+import atexit
 import gc
 import json
 import os
+import random
 import runpy
 import select
 import signal
 import socket
 import sys
+import traceback
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
-MODULE = "actors.runtime.fork_server"
 MOST = 1 << 17  # bytes of a message: an environment
+OWN = list(sys.path)
 
 
 def main(path: str) -> None:
@@ -47,7 +49,10 @@ def main(path: str) -> None:
                 inside.close()
                 templates[str(modules)] = template
             else:
-                socket.send_fds(template, [data], [*handles, asking.fileno()])
+                try:
+                    socket.send_fds(template, [data], [*handles, asking.fileno()])
+                except OSError:
+                    del templates[str(modules)]  # it could not load them; this one sees that nobody answers
         for handle in handles:
             os.close(handle)
         asking.close()
@@ -55,9 +60,9 @@ def main(path: str) -> None:
 
 def serve(inside: socket.socket, modules: list[str], told: dict[str, Any], handles: list[int]) -> tuple[dict[str, Any], list[int]]:
     """In a template: for ever. In one forked from it: what it is to be."""
-    sys.path[:] = told["path"]
+    take_path(told)
     gc.disable()
-    for name in (*modules, MODULE):
+    for name in modules:
         import_module(name)
     gc.freeze()
     gc.enable()
@@ -73,26 +78,62 @@ def serve(inside: socket.socket, modules: list[str], told: dict[str, Any], handl
         told = json.loads(data)
 
 
+def take_path(told: dict[str, Any]) -> None:
+    """Theirs before ours."""
+    sys.path[:] = [*told["path"], *(entry for entry in OWN if entry not in told["path"])]
+
+
 def become(what: tuple[dict[str, Any], list[int]]) -> None:
-    """The fork server that was asked for."""
+    """What was asked for, as `python -m` would run it."""
     told, (*standard, asking) = what
-    os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child := os.fork():
+        keep(child, asking)
+    os.setsid()
     for number, handle in enumerate(standard):
         os.dup2(handle, number)
         os.close(handle)
-    # Whoever asked holds the other end; at its death the kernel sends SIGIO, which ends this one too.
-    fcntl.fcntl(asking, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(asking, fcntl.F_SETFL, fcntl.fcntl(asking, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([asking], [], [], 0)[0]:
-        os._exit(0)  # it died before
+    try:
+        os.write(asking, str(os.getpid()).encode())
+    except OSError:
+        os._exit(0)  # whoever asked has died
+    os.close(asking)
     os.environ.clear()
     os.environ.update(told["env"])
-    sys.path[:] = told["path"]
+    take_path(told)
     os.chdir(told["cwd"])
-    sys.argv = [MODULE, *told["modules"], ""]
-    del sys.modules[MODULE]
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    random.seed()
+    sys.argv = list(told["words"])
+    from actors.runtime.child import PYTHON
+    from actors.runtime.fork_server import rename
+
+    rename([*PYTHON, *sys.argv])
+    sys.modules.pop(sys.argv[0], None)
+    code: Any = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - it ends with the words that any other would end with
+        code = 1
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else code is not None)  # without taking apart, and so copying, what it shares
+
+
+def keep(child: int, asking: int) -> NoReturn:
+    """Wait for the child, and tell its exit status; it is killed when whoever asked, who holds the other end, is no more."""
+    if asking in select.select([os.pidfd_open(child), asking], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    try:
+        os.write(asking, str(os.waitstatus_to_exitcode(status)).encode())
+    except OSError:
+        pass
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,65 @@
-"""In every interpreter of a run under test: a fork server that finds a warm one (tests/warm/server.py) hands its place over to it,
-and is from then on only what its starter holds: when it ends, so does the one at work."""
+"""In every interpreter of a run under test: a fork server or an engine that finds a warm one (tests/warm/server.py) hands its place
+over to it. From then on it is what its starter holds: it passes on the request to end, and they end together, with one status."""
 
 import os
 import sys
 
 WARM = "MILES_ASYNC_TEST_WARM"  # path of the warm server's socket
-MODULE = "actors.runtime.fork_server"
+FORK_SERVER = "actors.runtime.fork_server"
+LOADS = {  # what is loaded before a program of ours is started
+    FORK_SERVER: (),  # its flags, which name them
+    "actors.generation.embedded": ("actors.generation.embedded.scheduler", "actors.generation.embedded.server"),
+    "miles_async": ("miles_async.cli.train", "miles_async.launcher.run"),
+}
 
 
-def hand_over(path: str) -> None:
+def ask(path, words, *, env, paths, cwd, handles):
+    """Have it run `python -m *words`. A connection that says first its pid and then its exit status, and ends it when it is closed;
+    None when nobody is there."""
     import json
     import socket
 
-    words = sys.orig_argv[sys.orig_argv.index(MODULE) + 1 : -1]
-    told = {"modules": words, "env": dict(os.environ), "path": sys.path, "cwd": os.getcwd()}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as warm:
-        try:
-            warm.connect(path)
-            socket.send_fds(warm, [json.dumps(told).encode()], [0, 1, 2])
-        except OSError:
-            return  # it starts as it would anywhere else
-        for number in (0, 1, 2):
-            os.close(number)  # their ends are the other's to see
-        warm.recv(1)  # until the other has gone
-        os._exit(0)
+    modules = [FORK_SERVER, *(words[1:-1] if words[0] == FORK_SERVER else LOADS[words[0]])]
+    told = {"modules": modules, "words": words, "env": env, "path": paths, "cwd": cwd}
+    warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        warm.connect(path)
+        socket.send_fds(warm, [json.dumps(told).encode()], handles)
+    except OSError:
+        warm.close()
+        return None  # it starts as it would anywhere else
+    return warm
 
 
-if WARM in os.environ and MODULE in sys.orig_argv:
-    hand_over(os.environ[WARM])
+def forget_words():
+    """Processes are found by their command lines: it has none from now on."""
+    import ctypes
+
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    ctypes.memset(begin, 0, end - begin)
+
+
+def hand_over(words):
+    import signal
+
+    warm = ask(os.environ[WARM], words, env=dict(os.environ), paths=sys.path, cwd=os.getcwd(), handles=[0, 1, 2])
+    if warm is None:
+        return
+    for number in (0, 1, 2):
+        os.close(number)  # their ends are the other's to see
+    forget_words()
+    pid = int(warm.recv(64) or 0)
+    signal.signal(signal.SIGTERM, lambda *_: pid and os.kill(pid, signal.SIGTERM))
+    code = int(warm.recv(64) or 1)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if WARM in os.environ and "-m" in sys.orig_argv:
+    hand_over_for = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
+    if hand_over_for[:1] in ([FORK_SERVER], ["actors.generation.embedded"]):
+        hand_over(hand_over_for)

@@ -85,7 +85,7 @@ def sampling_of(body: ChatBody, given: Sampling, *, as_asked: bool) -> tuple[Sam
     nothing is trained on the answer; else the run's do."""
     asked = body.max_completion_tokens or body.max_tokens or given.max_new_tokens
     most = max(1, min(asked, given.max_new_tokens))
-    sampling = msgspec.structs.replace(given, max_new_tokens=most)
+    sampling = msgspec.structs.replace(given, max_new_tokens=most, stop=tuple(body.stops) or given.stop)
     other = {
         name: value
         for name in ("temperature", "top_p")

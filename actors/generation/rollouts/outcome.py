@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from actors.generation.rollouts import Segment, Trajectory
 from actors.generation.routing import Rows
-from actors.generation.sample import Running
+from actors.generation.sample import Running, joined
 from actors.runtime.content import tokens_fault
 from bus.errors import Poison
-from bus.messages.base import EMPTY, Packed, join, pack_ints
-from bus.messages.samples import Episode, Response, Strand
+from bus.messages.base import pack_ints
+from bus.messages.samples import Episode, Response, Routed, Strand
 from bus.messages.versions import NOT_MADE, VersionSpan
 
 
@@ -43,7 +43,7 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
         return Outcome(Response(), "length", UNSET, discarded)
     last, prompt = found[-1], strands[-1].prompt_tokens
     ends: Literal["stop", "length"] = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
-    own = prompt == running.task.prompt_tokens
+    own = prompt is running.task.prompt_tokens or prompt == running.task.prompt_tokens
     plain = own and len(found) == 1 == len(running.turns) and not (last.metadata or last.response or last.reward is not None)
     if plain:
         return Outcome(strands[-1].response, ends, UNSET, discarded)
@@ -59,38 +59,27 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
 
 
 def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:
-    parts: list[Response] = []
-    spans: list[VersionSpan] = []
-    experts, sofar = Rows(), list(trajectory.prompt) if any(turn.experts.n for turn in running.turns.values()) else None
-    for segment in trajectory.segments:
-        part = _made(segment, running, kept) if segment.kind == "model" else _env(segment, vocabulary)
-        if part.spans and spans and spans[-1].version == part.spans[0].version:
-            spans[-1] = VersionSpan(spans[-1].version, spans[-1].step, spans[-1].n + part.spans[0].n)
-            spans += part.spans[1:]
-        else:
-            spans += part.spans
-        parts.append(part)
-        if sofar is not None:  # experts of a turn that read another history than is trained are not this trajectory's
-            turn = running.turns.get(segment.call) if segment.kind == "model" else None
-            fits = turn is not None and turn.asked == sofar
-            sofar += segment.tokens
-            if turn is not None and fits and (found := turn.experts.routed()) is not UNSET:
-                experts.add(found, 0, len(sofar) - 1)
+    response = joined([_made(s, running, kept) if s.kind == "model" else _env(s, vocabulary) for s in trajectory.segments])
+    if [turn for turn in running.turns.values() if turn.experts.n]:
+        response = replace(response, experts=_experts(trajectory, running))
     prompt = running.task.prompt_tokens
     if trajectory.prompt != running.prompt:
         if fault := tokens_fault(trajectory.prompt, vocabulary):
             raise Poison(f"the prompt of a trajectory of {running.task.sample_id}: {fault}")
         prompt = pack_ints(trajectory.prompt)
-    if len(parts) == 1:
-        return Strand(prompt, replace(parts[0], experts=experts.routed()))
-    response = Response(
-        tokens=_join(p.tokens for p in parts),
-        logprobs=_join(p.logprobs for p in parts),
-        loss_mask=_join(p.loss_mask for p in parts),
-        spans=tuple(spans),
-        experts=experts.routed(),
-    )
     return Strand(prompt, response)
+
+
+def _experts(trajectory: Trajectory, running: Running) -> Routed | UnsetType:
+    """Without those of a turn that read another history than is trained."""
+    experts, sofar = Rows(), list(trajectory.prompt)
+    for segment in trajectory.segments:
+        turn = running.turns.get(segment.call) if segment.kind == "model" else None
+        fits = turn is not None and turn.asked == sofar
+        sofar += segment.tokens
+        if turn is not None and fits and (found := turn.experts.routed()) is not UNSET:
+            experts.add(found, 0, len(sofar) - 1)
+    return experts.routed()
 
 
 def _made(segment: Segment, running: Running, kept: dict[int, int]) -> Response:
@@ -116,7 +105,3 @@ def _env(segment: Segment, vocabulary: int) -> Response:
         raise Poison(f"an env segment: {fault}")
     spans = (VersionSpan(NOT_MADE, NOT_MADE, n),) if n else ()
     return Response(pack_ints(segment.tokens), memoryview(bytes(4 * n)), memoryview(bytes(n)), spans)
-
-
-def _join(parts: Any) -> Packed:
-    return join(parts) or EMPTY

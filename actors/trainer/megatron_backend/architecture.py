@@ -14,6 +14,8 @@ from actors.trainer.megatron_backend import mapping
 from actors.trainer.megatron_backend.layout import Shape
 from actors.trainer.megatron_backend.mapping import Rule
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -34,6 +36,14 @@ class Architecture:
     """norms on the outputs of attention and feed-forward block as well"""
     wide_norms: bool = False
     """queries and keys are normed over all their heads together, not head by head"""
+    local_rotary: Mapping[str, Any] | None = None
+    """the same of layers with a window, where they have one of their own"""
+    embedding_scale: float = 1.0
+    """what embeddings are multiplied with"""
+    score_cap: float = 0.0
+    """scores of attention are cap * tanh(score / cap); 0: as they are"""
+    logit_cap: float = 0.0
+    """the same of logits"""
     config: Mapping[str, Any] | None = None
     """the whole config.json"""
 
@@ -130,13 +140,13 @@ class Reader:
                      "partial_rotary_factor": self.get("partial_rotary_factor", 1.0)}  # fmt: skip
         return {"rope_type": "default", "partial_rotary_factor": self.get("partial_rotary_factor", 1.0), **given}
 
-    def dense(self, rules: list[Rule], *, transformer: Mapping[str, Any], post_norms: bool = False, tied: bool = False,
-              rotary: Mapping[str, Any] | None = None, wide_norms: bool = False) -> Architecture:  # fmt: skip
-        """An architecture out of the keys that all share, and what a family adds to them."""
+    def dense(self, rules: list[Rule], *, transformer: Mapping[str, Any], tied: bool = False,
+              rotary: Mapping[str, Any] | None = None, **own: Any) -> Architecture:  # fmt: skip
+        """An architecture out of the keys that all share, and what a family adds to them. `own`: further fields of it."""
         heads = self["num_attention_heads"]
-        act = self.config.get("hidden_activation") or self.get("hidden_act", "silu")
-        if act != "silu":
-            raise self.refuse("hidden_act", "only silu is mapped")
+        key = "hidden_activation" if self.config.get("hidden_activation") else "hidden_act"
+        if (act := self.get(key, "silu")) not in ACTIVATIONS:
+            raise self.refuse(key, f"only {' and '.join(ACTIVATIONS)} are mapped")
         rotary = rotary or self.rotary()
         if rotary["rope_type"] not in (
             known := ("default", "llama3", "linear", *(["yarn"] if "kv_lora_rank" in self.config else []))
@@ -154,8 +164,6 @@ class Reader:
             max_positions=self.get("max_position_embeddings", 4096),
             tied=tied,
             rotary=rotary,
-            post_norms=post_norms,
-            wide_norms=wide_norms,
             rules=(*mapping.top(tied), *rules),
             transformer={
                 "num_layers": self["num_hidden_layers"],
@@ -172,4 +180,5 @@ class Reader:
                 "init_method_std": self.get("initializer_range", 0.02),
                 **transformer,
             },
+            **own,
         )

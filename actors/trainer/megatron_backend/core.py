@@ -84,7 +84,8 @@ class MegatronCore(CoreBase):
         self.offload = Offload(config.offload_train_target, config.offload_dir)
         with on_device():
             self.update = Update(self.model.optimizer_config, self.model.chunks)
-            self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab)
+            cap = self.model.architecture.logit_cap
+            self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab, cap=cap)
         if mode_of(config):
             arch, parts = self.model.architecture, self.groups.tp if own.sequence_parallel and self.groups.tp.size() > 1 else None
             shape = RouteShape(arch.layers, int(arch.transformer["moe_router_topk"]), arch.experts)

@@ -113,6 +113,45 @@ def minimax_m2(c: Reader) -> Architecture:
     })  # fmt: skip
 
 
+def gemma2(c: Reader) -> Architecture:
+    return _gemma(c, mapping.attention(bias=False, qk_norm=False), every=2)
+
+
+def gemma3_text(c: Reader) -> Architecture:
+    if c.get("use_bidirectional_attention", False):
+        raise c.refuse("use_bidirectional_attention", "a policy sees nothing of what follows")
+    given = c.config.get("rope_parameters") or {}
+    if "full_attention" in given:
+        whole, local = given["full_attention"], given["sliding_attention"]
+    else:
+        whole = {"rope_type": "default", **(c.config.get("rope_scaling") or {}), "rope_theta": c.get("rope_theta", 1e6)}
+        local = {"rope_theta": c.get("rope_local_base_freq", 1e4)}
+    plain = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    rules = mapping.attention(bias=False, qk_norm=True)
+    return _gemma(c, rules, every=6, rotary={**plain, **whole}, local_rotary={**plain, **local})
+
+
+def _gemma(c: Reader, attention: list[mapping.Rule], *, every: int, **own: Any) -> Architecture:
+    """`every`: of so many layers the last one has no window, where config.json lists none."""
+    if c.get("attention_bias", False):
+        raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
+    names = {"input_layernorm": "input_layernorm", "post_self_attn_layernorm": "post_attention_layernorm",
+             "pre_mlp_layernorm": "pre_feedforward_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}  # fmt: skip
+    every = c.get("sliding_window_pattern", every)
+    kinds = c.config.get("layer_types") or ["full" if n % every == 0 else "sliding" for n in range(1, c["num_hidden_layers"] + 1)]
+    windows = [int(kind.startswith("sliding")) for kind in kinds]
+    return c.dense(
+        [*mapping.norms(**names), *attention, *mapping.mlp()],
+        transformer={
+            "layernorm_zero_centered_gamma": True, "softmax_scale": c["query_pre_attn_scalar"] ** -0.5,
+            "qk_layernorm": "local_rotary" in own, "window_attn_skip_freq": windows,
+            "window_size": (c["sliding_window"] - 1, 0) if any(windows) else None,  # tokens before a token that it sees
+        },
+        tied=True, post_norms=True, embedding_scale=c["hidden_size"] ** 0.5,
+        score_cap=c.get("attn_logit_softcapping", 0.0), logit_cap=c.get("final_logit_softcapping", 0.0), **own,
+    )  # fmt: skip
+
+
 def _after_dense(c: Reader) -> list[int]:
     """1 for each layer with experts: all after the first few."""
     dense = c.get("first_k_dense_replace", 0)
@@ -180,13 +219,10 @@ FAMILIES: dict[str, Callable[[Reader], Architecture]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "minimax_m2": minimax_m2,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
 }
-GEMMA3 = "megatron-core has one rotary base for all layers, Gemma 3 two, and the torch backend has no windows of attention"
-REFUSED = {
-    "gemma2": "megatron-core's attention has no soft cap on its logits, and the torch backend's neither",
-    "gemma3_text": GEMMA3,
-    "gemma3": GEMMA3,
-}
+REFUSED = {"gemma3": "its tower for pictures is not mapped; give a directory of the text model alone, model_type gemma3_text"}
 
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:

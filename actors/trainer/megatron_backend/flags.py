@@ -58,6 +58,7 @@ def facts(arch: Architecture) -> dict[str, Any]:
     return {
         **{flag: t.get(RENAMED.get(flag, flag), _DEFAULTS.get(flag)) for flag in OF_TRANSFORMER},
         "qk_layernorm": bool(t.get("qk_layernorm")) or arch.wide_norms,
+        "swiglu": t["activation_func"] == "silu" and t["gated_linear_unit"],
         "group_query_attention": t["num_query_groups"] < t["num_attention_heads"],
         "use_rotary_position_embeddings": True,
         "position_embedding_type": "rope",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from actors.runtime.hooks import load_hook
+from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.attention import Attention
 from actors.trainer.megatron_backend.flags import is_ours
 
@@ -34,18 +36,20 @@ Layers = Callable[[TransformerConfig, int | None], Any]
 
 
 class Norm(nn.Module):
-    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel."""
+    """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel. Zero-centred gains
+    (Gemma) are kept without their 1, which is added in float32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and type."""
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).type_as(x) if self.centred else self.weight * normed.type_as(x)
 
 
 class WideNorm(nn.Module):
@@ -75,21 +79,26 @@ class WideNorm(nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that norms the outputs of attention and feed-forward block too, before they join the residual (GLM-4)."""
-
-    norm: Any = None
+    """A layer that norms the outputs of attention and feed-forward block too, before they join the residual (GLM-4, Gemma)."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kw: Any) -> None:
         super().__init__(config, submodules, *args, **kw)
         made = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_self_attn_layernorm = build_module(self._norm(), **made)
-        self.post_mlp_layernorm = build_module(self._norm(), **made)
+        self.post_self_attn_layernorm = build_module(self._norm(config), **made)
+        self.post_mlp_layernorm = build_module(self._norm(config), **made)
+        self._windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         self.self_attn_bda: Any = _normed(self.self_attn_bda, self.post_self_attn_layernorm)
         self.mlp_bda: Any = _normed(self.mlp_bda, self.post_mlp_layernorm)
 
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kw: Any) -> Any:
+        """`rotary_pos_emb`: one, or those of layers without and with a window, one behind the other."""
+        if rotary_pos_emb is not None and rotary_pos_emb.ndim == 5:
+            rotary_pos_emb = rotary_pos_emb[int(self._windowed)]
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kw)
+
     @staticmethod
-    def _norm() -> Any:
-        if not torch.cuda.is_available():
+    def _norm(config: TransformerConfig) -> Any:
+        if config.transformer_impl != "transformer_engine":
             return Norm
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -106,16 +115,17 @@ def _normed(add: Callable[..., Any], norm: Any) -> Callable[..., Any]:
     return chosen
 
 
-def layers_of(spec: Sequence[str], *, post_norms: bool = False, wide_norms: bool = False) -> Layers:
+def layers_of(spec: Sequence[str], arch: Architecture) -> Layers:
     """What makes the layers: that of the user's `--spec MODULE FUNCTION`, else ours of the family."""
     if spec and not is_ours(spec):
         made = load_hook(".".join(spec))
         return lambda config, stage: made(SimpleNamespace(**vars(config)), config, stage)
     if spec:
         log.info("--spec %s: layers are made as config.json says, by our own record of the family", " ".join(spec))
-    if wide_norms:
-        return lambda config, stage: wide_normed(layer_specs(config, stage))
-    return (lambda config, stage: post_normed(layer_specs(config, stage))) if post_norms else layer_specs
+    changes: list[Callable[[Any], Any]] = [wide_normed] if arch.wide_norms else []
+    changes += [partial(capped, cap=arch.score_cap)] if arch.score_cap else []
+    changes += [post_normed] if arch.post_norms else []
+    return lambda config, stage: reduce(lambda block, change: change(block), changes, layer_specs(config, stage))
 
 
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
@@ -149,6 +159,13 @@ def wide_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = ModuleSpec(WideNorm, params={"heads": "num_attention_heads"})
         attention.k_layernorm = ModuleSpec(WideNorm, params={"heads": "num_query_groups"})
+    return block
+
+
+def capped(block: TransformerBlockSubmodules, cap: float) -> TransformerBlockSubmodules:
+    """The same layers with capped scores of attention."""
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(Attention, params={"cap": cap})
     return block
 
 

@@ -5,14 +5,18 @@ Process groups must stand (`parallel.Groups`), weights are whatever memory held 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as layers_module
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,6 +25,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import host
@@ -30,7 +35,7 @@ from actors.trainer.megatron_backend.layout import Layout, refusals
 
 Provider = Callable[..., GPTModel]
 """(pre_process, post_process, vp_stage) -> model chunk"""
-ACTIVATIONS = {"silu": torch.nn.functional.silu}
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def has_transformer_engine() -> bool:
@@ -104,7 +109,11 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         raise Refused("; ".join(said))
     device = host.prepare()
     config = transformer_config(arch, layout, dtype=dtype, **given)
-    layers = layers_of(spec, post_norms=arch.post_norms, wide_norms=arch.wide_norms)
+    if config.gradient_accumulation_fusion and has_transformer_engine():
+        # Transformer Engine's layers add up by themselves. megatron-core's own would need APEX, and one is left: the output layer,
+        # whose product is made by the vocabulary head.
+        layers_module._grad_accum_fusion_available = True
+    layers = layers_of(spec, arch)
     vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
     chunks = []
     for stage in range(layout.vpp):
@@ -135,12 +144,30 @@ def _chunk(arch: Architecture, config: TransformerConfig, layers: Any, vocab: in
     )
     if not config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rotary, config.kv_channels)
+    if arch.local_rotary:
+        model.rotary_pos_emb = _TwoRotary(model.rotary_pos_emb, inverse_frequencies(arch.local_rotary, config.kv_channels))
+    if arch.embedding_scale != 1.0 and ends["pre_process"]:
+        scale = torch.tensor(arch.embedding_scale, dtype=config.params_dtype).item()  # as transformers rounds it
+        model.embedding.register_forward_hook(lambda _, args, out: out * scale)
     return model
+
+
+class _TwoRotary(nn.Module):
+    """Rotary embeddings of layers without and with a window, [2, ...]; a layer takes its own."""
+
+    def __init__(self, whole: RotaryEmbedding, frequencies: Tensor) -> None:
+        super().__init__()
+        self.whole, self.local = whole, copy.copy(whole)
+        self.local.inv_freq = frequencies
+        self.get_rotary_seq_len = whole.get_rotary_seq_len
+
+    def forward(self, *args: Any, **kw: Any) -> Tensor:
+        return torch.stack((self.whole(*args, **kw), self.local(*args, **kw)))
 
 
 def _finished(model: GPTModel, arch: Architecture) -> GPTModel:
     _mark(model)
-    if (rotary := getattr(model, "rotary_pos_emb", None)) is not None:
+    for rotary in (m for m in model.modules() if isinstance(m, RotaryEmbedding)):
         rotary.inv_freq = rotary.inv_freq.to(next(model.parameters()).device)
     model.vocab = arch.vocab  # columns past it are padding
     return model
@@ -150,6 +177,8 @@ def _mark(model: nn.Module) -> None:
     """Say of each weight where it is cut. Megatron's own layers do when they draw first values, which are not wanted here; gradient
     norms and exports go by it."""
     for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = False
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             for weight in (module.weight, getattr(module, "bias", None) if dim == 0 else None):

@@ -46,8 +46,8 @@ class HeadOf:
     """Stands in for the `forward` of a model's output layer: hidden states in, [K, 2] log-probs and entropies out. `micro` and
     `entropy_gradient` are set before each call of the model."""
 
-    def __init__(self, layer: nn.Module, tp: dist.ProcessGroup, *, vocab: int) -> None:
-        self._layer, self._tp, self._vocab = layer, tp, vocab
+    def __init__(self, layer: nn.Module, tp: dist.ProcessGroup, *, vocab: int, cap: float) -> None:
+        self._layer, self._tp, self._vocab, self._cap = layer, tp, vocab, cap
         self.micro: Stream | None = None
         self.entropy_gradient = False
 
@@ -61,15 +61,16 @@ class HeadOf:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._tp)
         rows = hidden[:, 0].index_select(0, micro.rows)
         whole: Any = layer.weight if weight is None else weight
-        if self._tp.size() == 1:  # the torch backend's, with its kernels
+        if self._tp.size() == 1 and not self._cap:  # the torch backend's, with its kernels
             real = whole if whole.shape[0] == self._vocab else whole[: self._vocab]
             logp, entropy = token_head(
                 rows, real, micro.targets, micro.temperature, entropy_gradient=self.entropy_gradient
             )
         else:
             logp, entropy = vocab_parallel_head(
-                rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, entropy_gradient=self.entropy_gradient
-            )
+                rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, cap=self._cap,
+                entropy_gradient=self.entropy_gradient,
+            )  # fmt: skip
         # [R, 1, 2]: the model turns it to [1, R, 2], as it would logits.
         return torch.stack((logp, entropy), -1)[:, None], None
 
@@ -77,7 +78,7 @@ class HeadOf:
 class Schedule:
     """The pipeline of this rank's model chunks."""
 
-    def __init__(self, chunks: list[Any], groups: Groups, *, vocab: int) -> None:
+    def __init__(self, chunks: list[Any], groups: Groups, *, vocab: int, cap: float = 0.0) -> None:
         self.chunks, self.groups = chunks, groups
         self.config: Any = get_model_config(chunks[0])
         self.config.calculate_per_token_loss = True  # sums, not means: the loss brings its own divisor
@@ -87,7 +88,7 @@ class Schedule:
         for chunk in chunks:
             if get_attr_wrapped_model(chunk, "post_process"):
                 layer = get_attr_wrapped_model(chunk, "output_layer")
-                self._head = layer.forward = HeadOf(layer, groups.tp, vocab=vocab)
+                self._head = layer.forward = HeadOf(layer, groups.tp, vocab=vocab, cap=cap)
 
     def forward_only(self, work: Work) -> list[Tensor]:
         """Log-probs of each micro-batch, float32 [R] on the device, on every rank."""

@@ -26,6 +26,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.grouped import GroupedExperts
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.training.routes import mode_of
@@ -33,7 +34,7 @@ from actors.trainer.training.routes import mode_of
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
 ENGINE_FIELDS = ("use_precision_aware_optimizer", "tp_comm_overlap", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
-                 "fine_grained_activation_offloading")  # fmt: skip
+                 "fine_grained_activation_offloading", "gradient_accumulation_fusion", "moe_permute_fusion")  # fmt: skip
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,6 +83,8 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
             said.append(f"megatron.{name}={value}: such routers cannot be told what to choose; leave it out, or routing replay")
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
+    if arch.transformer.get("window_size") and own.context_parallel_size > 1 and model.has_transformer_engine():
+        said.append(f"context_parallel_size={own.context_parallel_size}: {arch.family} has windows, which are not cut; use 1")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
     if config.ref_update_interval:
@@ -137,6 +140,8 @@ class Model:
             transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
             wrapped = Float16Module(transformer, chunk) if narrow else chunk
             self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
+            for experts in (m for m in chunk.modules() if isinstance(m, GroupedExperts)):
+                experts.overlapped = ddp.overlap_grad_reduce
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(
@@ -157,7 +162,8 @@ class Model:
         latent = bool(self.architecture.transformer.get("multi_latent_attention"))
         # The fused kernel for packed samples doesn't know interleaved channels, and megatron-core doesn't say so.
         rope = not (own.no_rope_fusion or latent or self.architecture.transformer.get("rotary_interleaved"))
-        fast = {"apply_rope_fusion": rope, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        silu = self.architecture.transformer["activation_func"] == "silu"  # of others Megatron's kernels round otherwise
+        fast = {"apply_rope_fusion": rope, "bias_activation_fusion": silu, "bias_dropout_fusion": True}
         interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # two stages would mix up what a batch of both ways sends
         return {
             "variable_seq_lengths": False,

@@ -54,19 +54,25 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
+def pad(x: Tensor, layout: Layout) -> Tensor:
+    """[T, ...] -> [samples, longest, ...], zeros behind each sample."""
+    rows = x if layout.slots is None else _Pad.apply(x, layout.slots, layout.samples * layout.longest)
+    return rows.view(layout.samples, layout.longest, *x.shape[1:])
+
+
+def unpad(x: Tensor, layout: Layout) -> Tensor:
+    """[samples, longest, ...] -> [T, ...]"""
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat if layout.slots is None else _Unpad.apply(flat, layout.slots)
+
+
 @torch.compiler.disable  # torch 2.11 compiles this to a wrong gradient; nothing is gained by it either
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
     """The same by padding; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]."""
-    s, n = layout.samples, layout.longest
-
-    def pad(x: Tensor) -> Tensor:
-        rows = x if layout.slots is None else _Pad.apply(x, layout.slots, s * n)
-        return rows.view(s, n, *x.shape[1:]).transpose(1, 2)
-
+    q, k, v = (pad(x, layout).transpose(1, 2) for x in (q, k, v))
     # Causality alone keeps padding out: it lies behind the last token of its sample.
-    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scale, enable_gqa=True)
-    flat = out.transpose(1, 2).reshape(s * n, q.shape[1], v.shape[2])
-    return flat if layout.slots is None else _Unpad.apply(flat, layout.slots)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return unpad(out.transpose(1, 2), layout)
 
 
 @torch.library.custom_op("miles_async::flash_attention", mutates_args=(), device_types="cuda")

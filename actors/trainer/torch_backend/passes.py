@@ -35,6 +35,7 @@ class Passes(CoreBase):
     weights: Weights
     optimizer: Optimizer
     old_actors: OldActors
+    compiles: bool  # layers run as torch compiled them
     vision: Vision | None
     """of a model that reads pictures"""
     replay: Replay | None
@@ -47,6 +48,10 @@ class Passes(CoreBase):
     @property
     def n_ranks(self) -> int:
         return self.ranks.size
+
+    @property
+    def equal_passes(self) -> bool:
+        return not self.compiles
 
     @property
     def average_over(self) -> float:

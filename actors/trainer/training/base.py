@@ -34,6 +34,10 @@ class CoreBase(ABC):
         return 1
 
     @property
+    def equal_passes(self) -> bool:
+        return True
+
+    @property
     def mb_group(self) -> int:
         return 1
 

@@ -84,8 +84,10 @@ class Routes:
 
     def _checked(self, given: np.ndarray | None, inputs: int) -> tuple[np.ndarray | None, str]:
         shape = self.shape
-        if given is None or not given.size:
+        if given is None:
             return None, "routing_missing"
+        if not given.size:
+            return None, "routing_lost"
         if given.ndim != 2 or given.shape[1] != shape.layers * shape.top_k or len(given) > inputs:
             return None, "routing_wrong_shape"
         if given.min() < 0 or given.max() >= shape.experts:

@@ -121,7 +121,7 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     result = _result(core, packed, prepared, samples, plan, tally, rates, watch)
     # A first step that is done again may train on what lost weights made; nothing is to be expected of those.
     if batch.step == 0 and all(made == 0 for s in samples for made, _ in s.spans or ()):
-        result.metrics |= measure(tally.metrics[0], core.config, cfg)
+        result.metrics |= measure(tally.metrics[0], core.config, cfg, equal_passes=core.equal_passes)
     return result
 
 

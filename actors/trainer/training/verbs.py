@@ -98,6 +98,11 @@ class Verbs(Protocol):
     @property
     def average_over(self) -> float: ...
 
+    @property
+    def equal_passes(self) -> bool:
+        """Equal weights give equal log-probs to the last bit, with and without gradients."""
+        ...
+
     def objective_for(self, knobs: Mapping[str, Any]) -> ObjectiveConfig:
         """The objective with a step's live knobs; ObjectiveConfigError when they break a rule."""
         ...

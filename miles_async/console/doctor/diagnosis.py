@@ -8,79 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from miles_async.console.doctor.engines import (
-    failing_engines,
-    refused_weights,
-    silent_engines,
-    slow_engines,
-    slow_weights,
-    stale_workers,
-)
-from miles_async.console.doctor.finding import (
-    Finding,
-)
-from miles_async.console.doctor.flow import (
-    dead_letters,
-    failed_checkpoints,
-    governor_at_its_edge,
-    idle_trainer,
-    slow_rewards,
-    starving_filter,
-    stuck_evaluation,
-)
-from miles_async.console.doctor.learning import (
-    TRENDS,
-    first_step,
-)
-from miles_async.console.doctor.rooms import (
-    crash_loops,
-    full_hosts,
-    long_waits,
-    missing_rooms,
-    no_launcher,
-    silent_actors,
-    wrong_clocks,
-)
-from miles_async.console.doctor.streams import (
-    abandoned_entries,
-    full_streams,
-    incomplete_groups,
-    lost_streams,
-    open_ledger,
-    unfit_server,
-)
+from miles_async.console.doctor import engines, flow, learning, rooms, streams
+from miles_async.console.doctor.finding import Finding
 from miles_async.console.scene import Scene
 
 RULES: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
-    unfit_server,
-    full_hosts,
-    lost_streams,
-    crash_loops,
-    silent_actors,
-    missing_rooms,
-    no_launcher,
-    refused_weights,
-    failing_engines,
-    silent_engines,
-    stale_workers,
-    slow_weights,
-    slow_engines,
-    failed_checkpoints,
-    dead_letters,
-    slow_rewards,
-    starving_filter,
-    abandoned_entries,
-    open_ledger,
-    incomplete_groups,
-    full_streams,
-    first_step,
-    *TRENDS,
-    stuck_evaluation,
-    idle_trainer,
-    long_waits,
-    wrong_clocks,
-    governor_at_its_edge,
-)
+    streams.unfit_server, rooms.full_hosts, streams.lost_streams, rooms.crash_loops, rooms.silent_actors,
+    rooms.missing_rooms, rooms.no_launcher, engines.refused_weights, engines.failing_engines, engines.silent_engines,
+    engines.stale_workers, engines.slow_weights, engines.slow_engines, flow.failed_checkpoints, flow.dead_letters,
+    flow.slow_rewards, flow.starving_filter, streams.abandoned_entries, streams.open_ledger,
+    streams.incomplete_groups, streams.full_streams, learning.first_step, *learning.TRENDS, flow.stuck_evaluation,
+    flow.idle_trainer, rooms.long_waits, rooms.wrong_clocks, flow.governor_at_its_edge,
+)  # fmt: skip
 
 
 def diagnose(scene: Scene) -> list[Finding]:

@@ -56,6 +56,8 @@ def full_streams(scene: Scene) -> Iterator[Finding]:
 
 def abandoned_entries(scene: Scene) -> Iterator[Finding]:
     """Entries whose lease nobody renews and nobody takes over. The trainer alone reads groups, so it needs no lease."""
+    if not any(actor.life == "alive" for actor in scene.snapshot.actors):
+        return  # what a run that was stopped left for its next start
     for stream in scene.snapshot.streams.values():
         for r in stream.readers:
             if r.readers == "trainer" or not r.oldest_id or r.oldest_idle_s < max(3 * scene.lease_s, 20.0):

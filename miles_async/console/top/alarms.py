@@ -1,16 +1,42 @@
-"""Alarms that stay until somebody has seen them (pure).
+"""Alarms that stay until somebody has seen them (pure, but for the file of what was seen).
 
 What the doctor finds now and every warning and error on record since the view began. One that has gone by itself stays, with its
-time, until it is acknowledged; one that comes again after that is new.
+time, until it is acknowledged; one that comes again after that is new. The next view of the run knows what was acknowledged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 LEVELS = ("error", "warning")
+FILE = "alarms_seen.json"  # in the run's folder
+MOST_KEPT = 500
+SAME_S = 5.0  # beginnings so close together are one: they are found as "now" less "for so long"
+Seen = dict[str, tuple[float, str]]
+"""Who and about what, in one line -> when the alarm that was acknowledged began, and its text."""
+
+
+def read_seen(file: Path | None) -> Seen:
+    """What earlier views acknowledged; nothing where there is no file, or it is damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Seen) if file is not None else {}
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def write_seen(file: Path | None, seen: Seen) -> None:
+    """Whole or not at all. A folder that may not be written to costs only that the next view asks again."""
+    with suppress(OSError):
+        if file is not None:
+            new = file.with_suffix(".new")
+            new.write_bytes(msgspec.json.encode(seen))
+            new.replace(file)
 
 
 @dataclass(slots=True)
@@ -28,9 +54,10 @@ class Alarm:
 
 
 class Alarms:
-    """Give each state's `alarms` and `events` to `see`."""
+    """Give each state's `alarms` and `events` to `see`. `was_seen`: of earlier views; `acknowledge` adds to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, was_seen: Seen | None = None) -> None:
+        self.was_seen = dict(was_seen or {})
         self._all: dict[tuple[str, str], Alarm] = {}
         self._had: set[tuple[float, str, str]] | None = None  # events of the look before
 
@@ -43,7 +70,9 @@ class Alarms:
                 present.add(key)
                 known = self._all.get(key)
                 if known is None or not known.now:
-                    self._all[key] = Alarm(key[0], one["level"], one["text"], one["wall"], now=True)
+                    fresh = Alarm(key[0], one["level"], one["text"], one["wall"], now=True)
+                    fresh.seen = self._acknowledged(key, fresh)
+                    self._all[key] = fresh
                 else:
                     known.level, known.text = one["level"], one["text"]
             elif self._had is None:
@@ -52,6 +81,7 @@ class Alarms:
             alarm.now = key in present
             if alarm.seen and not alarm.now:
                 del self._all[key]
+                self.was_seen.pop(_name(key), None)
         told = {(e["wall"], str(e["what"]), str(e["text"])): e for e in events if e["level"] in LEVELS}
         if self._had is not None:
             for fresh in sorted(told.keys() - self._had):
@@ -61,9 +91,14 @@ class Alarms:
     def _told(self, who: str, record: dict[str, Any]) -> None:
         known = self._all.get((who, "on record"))
         times = known.times + 1 if known is not None and not known.seen else 1
-        self._all[who, "on record"] = Alarm(
-            who, record["level"], record["text"], record["wall"], now=False, times=times
-        )
+        fresh = Alarm(who, record["level"], record["text"], record["wall"], now=False, times=times)
+        if not self._acknowledged((who, "on record"), fresh):
+            self._all[who, "on record"] = fresh
+
+    def _acknowledged(self, key: tuple[str, str], alarm: Alarm) -> bool:
+        """Whether an earlier view has: this one, and not a later one of its kind. Some have no beginning but now; a text tells."""
+        since, text = self.was_seen.get(_name(key), (float("-inf"), ""))
+        return alarm.since <= since + (SAME_S if alarm.now else 0.0) or (alarm.now and alarm.text == text)
 
     def open(self) -> list[Alarm]:
         """Those nobody has acknowledged: errors first, then the newest."""
@@ -77,4 +112,12 @@ class Alarms:
         """Somebody has seen these; one that no longer holds is gone, one that does is quiet until it has gone and come again."""
         for alarm in alarms:
             alarm.seen = True
+        for key, alarm in self._all.items():
+            if alarm.seen:
+                self.was_seen[_name(key)] = (alarm.since, alarm.text)
+        self.was_seen = dict(sorted(self.was_seen.items(), key=lambda item: item[1][0])[-MOST_KEPT:])
         self._all = {key: a for key, a in self._all.items() if a.now or not a.seen}
+
+
+def _name(key: tuple[str, str]) -> str:
+    return " | ".join(key)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
@@ -21,15 +21,14 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from miles_async.console.top import parts
-from miles_async.console.top.alarms import Alarm, Alarms
 from miles_async.console.top.listing import Listing
+from miles_async.console.top.page import Page
 from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.hub import Hub
 
 AGAIN = 75  # return code: attach once more
 QUIET_S = 2.0  # without news of the hub, times go on
-FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
 VIEWS = ("run", "engines", "samples", "knobs", "dead", "events", "doctor")
 
 
@@ -45,7 +44,8 @@ class Terminal(LinuxDriver):
 
 class Top(App[None]):
     """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
-    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN."""
+    a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN. `run_dir`:
+    where this host has it, keeps which alarms were acknowledged."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (140, "-wide")]
@@ -63,17 +63,15 @@ class Top(App[None]):
         verbs: Verbs,
         *,
         read_only: str = "",
+        run_dir: Path | None = None,
         driver: type[Driver] | None = None,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(driver_class=driver)
         self.animation_level = "none"  # over ssh each frame is work
         self.hub, self.verbs, self.read_only, self._over = hub, verbs, read_only, over
-        self.alarms = Alarms()
-        self._shown_alarms: list[Alarm] = []
-        self._state: dict[str, Any] = {}
+        self.page = Page(hub, read_only, seen_in=run_dir)
         self._drawing = asyncio.Lock()
-        self._columns: tuple[int, dict[str, Any]] = (-1, {"step": [], "columns": {}})
 
     def compose(self) -> ComposeResult:
         yield Static(Text("waiting for the bus", style="dim"), id="head")
@@ -94,17 +92,10 @@ class Top(App[None]):
 
     async def _follow(self) -> None:
         """Until the end; woken by each look of the hub, or by time."""
-        seen = 0
-        self.hub.enter()
-        try:
+        with self.page as page:
             while True:
-                seen, news = await self.hub.news(seen, QUIET_S)
-                self._state |= {name: msgspec.json.decode(body) for name, body in news.items()}
-                if "run" in self._state:
-                    self.alarms.see(self._state["alarms"], self._state["events"])
+                await page.follow(QUIET_S)
                 await self._draw()
-        finally:
-            self.hub.leave()
 
     def look(self) -> None:
         """Draw again now."""
@@ -118,17 +109,13 @@ class Top(App[None]):
                 pass  # it is being left: its parts are gone already
 
     async def _show(self) -> None:
-        state, wall = self._state, max(self.hub.wall, 0.0)
+        page, state, (width, height) = self.page, self.page.state, self.size
+        self.query_one("#head", Static).update(page.head(width))
         if "run" not in state:
-            if silent := state.get("silent"):
-                self._head.update(Text(f"the bus has not answered for {silent} s; trying again", style="bold red"))
             return
-        width, height = self.size
         if state.get("silent") and self._over():
             self.exit(return_code=AGAIN)
-        self._head.update(parts.head(state, wall, width, self.read_only))
-        most = MANY if height >= TALL else FEW
-        lines, self._shown_alarms = parts.alarm_lines(self.alarms.open(), self.alarms.known(), wall, width, most)
+        lines = page.alarm_lines(width, height)
         board = self.query_one("#alarms", Static)
         board.display = bool(lines)
         board.update(lines)
@@ -140,24 +127,11 @@ class Top(App[None]):
             return
         room = max(20, width - 4)
         if pane.id == "run":
-            curves, said = self._curves(), self.hub.word.wall
-            shown = parts.overview(state, curves["columns"], curves["step"], wall, room, tall=height >= TALL, said=said)
-            pane.query_one(Static).update(shown)
+            pane.query_one(Static).update(page.overview(room, height))
         elif pane.id == "engines":
-            pane.query_one(Static).update(parts.engines(state, wall, room))
+            pane.query_one(Static).update(parts.engines(state, page.wall, room))
         else:
             await pane.query_one(Listing).show(state)
-
-    @property
-    def _head(self) -> Static:
-        return self.query_one("#head", Static)
-
-    def _curves(self) -> dict[str, Any]:
-        """Columns of the curves, made again when there is a new step."""
-        step = self._state["run"]["step"]
-        if self._columns[0] != step:
-            self._columns = (step, self.hub.curves.since(0))
-        return self._columns[1]
 
     def action_view(self, name: str) -> None:
         self.query_one(TabbedContent).active = name
@@ -170,7 +144,7 @@ class Top(App[None]):
         self.look()
 
     def action_seen(self) -> None:
-        self.alarms.acknowledge(self._shown_alarms)
+        self.page.acknowledge()
         self.look()
 
     def action_leave(self) -> None:

@@ -17,9 +17,9 @@ from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD
 from bus.errors import printable
 from bus.topology import BY_NAME, ROLES
 from miles_async.console.figures import TRAINER
+from miles_async.console.lines import LEVEL_STYLE, STATE_STYLE
 from miles_async.console.text import duration, human_count, percent, progress_bar, shorten, sparkline
 from miles_async.console.top.alarms import Alarm
-from miles_async.console.view import LEVEL_STYLE, STATE_STYLE
 
 OLD_S = 5.0  # a word of the doctor that is older says so
 WIDE, CURVE = 118, 38  # columns from which flow and curves stand side by side; of one curve
@@ -91,18 +91,22 @@ def overview(
     *,
     tall: bool,
     said: float = 0.0,
+    cut: bool = False,
 ) -> RenderableType:
-    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger. `said`: wall of the doctor's word."""
+    """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger. `said`: wall of the doctor's word. `cut`:
+    what does not fit cannot be scrolled to, so the curves come last."""
     parts: list[RenderableType] = [
         _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
     ]
+    facts = _facts(state, wall)
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
         side.add_row(flow(state["flow"], wall, width), learning(columns, steps, width - 66))
-        parts += [Text(), side, Text()]
+        parts += [Text(), side, Text(), facts]
     else:
-        parts += [flow(state["flow"], wall, width), learning(columns, steps, width)]
-    return Group(*parts, _facts(state, wall))
+        curves = learning(columns, steps, width)
+        parts += [flow(state["flow"], wall, width), *((facts, curves) if cut else (curves, facts))]
+    return Group(*parts)
 
 
 def _why(why: Mapping[str, Any], ago_s: float, *, lately: bool) -> Text:
@@ -190,6 +194,10 @@ def _facts(state: Mapping[str, Any], wall: float) -> RenderableType:
         rows.append(("dropped", Text(f"groups: {shown}")))
     if run["ledger"]:
         rows.append(("ledger", Text(run["ledger"])))
+    if run["knob"]:
+        rows.append(("knobs", Text(f"epoch {run['knob_epoch']}: {run['knob']}")))
+    if run["wrote"]:
+        rows.append(("wrote", Text(run["wrote"], style="italic")))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, max_width=10)
     grid.add_column(overflow="fold")

@@ -13,9 +13,9 @@ from textual.binding import Binding
 
 from miles_async.cli.samples import as_text
 from miles_async.cli.tune import parse_patch
+from miles_async.console.lines import LEVEL_STYLE
 from miles_async.console.text import duration, shorten
 from miles_async.console.top.listing import Listing, Row
-from miles_async.console.view import LEVEL_STYLE
 from miles_async.settings.errors import SettingsError
 
 ORDERS = ("worst", "best", "as kept")

@@ -6,6 +6,7 @@ week of steps costs no more to keep or to send than the first thousand.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class Curves:
         self._clear()
 
     def _clear(self) -> None:
-        self._stride, self._taken = 1, 0
+        self._stride = 1
         self._newest: Step | None = None
         self._points: list[tuple[int, int, dict[str, tuple[float, int]]]] = []  # (last step, steps, name -> sum, count)
 
@@ -43,13 +44,13 @@ class Curves:
 
     def follow(self, steps: Sequence[Step]) -> None:
         """Take in the steps behind those seen; all anew after a restore took some back."""
-        if self._taken > len(steps) or (self._taken and steps[self._taken - 1] is not self._newest):
+        at = bisect_right(steps, self._newest.step, key=lambda s: s.step) if self._newest is not None else 0
+        if self._newest is not None and (at == 0 or steps[at - 1] is not self._newest):
             self._clear()
-            self.edition += 1
-        for step in steps[self._taken :]:
+            self.edition, at = self.edition + 1, 0
+        for step in steps[at:]:
             self._take(step)
-        if steps:
-            self._taken, self._newest = len(steps), steps[-1]
+        self._newest = steps[-1] if steps else None
 
     def _take(self, step: Step) -> None:
         if self._points and self._points[-1][1] < self._stride:

@@ -50,6 +50,7 @@ class Hub:
         self._looks, self.curves, self.word = Looks(), Curves(), Word()
         self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
         self._look, self.wall = 0, 0.0  # of the newest look, seconds
+        self._answered = 0.0  # when the bus did last
         self._changed = asyncio.Condition()
         self._watched = asyncio.Event()
         self._watchers = 0
@@ -82,18 +83,23 @@ class Hub:
 
     async def _follow(self, stop: asyncio.Event) -> None:
         clock = self._bus.clock
-        seen = clock.monotonic()
+        self._answered = clock.monotonic()
         while await self._somebody(stop):
-            began, share = clock.monotonic(), LOOK_SHARE
-            try:
-                state = await self._seen()
-                seen = clock.monotonic()
-            except BusUnreachable:
-                state, share = {}, 1.0  # nothing was spent but time: ask again at once
-            silent_s = clock.monotonic() - seen
-            await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
+            began = clock.monotonic()
+            share = LOOK_SHARE if await self.look() else 1.0  # nothing was spent but time: ask again at once
             spent = clock.monotonic() - began
             await _until(stop, max(self._refresh_s - spent, spent / share - spent))
+
+    async def look(self) -> bool:
+        """Look once more; whether the bus answered."""
+        try:
+            state = await self._seen()
+            self._answered = self._bus.clock.monotonic()
+        except BusUnreachable:
+            state = {}
+        silent_s = self._bus.clock.monotonic() - self._answered
+        await self._tell(state | {"silent": round(silent_s) if silent_s > SILENT_S else 0})
+        return bool(state)
 
     async def _seen(self) -> State:
         snapshot, history = await read_snapshot(self._bus), self._feed.history

@@ -18,9 +18,9 @@ from bus.topology import ROLES
 from miles_async.console.doctor.finding import Finding
 from miles_async.console.explain import meaning
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
-from miles_async.console.live import plain_line
+from miles_async.console.lines import ledger_line, plain_line, waits_text
 from miles_async.console.report_data import staleness_bounds
-from miles_async.console.view import ledger_line, waits_text
+from miles_async.console.text import knob_text, shorten
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
@@ -89,6 +89,8 @@ def _run(snapshot: Snapshot, history: History, total_steps: int, ended: bool) ->
         "lost_steps": history.lost_steps,
         "version": snapshot.policy.announced,
         "knob_epoch": snapshot.knob_epoch,
+        "knob": shorten(knob_text(history.knobs[-1]), 200) if snapshot.knob_epoch > 0 and history.knobs else "",
+        "wrote": shorten(str(history.samples[-1]["response"]), 200) if history.samples else "",
         "tokens_per_s": throughput(recent) if recent else None,
         "reward": sum(s.get(REWARD) for s in recent) / len(recent) if recent else None,
         "shares": shares(recent) if recent else None,

@@ -146,12 +146,9 @@ class Engines:
         names = [f"w{i:04d}" for i in range(workers)]
         self.lane = lane_of(names, tail_slots=tail_slots if tail_after else 0, each=slots)
         self.workers = [Worker(name, self.lane.get(name, slots), slowdown) for name in names]
+        self.slots = sum(worker.slots for worker in self.workers)
         self._tail_after, self._slice, self._resumes = tail_after, slice_tokens, resumes
         self._waiting: dict[Way, deque[Running]] = {"tail": deque(), "prefixes": deque(), "prompts": deque()}
-
-    @property
-    def slots(self) -> int:
-        return sum(worker.slots for worker in self.workers)
 
     @property
     def running(self) -> int:

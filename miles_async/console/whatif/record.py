@@ -21,7 +21,7 @@ from actors.recorder.records import Record
 from actors.runtime.seeds import rng_for
 from actors.trainer.spread import LENGTH, RUNNING, SECONDS
 from bus.inspect import wall_of
-from miles_async.console.schedule.observed import Spread, live_knobs, slowdown_of
+from miles_async.console.whatif.observed import Spread, live_knobs, slowdown_of
 from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat

@@ -45,7 +45,8 @@ class Stands(Exception):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted steps. `efficiency`: time that trainer or full engines need for a step, whichever is more, over the
     time that it takes. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of the tokens trained,
-    `dropped` of the samples, by reason. Ages in steps: `mean_age` of what is within the bound, `max_age` before the mask."""
+    `dropped` of the samples, by reason, `split` of the groups: trained while members still ran. Ages in steps: `mean_age` of
+    what is within the bound, `max_age` before the mask."""
 
     step_s: float
     efficiency: float
@@ -54,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     masked: float
     mean_age: float
     max_age: float
+    split: float
     dropped: dict[str, float]
 
 
@@ -115,7 +117,10 @@ class Simulation:
         return self._seen.outcome(self._now, self._knobs, self._pace, self._engines, steps)
 
     def _in(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now + max(0.0, seconds), next(self._count), call))
+        if seconds > 0:
+            heapq.heappush(self._events, (self._now + seconds, next(self._count), call))
+        else:
+            call()
 
     def _one(self, values: tuple[float, ...]) -> float:
         return self._chance.choice(values)
@@ -126,22 +131,22 @@ class Simulation:
         """As the sampler's `_fill`, then into the slots."""
         knobs, progress, engines = self._knobs, self._progress, self._engines
         group = knobs.n_samples_per_prompt
-        credits = group_credits(
-            bound=knobs.max_weight_staleness,
-            interval=knobs.update_weights_interval,
-            batch=knobs.rollout_batch_size,
-            over=knobs.over_sampling_batch_size,
-            group=group,
-            lookahead=knobs.staleness_lookahead if self._rule == "wait" else 0,
-            open_samples=progress.open_samples,
-            unjudged=progress.unjudged,
-            steps_left=NO_END,
-        )
         if progress.drops_in_a_row >= MAX_WAVES * group * max(knobs.rollout_batch_size, knobs.over_sampling_batch_size):
             raise Stands("samples that the filter keeps")
-        if credits:
-            room = engine_room(slots=engines.slots, under_way=engines.under_way + self._on_way, group=group)
-            for _ in range(min(credits, -(-max(0, room) // group))):
+        room = engine_room(slots=engines.slots, under_way=engines.under_way + self._on_way, group=group)
+        if room > 0:
+            credits = group_credits(
+                bound=knobs.max_weight_staleness,
+                interval=knobs.update_weights_interval,
+                batch=knobs.rollout_batch_size,
+                over=knobs.over_sampling_batch_size,
+                group=group,
+                lookahead=knobs.staleness_lookahead if self._rule == "wait" else 0,
+                open_samples=progress.open_samples,
+                unjudged=progress.unjudged,
+                steps_left=NO_END,
+            )
+            for _ in range(min(credits, -(-room // group))):
                 self._issue(group)
         engines.fill()
 
@@ -288,6 +293,7 @@ class Simulation:
                 ids.append(rollout.task.sample_id)
                 tokens += rollout.n_made
                 self._seen.train(rollout, self._step, self._bound)
+            self._seen.groups.setdefault(part.group.group_id, self._table.knows(part.group.group_id))
             part.left = tuple(at for at in part.left if at not in positions)
             self._n_ready -= len(positions)
             if not part.left:
@@ -337,6 +343,7 @@ class _Seen:
         self._ages: Counter[int] = Counter()  # tokens trained
         self._dropped: Counter[str] = Counter()  # samples
         self._samples = self._masked = 0
+        self.groups: dict[str, bool] = {}  # trained -> while members of it still ran
 
     def drop(self, reason: str, n: int) -> None:
         self._dropped[reason] += n
@@ -362,5 +369,6 @@ class _Seen:
             masked=self._masked / max(1, tokens),
             mean_age=sum(age * n for age, n in self._ages.items() if age <= bound) / max(1, tokens - self._masked),
             max_age=max(self._ages, default=0),
+            split=sum(self.groups.values()) / max(1, len(self.groups)),
             dropped={reason: n / judged for reason, n in sorted(self._dropped.items())},
         )

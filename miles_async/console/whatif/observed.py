@@ -1,6 +1,6 @@
-"""What a run's recorded steps show of its samples, engines and trainer, in the terms of the model (pure).
+"""What a run's recorded steps show of its samples, engines and trainer, in the terms of the simulation (pure).
 
-Lengths and seconds are read from the quantiles that every step records (actors/trainer/spread.py). A sample of the model is
+Lengths and seconds are read from the quantiles that every step records (actors/trainer/spread.py). A simulated sample is
 drawn from one step's quantiles, by one number for both: the longest is the slowest. Requests running at once follow from
 Little's law: seconds that a batch's samples spent on engines over seconds a step.
 """
@@ -17,12 +17,12 @@ import msgspec
 
 from actors.recorder.history import History, Step
 from actors.runtime.seeds import rng_for
+from actors.runtime.staleness import Rule, rule_of
 from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
-from miles_async.console.schedule.model import Rule, Sample
+from miles_async.console.whatif.setup import Draw, DrawnGroup
 
 LOOKED_AT = 64  # newest steps
 FEWEST = 4
-RULES: dict[str, Rule] = {"split": "split", "member": "member", "whole": "whole"}
 ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace cannot be estimated
 POINTS = [q / 100 for q in QUANTILES]
 
@@ -57,7 +57,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it went in its newest steps. A step here is what lies between two published versions."""
+    """A run as it went in its newest steps."""
 
     lengths: list[Spread]  # tokens, a spread per step
     seconds: list[Spread]  # on the engine, as it ran
@@ -68,31 +68,36 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     group: int
     bound: int
+    interval: int  # steps from one published version to the next
     policy: str
     over_sampling: int
+    lookahead: int
     slots: int
 
     @property
     def rule(self) -> Rule:
-        """The model's rule for this run's policy; `wait` and `drop` are not modelled and taken for split."""
-        return RULES.get(self.policy, "split") if self.bound else "whole"
+        """The rule in force."""
+        return rule_of(self.policy, self.bound)
 
-    def samples(self, seed: int = 0) -> Iterator[Sample]:
-        """Endless draws; seconds as if each ran alone."""
+    def groups(self) -> Iterator[DrawnGroup]:
+        """Endless draws; seconds as if each sample ran alone."""
         alone = 1 + self.slowdown * self.running
-        draw = rng_for(seed, "samples")
+        draw = rng_for(0, "samples")
         while True:
-            i, share = draw.randrange(len(self.lengths)), draw.random()
-            yield Sample(self.seconds[i].at(share) / alone, max(1.0, self.lengths[i].at(share)))
+            members = []
+            for _ in range(self.group):
+                i, share = draw.randrange(len(self.lengths)), draw.random()
+                members.append(Draw(max(1, round(self.lengths[i].at(share))), self.seconds[i].at(share) / alone))
+            yield DrawnGroup(tuple(members))
 
     def versions(self, share: float) -> float:
-        """Steps that pass while a sample is generated, at this quantile of seconds."""
-        return median(s.at(share) for s in self.seconds) / self.step_s
+        """Versions that are published while a sample is generated, at this quantile of seconds."""
+        return median(s.at(share) for s in self.seconds) / (self.interval * self.step_s)
 
     @property
     def longest(self) -> float:
         """The same of the slowest sample of all."""
-        return max(s.at(1.0) for s in self.seconds) / self.step_s
+        return max(s.at(1.0) for s in self.seconds) / (self.interval * self.step_s)
 
 
 def observe(history: History, *, slots: int = 0) -> Observed | None:
@@ -106,7 +111,6 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     seen = [(s, lengths, seconds) for s, lengths, seconds in read if lengths is not None and seconds is not None]
     if len(seen) < FEWEST or not knobs:
         return None
-    interval = int(knobs.get("update_weights_interval", 1))
     batch, group = int(knobs.get("rollout_batch_size", 0)), int(knobs.get("n_samples_per_prompt", 0))
     if not batch or not group:
         return None
@@ -116,14 +120,16 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     return Observed(
         lengths=[lengths for _, lengths, _ in seen],
         seconds=[seconds for _, _, seconds in seen],
-        step_s=interval * median(s.gap_s for s, _, _ in seen),
-        train_s=interval * median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
+        step_s=median(s.gap_s for s, _, _ in seen),
+        train_s=median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
         running=mean(running),
         slowdown=slowdown_of([s for s, _, _ in seen]) / workers,
-        batch=batch * interval,
+        batch=batch,
         group=group,
         bound=int(knobs.get("max_weight_staleness", 0)),
-        policy=str(knobs.get("staleness_policy", "")),
+        interval=int(knobs.get("update_weights_interval", 1)),
+        policy=str(knobs.get("staleness_policy", "auto")),
+        lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
         slots=slots or of_each * workers or math.ceil(max(running)),
     )

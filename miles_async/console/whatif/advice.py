@@ -1,26 +1,33 @@
-"""What other bounds would mask and gain, from a run's own lengths (pure): sentences for the doctor and the report."""
+"""What other bounds would mask and gain, from a run's own lengths (pure): sentences for the doctor and the report, choices for the
+governor. Its simulations are short ones, of a batch scaled down: see `predict`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from actors.recorder.history import History
-from miles_async.console.schedule.model import Rule, Setup, simulate
-from miles_async.console.schedule.observed import Observed, observe
+from actors.recorder.points import STALE_REASONS
+from actors.runtime.seeds import rng_for
+from actors.runtime.staleness import Rule, bound_in_steps
 from miles_async.console.text import plural
+from miles_async.console.whatif.observed import Observed, observe
+from miles_async.console.whatif.setup import Knobs, Pace
+from miles_async.console.whatif.simulation import Simulation, Stands
 
 BOUNDS = range(1, 7)
 FEWER_SLOTS = (0.75, 0.6, 0.5, 0.4, 0.3)
-MOST_SAMPLES = 256  # of a step of the model: larger batches are scaled down with their slots
+MOST_SAMPLES = 128  # of a simulated step: larger batches are scaled down with their slots
 ALLOWED = 0.01  # masked share that needs no change
 GAIN = 0.05  # of a step's time; a smaller gain is not mentioned
-STEPS, WARM = 50, 12
+STEPS, WARM = 32, 8
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting and what it gives: seconds a step, share of tokens masked, requests running, groups split."""
+    """One setting and what it gives: seconds a step, share of tokens masked (with samples dropped as too old), requests running,
+    groups split."""
 
     rule: Rule
     bound: int
@@ -32,7 +39,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """`now`: the run as it is set, by the model. `choices`: each bound with all slots and all that it admits, under `split`
+    """`now`: the run as it is set, simulated. `choices`: each bound with all slots and all that it admits, under `split`
     if the run may split, else under its own rule. `lines`: the text; its last line is the advice."""
 
     observed: Observed
@@ -61,29 +68,33 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
 
 
 def predict(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0) -> Choice:
-    """What the model says. `cap`: groups in generation at most, 0 = what the bound admits."""
+    """What the simulation says. `cap`: groups in generation at most, 0 = what the bound admits. `step_s` is infinite where the run
+    would stand still."""
     batch = max(1, round(seen.batch / max(1.0, seen.batch * seen.group / MOST_SAMPLES)))
     scale = seen.batch / batch
-    setup = Setup(
-        rule=rule,
-        bound=bound,
-        batch=batch,
-        group=seen.group,
+    knobs = Knobs(
+        max_weight_staleness=bound,
+        staleness_policy=rule,
+        rollout_batch_size=batch,
+        n_samples_per_prompt=seen.group,
+        over_sampling_batch_size=max(1, round(cap / scale)) if cap else 0,
+        update_weights_interval=seen.interval,
+        staleness_lookahead=max(1, round(seen.lookahead / scale)),
         slots=max(1, round(slots / scale)),
-        over_sampling=max(1, round(cap / scale)) if cap else 0,
-        train_s=seen.train_s,
-        slowdown=seen.slowdown * scale,
-        steps=STEPS,
-        warm=WARM,
     )
-    found = simulate(setup, seen.samples())
+    pace = Pace(train_s=seen.train_s, slowdown=seen.slowdown * scale)
+    simulation = Simulation(knobs, pace, seen.groups(), rng_for(0, "advice"))
+    try:
+        found = simulation.play(STEPS, WARM + bound_in_steps(bound, seen.interval))
+    except Stands:
+        return Choice(rule=rule, bound=bound, slots=slots, step_s=inf, masked=0.0, running=0.0, split=0.0)
     return Choice(
         rule=rule,
         bound=bound,
         slots=slots,
         step_s=found.step_s,
-        masked=found.masked,
-        running=found.running * scale,
+        masked=found.masked + sum(found.dropped.get(reason, 0.0) for reason in STALE_REASONS),
+        running=(1 - found.idle) * knobs.slots * scale,
         split=found.split,
     )
 
@@ -107,12 +118,12 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
     lines = [
         f"One sample in 100 takes {seen.versions(0.99):.1f} versions or more, the longest {seen.longest:.1f}; half of them take "
         f"less than {seen.versions(0.5):.1f}.",
-        f"At bound {now.bound} ({now.rule}) that masks {share(now.masked)} of the tokens, by the model, at {now.step_s:.3g} s a "
+        f"At bound {now.bound} ({now.rule}) that masks {share(now.masked)} of the tokens, as simulated, at {now.step_s:.3g} s a "
         f"step; this run's steps take {seen.step_s:.3g} s, of which the trainer works {seen.train_s:.3g} s, with "
         f"{seen.running:.0f} of {plural(now.slots, 'slot')} running.",
     ]
     if not seen.slowdown:
-        lines.append("This run does not show how much requests slow each other; the model assumes that they do not.")
+        lines.append("This run does not show how much requests slow each other; it is taken that they do not.")
     enough = next((c for c in fewer if c.masked <= ALLOWED), None)
     if enough is not None:
         lines.append(

@@ -1,0 +1,159 @@
+"""What a run uses, measured again and again, and how fast it grows with the steps.
+
+A process begins anew when it is killed. So each of its lives has an own level, and the slope is that of all lives of a kind
+together: least squares of the differences to the mean of each life. The first two minutes of a life are left out, in which
+caches fill, and lives with fewer than five measurements after them. Redis, files and shared memory outlive processes: one level
+for all, the first tenth of the steps left out. Measurements that follow one another are alike, so the standard error is that of
+clusters: lives, or the pieces of a soak.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from bus import Bus
+
+SETTLED_S, FEWEST = 120.0, 5
+MB = 1 << 20
+UNITS = {"rss": ("MB", MB), "memory": ("MB", MB), "resident": ("MB", MB), "bytes": ("MB", MB)}
+
+Line = dict[str, Any]
+
+
+def kind_of(words: Sequence[str], run_dir: Path) -> str:
+    """What a process of a run is, by its command line: a room, an engine, ...; workers of all names are one kind."""
+    for word in words:
+        if found := re.fullmatch(re.escape(str(run_dir / "actors")) + r"/(.+)\.json", word):
+            name = re.sub(r"-[\d-]+$", "", found[1])
+            return "generation" if name == "guest" else name
+    for part, kind in (
+        ("generation.embedded", "engine"),
+        ("fork_server", "fork server"),
+        ("reward.pool", "reward pool"),
+    ):
+        if any(part in word for word in words):
+            return kind
+    return next((kind for word, kind in (("train", "launcher"), ("worker", "guest's launcher")) if word in words), "other")
+
+
+async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, shared: Path) -> Line:
+    """One measurement. `shared`: the run's folder in shared memory."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error), process.oneshot():
+            found.append(
+                {
+                    "life": f"{process.pid}@{process.create_time():.2f}",
+                    "what": kind_of(process.cmdline(), run_dir),
+                    "age_s": bus.clock.wall() - process.create_time(),
+                    "rss": process.memory_info().rss,
+                    "fds": process.num_fds(),
+                    "threads": process.num_threads(),
+                }
+            )
+    told = await bus.server_info()
+    memory, resident = (int(re.search(rf"^{name}:(\d+)", told, re.M)[1]) for name in ("used_memory", "used_memory_rss"))  # type: ignore[index]
+    redis = {"memory": memory, "resident": resident, "keys": int(await bus.link.run("DBSIZE"))}
+    return {"processes": found, "Redis": redis, "run folder": _use_of(run_dir), "shared memory": _use_of(shared)}
+
+
+def _use_of(folder: Path) -> dict[str, int]:
+    files = n_bytes = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                n_bytes += os.lstat(os.path.join(root, name)).st_size
+                files += 1
+    return {"files": files, "bytes": n_bytes}
+
+
+class Slope(NamedTuple):
+    """Of one quantity: per 1000 steps, with its standard error (nan: fewer than two clusters). `mean`: its level."""
+
+    what: str
+    unit: str
+    mean: float
+    slope: float
+    error: float
+    clusters: int
+    n: int
+
+
+def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tuple[float, float]:
+    """Slope and its error of (cluster, x, y). `apart`: each cluster has a level of its own. nan where x does not vary."""
+    clusters: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, x, y in points:
+        clusters[name].append((x, y))
+
+    def mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return sum(x for x, _ in values) / len(values), sum(y for _, y in values) / len(values)
+
+    level = mean([(x, y) for _, x, y in points])
+    centred = {}
+    for name, values in clusters.items():
+        at = mean(values) if apart else level
+        centred[name] = [(x - at[0], y - at[1]) for x, y in values]
+    spread = sum(x * x for values in centred.values() for x, _ in values)
+    if spread == 0.0:
+        return math.nan, math.nan
+    slope = sum(x * y for values in centred.values() for x, y in values) / spread
+    n = len(centred)
+    if n < 2:
+        return slope, math.nan
+    scores = [sum(x * (y - slope * x) for x, y in values) for values in centred.values()]
+    return slope, math.sqrt(n / (n - 1) * sum(s * s for s in scores)) / spread
+
+
+def slopes(lines: Sequence[Line]) -> list[Slope]:
+    """Of measurements with `piece` and `done` (steps trained by then, those that were lost included), oldest first."""
+    if not lines:
+        return []
+    lives: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
+    whole: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
+    from_step = lines[0]["done"] + (lines[-1]["done"] - lines[0]["done"]) / 10
+    for line in lines:
+        x = float(line["done"])
+        for process in line["processes"]:
+            for name in ("rss", "fds", "threads"):
+                if process["age_s"] > SETTLED_S:
+                    lives[process["what"], name].append((process["life"], x, float(process[name])))
+        if x >= from_step:
+            for what in ("Redis", "run folder", "shared memory"):
+                for name, value in line[what].items():
+                    whole[what, name].append((str(line["piece"]), x, float(value)))
+    found = []
+    for key, points in lives.items():
+        n_of = defaultdict[str, int](int)
+        for life, _, _ in points:
+            n_of[life] += 1
+        found.append(_row(key, [p for p in points if n_of[p[0]] >= FEWEST], apart=True))
+    found.extend(_row(key, points, apart=False) for key, points in whole.items())
+    return [row for row in found if row is not None]
+
+
+def _row(key: tuple[str, str], points: Sequence[tuple[str, float, float]], *, apart: bool) -> Slope | None:
+    if not points:
+        return None
+    unit, size = UNITS.get(key[1], ("", 1))
+    slope, error = slope_of(points, apart=apart)
+    mean = sum(y for _, _, y in points) / len(points) / size
+    clusters = len({name for name, _, _ in points})
+    return Slope(" ".join(key), unit, mean, 1000 * slope / size, 1000 * error / size, clusters, len(points))
+
+
+def table(rows: Iterable[Slope]) -> str:
+    """As lines of Markdown."""
+    lines = ["| what | level | slope per 1000 steps | lives or pieces | measurements |", "|---|---|---|---|---|"]
+    for r in rows:
+        unit = f" {r.unit}" if r.unit else ""
+        lines.append(f"| {r.what} | {r.mean:.1f}{unit} | {r.slope:+.3f} ± {r.error:.3f}{unit} | {r.clusters} | {r.n} |")
+    return "\n".join(lines)

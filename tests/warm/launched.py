@@ -1,0 +1,92 @@
+"""The warm server (server.py) of a test session, and commands of ours in processes that it forks."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+from tests.warm.sitecustomize import WARM, ask
+
+HERE = Path(__file__).parent
+
+
+@contextmanager
+def warm_server() -> Iterator[Path | None]:
+    """Its socket; None where there can be none. It loads nothing before it is asked."""
+    if sys.platform != "linux":
+        yield None
+        return
+    with TemporaryDirectory(prefix="ma-warm-") as directory:
+        socket = Path(directory) / "socket"
+        words = [sys.executable, "-P", str(HERE / "server.py"), str(socket), "-" * 2000]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "TOKENIZERS_PARALLELISM": "false"}
+        with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as server:  # it ends when its stdin does
+            end = time.monotonic() + 60
+            while not socket.exists():
+                assert server.poll() is None and time.monotonic() < end, "the warm server does not start"
+                time.sleep(0.02)
+            yield socket
+            server.communicate(timeout=30)
+
+
+def warmed(socket: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an interpreter whose fork servers and engines, and itself if it is one, are to be warm."""
+    found = [str(HERE), environment.get("PYTHONPATH") or str(HERE.parents[1])]
+    return {**environment, WARM: str(socket), "PYTHONPATH": os.pathsep.join(found)}
+
+
+class Warmed:
+    """`python -m words`, with its output in `log`. It ends with this process."""
+
+    def __init__(self, socket: Path, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: IO[Any]) -> None:
+        self.args, self.returncode = list(words), None
+        told = warmed(socket, env)
+        with open(os.devnull) as null:
+            held = ask(
+                str(socket),
+                self.args,
+                env=told,
+                paths=[str(cwd), *told["PYTHONPATH"].split(os.pathsep)],
+                cwd=str(cwd),
+                handles=[null.fileno(), log.fileno(), log.fileno()],
+            )
+        assert held is not None, "the warm server is gone"
+        self._held = held
+        self.pid = int(held.recv(64) or 0)
+        if not self.pid:
+            held.close()
+            raise AssertionError("the warm server could not load what it was to run; see its stderr")
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative: of a signal; None while it lives."""
+        if self.returncode is None and select.select([self._held], [], [], 0)[0]:
+            self.returncode = int(self._held.recv(64))
+            self._held.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, when it has ended."""
+        if self.returncode is None and not select.select([self._held], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
