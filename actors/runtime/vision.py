@@ -30,7 +30,7 @@ MOST_PICTURES = 64  # of one prompt
 SHORTEST = 64  # characters of a picture in base64
 PROCESSOR = "preprocessor_config.json"
 SGLANG_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-"""Points of a picture that SGLang (0.5.12) shows a qwen2_vl, at least and at most, whatever the model's own file says; so all do."""
+"""Points of a picture that SGLang (0.5.12) shows a qwen2_vl, at least and at most, whatever its own file says; so all do."""
 
 
 class BadImage(BadData):
