@@ -4,7 +4,6 @@
 Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the start of a run.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,7 @@ from miles_async.settings import (
     colocate,
     governor,
     megatron,
-    pictures,
+    prompts,
     second_models,
     serving,
     staleness,
@@ -191,25 +190,6 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
         raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
 
 
-def the_template_has_what_it_takes(s: Flat) -> None:
-    needing = ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")
-    given = {name: getattr(s, name) for name in needing}
-    for name, value in given.items():
-        if value is not None and not s.apply_chat_template:
-            raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
-    try:
-        found = json.loads(s.apply_chat_template_kwargs or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise refusal(
-            "apply_chat_template_kwargs",
-            s.apply_chat_template_kwargs,
-            "not a JSON object",
-            """Write '{"enable_thinking": false}'.""",
-        )
-
-
 def data_of_a_function_has_a_known_end(s: Flat) -> None:
     if s.data_source_path is not None and s.num_rollout is None:
         raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
@@ -343,8 +323,7 @@ RULES: tuple[Rule, ...] = (
     rewards_have_a_source,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
-    the_template_has_what_it_takes,
-    pictures.pictures_go_where_they_are_carried,
+    *prompts.RULES,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,
     *training.RULES,
