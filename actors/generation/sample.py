@@ -18,6 +18,7 @@ from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.routing import Rows
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
+from bus.errors import UNREADABLE
 from bus.ledger import spans_after
 from bus.messages.base import Packed, join, pack_ints, unpack_ints
 from bus.messages.samples import Call, Mark, ParkReason, PrefixResume, Response, SampleTask, Sampling
@@ -294,7 +295,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
     for raw in pieces:
         try:
             piece = _decode_chunk(raw)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             break  # damaged: what follows is made again
         base = running.again() if piece.fresh else running
         if piece.start != base.n_tokens or piece.attempt != base.task.attempt:

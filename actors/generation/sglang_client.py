@@ -35,6 +35,7 @@ from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
 from actors.runtime.content import floats_fit, ints_fit, logprobs_fault, tokens_fault
+from bus.errors import UNREADABLE
 from bus.messages.weights import Bucket, TensorMeta
 
 FLAT = "flattened_bucket"
@@ -170,7 +171,7 @@ class SGLangClient:
         rid = request.rid
         try:
             event = decode_event(payload)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if payload.strip() == DONE:
                 raise EngineUnavailable(
                     f"{self.base_url} ended request {rid} after {seen} tokens without a finish reason."

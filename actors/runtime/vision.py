@@ -63,7 +63,8 @@ def place(messages: Sequence[Mapping[str, Any]], column: Any) -> tuple[list[dict
         rendered.append({**message, "content": parts} if pictured else dict(message))
     left = sum(1 for _ in waiting)
     if left or missing in found:
-        raise BadImage(f"{places} places for pictures ({MARK}, or a part of type image) and {places + left - found.count(missing)} pictures")
+        given_n = places + left - found.count(missing)
+        raise BadImage(f"{places} places for pictures ({MARK}, or a part of type image) and {given_n} pictures")
     if len(found) > MOST_PICTURES:
         raise BadImage(f"{len(found)} pictures, and a prompt has at most {MOST_PICTURES}")
     return rendered, found

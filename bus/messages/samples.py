@@ -27,11 +27,12 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop: tuple[str, ...] = ()  # texts that end a turn too; the token that completes one is the turn's last
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):
-    """A picture of a prompt: tokens [at, at + n) of it stand for its `grid` (time, height, width) of patches. `blob`: its bytes, as the
-    data has them, which all samples of its group share and the sampler deletes when the group is closed."""
+    """A picture of a prompt: tokens [at, at + n) of it stand for its `grid` (time, height, width) of patches. `blob`: its bytes, as
+    the data has them, which all samples of its group share and the sampler deletes when the group is closed."""
 
     at: int
     n: int

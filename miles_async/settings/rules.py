@@ -7,10 +7,18 @@ Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the star
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from actors.runtime.rows import image_key
-from miles_async.settings import checkpoints, colocate, governor, megatron, second_models, serving, staleness, training
+from miles_async.settings import (
+    checkpoints,
+    colocate,
+    governor,
+    megatron,
+    pictures,
+    second_models,
+    serving,
+    staleness,
+    training,
+)
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import BATCH, Flat
@@ -184,7 +192,8 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
 
 
 def the_template_has_what_it_takes(s: Flat) -> None:
-    given = {name: getattr(s, name) for name in ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")}
+    needing = ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")
+    given = {name: getattr(s, name) for name in needing}
     for name, value in given.items():
         if value is not None and not s.apply_chat_template:
             raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
@@ -199,25 +208,6 @@ def the_template_has_what_it_takes(s: Flat) -> None:
             "not a JSON object",
             """Write '{"enable_thinking": false}'.""",
         )
-
-
-def pictures_go_where_they_are_carried(s: Flat) -> None:
-    if s.multimodal_keys is None:
-        return
-    try:
-        image_key(s.multimodal_keys)
-    except ValueError as error:
-        raise refusal("multimodal_keys", s.multimodal_keys, str(error), "Leave the others out.") from None
-    without: tuple[tuple[str, Any, bool], ...] = (
-        ("train_backend", s.train_backend, s.train_backend == "megatron"),
-        ("loss_type", s.loss_type, s.supervised),
-        ("custom_agent_function_path", s.custom_agent_function_path, s.custom_agent_function_path is not None),
-        ("tools", s.tools, bool(s.tools)),
-        ("opd_teacher_urls", s.opd_teacher_urls, s.distills and bool(s.opd_teacher_urls)),
-    )
-    for name, value, given in without:
-        if given:
-            raise refusal(name, value, "prompts with pictures (multimodal_keys) are not carried by it", "Leave one of them out.")
 
 
 def data_of_a_function_has_a_known_end(s: Flat) -> None:
@@ -365,7 +355,7 @@ RULES: tuple[Rule, ...] = (
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
     the_template_has_what_it_takes,
-    pictures_go_where_they_are_carried,
+    pictures.pictures_go_where_they_are_carried,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,
     *training.RULES,

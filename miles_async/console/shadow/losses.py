@@ -19,8 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend
-from actors.trainer.backends import open_backend
+from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend, open_backend
 from actors.trainer.checkpoint import iter_dir
 from actors.trainer.hooks import install
 from actors.trainer.objective import finish, policy_loss, prepare_batch
