@@ -51,7 +51,8 @@ OTHER_PROGRAMS = {
 }
 AFTER_TOO = ("status", "doctor", "ledger", "trace", "samples", "report")
 BY_CHANCE = re.compile(
-    r"^(starting recorder|finished at|run quickstart has ended|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|group kept|valkey)"
+    r"^(starting recorder|run quickstart has|finished at|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|"
+    r"group kept|valkey)"
 )
 """What a page shows and another run need not print: other settings, another end, drops."""
 
