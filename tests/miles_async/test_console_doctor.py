@@ -66,7 +66,7 @@ async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
 
 
 @pytest.mark.parametrize(("silent_s", "named"), [(12, False), (40, True)])
-async def test_a_silent_actor_whose_process_is_there_is_named_when_a_busy_machine_is_no_excuse(redis_url, run_name, silent_s, named):
+async def test_a_silent_actor_whose_process_is_there_may_be_one_of_a_busy_machine(redis_url, run_name, silent_s, named):
     async with timeless(redis_url, run_name) as bus:
         story = Story(bus)
         await story.whole()
