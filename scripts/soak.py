@@ -106,7 +106,7 @@ class Soak:
         self.home.put("fault", wall=time.time(), text=text)
 
     async def letters(self, bus: Bus) -> None:
-        """Each piece of garbage on a stream with readers has become a dead letter, which goes. What else died is told, and stays."""
+        """Each piece of garbage on a stream with readers has become a dead letter, which goes. What else died stays."""
         letters = {(item.letter.stream, item.letter.entry_id): item for item in await dead.read_letters(bus)}
         planted = set(self.mischief.planted)
         if missing := [key for key in planted - letters.keys() if BY_NAME[key[0]].is_data]:
