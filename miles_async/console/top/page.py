@@ -5,6 +5,7 @@ Owns  which alarms were seen    Always true: it asks the hub, and nobody else.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from miles_async.console.figures import FRESH_S
 from miles_async.console.top import parts
 from miles_async.console.top.alarms import FILE, Alarm, Alarms, read_seen, write_seen
 from miles_async.console.web.hub import Hub
@@ -62,10 +64,11 @@ class Page:
             return Text(f"the bus has not answered for {silent} s; trying again", style="bold red")
         return Text("waiting for the bus", style="dim")
 
-    def alarm_lines(self, width: int, height: int) -> Text:
-        """Empty where nothing is wrong."""
+    def alarm_lines(self, width: int, height: int, stay_s: float = inf) -> Text:
+        """Empty where nothing is wrong. `stay_s`: of those that no longer hold, where nobody can say that they were seen."""
         most = MANY if height >= TALL else FEW
-        lines, self.shown = parts.alarm_lines(self.alarms.open(), self.alarms.known(), self.wall, width, most)
+        found = [one for one in self.alarms.open() if one.now or self.wall - one.since < stay_s]
+        lines, self.shown = parts.alarm_lines(found, self.alarms.known(), self.wall, width, most)
         return lines
 
     def overview(self, width: int, height: int, *, cut: bool = False) -> RenderableType:
@@ -81,7 +84,7 @@ class Page:
         """Head, alarms and overview on one screen; on a tall one every actor too."""
         if "run" not in self.state:
             return self.head(width)
-        alarms, tall = self.alarm_lines(width, height), height >= TALL
+        alarms, tall = self.alarm_lines(width, height, FRESH_S), height >= TALL
         actors = [Text(), parts.engines(self.state, self.wall, width)] if tall else []
         overview = self.overview(width, height, cut=not tall)
         return Group(self.head(width), *([alarms] if alarms else []), overview, *actors)
