@@ -1,7 +1,6 @@
 """What several commands share: options that say which run and how to reach its bus, one connection to it, one answer."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -51,6 +50,8 @@ def chosen_run(args: argparse.Namespace) -> RunRef:
 def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
     """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2. `look`: it
     changes nothing, so a run that has ended can be asked too."""
+    import asyncio
+
     from miles_async.console.attach import attached
 
     ref = chosen_run(args)
