@@ -146,7 +146,7 @@ def replay(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, An
 
     engine_logp = np.concatenate([s.train.rollout_logp for s in recorded(args).samples])
     for told in (False, True):
-        settings = {"use_rollout_routing_replay": told, "lr": 1e-6}
+        settings = {"use_rollout_routing_replay": told, "lr": 1e-6, **({"own": {"spec": tuple(args.spec)}} if megatron else {})}
         core = runs.core_of(model_of(args, small(args)), megatron=megatron, **settings)
         batch = recorded(args, told=told)
         packed = core.pack(batch.samples)
@@ -222,7 +222,7 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     model = model_of(args, shape)
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)} if megatron else {}
     core = runs.core_of(model, megatron=megatron, max_tokens_per_gpu=args.tokens, log_probs_max_tokens_per_gpu=args.tokens,
-                        **({"own": {"megatron": given}} if given else {}))  # fmt: skip
+                        **({"own": {"megatron": given, "spec": tuple(args.spec)}} if megatron else {}))  # fmt: skip
     cuda = torch.cuda.is_available()
     one = runs.batch(0, SHAPES[shape]["vocab_size"], samples=8 if args.rehearse else 64, tokens=256 if args.rehearse else 512)
     lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
@@ -230,7 +230,7 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
     yield {"shape": shape, "tokens": tokens, "micro_batches": len(planned[0]), "max_tokens_per_gpu": args.tokens,
-           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given,
+           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given, "spec": " ".join(args.spec),
            "compiled": bool(getattr(core, "compiles", False))}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
@@ -291,6 +291,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, choices=(8, 6, 4), default=8, help="of the speed cases; fewer where they do not fit")
     parser.add_argument("--budget-s", type=float, default=560)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="of TransformerConfig, for speed-megatron")
+    parser.add_argument("--spec", nargs=2, default=[], metavar=("MODULE", "FUNCTION"), help="of layers, for speed-megatron")
     parser.add_argument("--profile", action="store_true", help="of a speed case: one step's kernels and host operations, as text")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
@@ -311,6 +312,7 @@ def main() -> int:
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
                    "--tokens", str(args.tokens), "--layers", str(layers),
                    *(f"--set={pair}" for pair in args.set),
+                   *(["--spec", *args.spec] if args.spec else []),
                    *(f"--{name}" for name in ("profile", "rehearse") if getattr(args, name))]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode

@@ -1,4 +1,4 @@
-"""A tiny model that reads pictures, its tokenizer and its processor on disk, and coloured squares with the question which colour."""
+"""A tiny model that reads pictures, its tokenizer and processor on disk, and coloured squares with the question which colour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_
 WORDS = (*SPECIAL, *COLOURS, "user\n", "assistant\n", " which", " colour", " and", "?", "\n")
 EOS, IMAGE = WORDS.index("<|im_end|>"), WORDS.index("<|image_pad|>")
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
@@ -35,12 +36,13 @@ def make_model(path: Path, *, family: str = "qwen2_vl", seed: int = 0, weights: 
         "eos_token_id": EOS,
         "pad_token_id": 0,
     }
-    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision["in_chans"] = 3  # as published files have it, and SGLang asks for it
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2}
+    vision |= {"spatial_merge_size": 2, "in_chans": 3}  # the last as published files have it, and SGLang asks for it
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
     else:
-        vision |= {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "window_size": 56, "fullatt_block_indexes": [1]}
+        vision |= {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48}
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     ids = {f"{kind}_token_id": WORDS.index(f"<|{kind}_pad|>") for kind in ("image", "video")}
     ids |= {f"vision_{end}_token_id": WORDS.index(f"<|vision_{end}|>") for end in ("start", "end")}
     if weights:
@@ -50,7 +52,7 @@ def make_model(path: Path, *, family: str = "qwen2_vl", seed: int = 0, weights: 
     _save_words(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16},
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16},
         **{name: vision[name] for name in ("patch_size", "temporal_patch_size")},
         "merge_size": 2,
     }
@@ -81,8 +83,8 @@ def _save_words(path: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<|im_end|>", "pad_token": "<pad>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<pad>"}))
 
 
 def square(colour: str, width: int = 56, height: int = 56) -> bytes:
@@ -103,7 +105,7 @@ def write_rows(path: Path, n: int = 16) -> None:
     lines = []
     for i in range(n):
         colour = list(COLOURS)[i % len(COLOURS)]
-        picture = square(colour, 28 * (1 + i % 2), 28)
+        picture = square(colour, 56 * (1 + i % 2), 56)
         (path.parent / f"{colour}{i}.png").write_bytes(picture)
         shown = (f"{colour}{i}.png", data_url(picture), [base64.b64encode(picture).decode()])[i % 3]
         lines.append(json.dumps({"input": "<image> which colour?", "images": shown, "label": colour}))

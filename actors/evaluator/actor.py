@@ -59,6 +59,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 0  # samples; 0 = all at once
     keep: int = 20  # evaluations whose samples are kept, for each data set
     stop_token_ids: tuple[int, ...] = ()
+    rollout_stop: tuple[str, ...] = ()
     rm_type: str
     before_train: bool = True
     final: bool = True
@@ -186,6 +187,7 @@ class Evaluator:
                 top_k=data.top_k,
                 max_new_tokens=data.max_response_len,
                 stop_token_ids=self._spec.stop_token_ids,
+                stop=self._spec.rollout_stop,
                 seed=seed_for(self._context.spec.run_seed, data.name, sample_id) & 0x7FFFFFFF,
             ),
             step=issued.step,

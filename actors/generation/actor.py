@@ -35,7 +35,7 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
-from actors.runtime.prompts import routed_shape, vocabulary_of
+from actors.runtime.prompts import decoder_of, routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.asides import put_aside
 from bus.errors import Transient
@@ -71,16 +71,15 @@ class Worker:
         self._leases = Leases(
             context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
         )
-        self._programs = Programs(
-            context, spec.program, spec.program_deadline_s, spec.program_values, spec.model_path, program
-        )
+        decode = decoder_of(spec.model_path)
+        self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, decode, program)
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
         pictures = Pictures(context, "" if spec.engine == "embedded" else spec.model_path)
         routed = routed_shape(spec.model_path) if spec.routed else None
-        self._turns = Turns(context, self._link, self._pace, self._vocabulary, lambda: self._changed.set(), routed, pictures)
+        self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
+        self._turns = Turns(context, self._link, self._pace, self._vocabulary, self._changed.set, routed, pictures, decode)
         self._running: dict[str, Live] = {}
         self._order: Activate | None = None
-        self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
 
     async def run(self) -> None:
         """Shutdown: 1 no new leases · 2 running samples are aborted and parked · 3 lease keeper and follower stop ·
@@ -294,7 +293,7 @@ class Worker:
         running.mark("ended", context.name, context.clock.wall())
         out = RolloutDone(
             task=task,
-            response=msgspec.structs.replace(outcome.response, marks=running.marks),
+            response=msgspec.structs.replace(outcome.response, marks=tuple(running.marks)),
             finish=outcome.finish,
             worker=context.name,
             resumed_tokens=resumed,
@@ -339,11 +338,11 @@ class Worker:
             return
         self._context.count(f"parked/{reason}")
         running.mark(f"parked: {reason}", self._context.name, self._context.clock.wall())
-        nothing = Response(marks=running.marks)
+        nothing = Response(marks=tuple(running.marks))
         parked = Parked(task=running.task, response=nothing, reason=reason, worker=self._context.name)
         thrown = running.thrown
         if self._programs.resumable:
-            so_far = msgspec.structs.replace(running.response(), marks=running.marks)
+            so_far = msgspec.structs.replace(running.response(), marks=tuple(running.marks))
             parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens

@@ -75,7 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     routed_from: int = 0
     """First input token whose experts are wanted."""
     images: tuple[str, ...] = ()
-    """Data URLs of the pictures, in the order of their placeholders in `input_ids`, of which there are as many as they have tokens."""
+    """Data URLs of the pictures, in the order of their placeholders in `input_ids`, one for each of their tokens."""
 
 
 class Chunk(msgspec.Struct, frozen=True):

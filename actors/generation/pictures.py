@@ -43,7 +43,7 @@ class Pictures:
         found = shown(task.pictures, prompt, tokens)
         if not found and prompt[task.pictures[0].at] in tokens:
             raise Poison(
-                f"a turn of {task.sample_id} has places for pictures, but does not begin with its prompt, whose pictures these are. "
+                f"a turn of {task.sample_id} has places for pictures, but does not begin with its prompt, which they belong to. "
                 "Keep the prompt up to its last picture, or leave the pictures out."
             )
         if found and self._tokenised_by and not self._survives(tokens):

@@ -46,8 +46,8 @@ def server_args(
 ) -> dict[str, ArgValue]:
     """All flags but those of one start (model path, port, version label). `given` wins over our defaults.
 
-    max_running: samples at once. routed: it tells which experts it chose. sighted: its model reads pictures. ours_inside: the server's Python has this package, whose
-    functions it can import.
+    max_running: samples at once. routed: it tells which experts it chose. sighted: its model reads pictures. ours_inside: the
+    server's Python has this package, whose functions it can import.
     """
     args: dict[str, ArgValue] = {
         "grammar-backend": "none",

@@ -7,7 +7,7 @@ came back. It ends with its last token, or with the reason why its sample must l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from actors.generation.engine import (
@@ -42,7 +42,8 @@ Leaves = ParkReason | Literal["lease", "diverged"]
 
 
 class Turns:
-    """One worker's. `changed`: to be called when the engine was found dead. `routed`: form of the experts that are asked for."""
+    """One worker's. `changed`: to be called when the engine was found dead. `routed`: form of the experts that are asked for.
+    `decode`: token ids to text, for stops that are texts."""
 
     def __init__(
         self,
@@ -53,8 +54,10 @@ class Turns:
         changed: Callable[[], None],
         routed: RoutedShape | None = None,
         pictures: Pictures | None = None,
+        decode: Callable[[Sequence[int]], str] = lambda ids: "",
     ) -> None:
         self._context = context
+        self.decode = decode
         self.worker = context.name
         self._link = link
         self._pace = pace

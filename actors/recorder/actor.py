@@ -24,7 +24,7 @@ from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, sample_event
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import Follower, follow_all
-from actors.recorder.trained import append_trained, last_trained
+from actors.recorder.trained import LIVES, append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from actors.runtime.host import lives
@@ -32,17 +32,14 @@ from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
 from bus import Bus, Out
 from bus.errors import BadMessage
-from bus.messages.control import Event, Vitals
+from bus.messages.control import Event
 from bus.messages.groups import GroupKept
 from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
 LOOKED_AT = 256  # newest entries of groups, of which a few are kept as text
-TEXTS_FROM_S, TEXTS_TO_S = (
-    30.0,
-    600.0,
-)  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
+TEXTS_FROM_S, TEXTS_TO_S = 30.0, 600.0  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +102,9 @@ class Recorder:
 
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
         read, more = await feed.read(block_s)
-        if told := [record for record in read if record["kind"] == "trained"]:
+        if told := [record for record in read if record["kind"] in LIVES]:
             await asyncio.to_thread(append_trained, self._run_dir, told)
-        records = [record for record in read if record["kind"] != "trained"]
+        records = [record for record in read if record["kind"] not in LIVES]
         file.append(records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:
@@ -207,11 +204,7 @@ def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) 
 async def _living(context: Context) -> bool:
     """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
     silences = await context.bus.silences()
-    for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
-        try:
-            other = msgspec.msgpack.decode(raw, type=Vitals)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    for other in (await context.bus.vitals()).values():
         if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
             continue
         seen = lives(other)

@@ -23,6 +23,7 @@ ledger      accounts                                               samples and t
 trained     step, sample, marks, spans, finish, turns, generate_s, reward, scorer, score_s, judged, trained, share
                                                                    one trained sample, see bus.messages.policy.SampleTrained;
                                                                    in trained.jsonl
+dropped     the same without step, judged, trained and share       one that the filter dropped; in trained.jsonl
 sample      step, sample, group, version, reward, rewards, scorer, label, tokens, finish, prompt, response
                                                                    what the policy writes, now and then: texts as decoded, of at
                                                                    most 2,000 characters, their middle left out
@@ -78,23 +79,14 @@ Made = list[tuple[str, Record]]
 
 
 def _step(m: StepDone) -> Made:
-    return [
-        (
-            "step",
-            {
-                "step": m.step,
-                "version": m.version.id,
-                "trained_on": m.trained_on.id,
-                "knob_epoch": m.knob_epoch,
-                "groups": list(m.groups),
-                **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
-                "dropped": [list(pair) for pair in m.dropped],
-                "metrics": dict(m.metrics),
-                **({"lives": _lives(m.lives)} if isinstance(m.lives, memoryview) else {}),
-                **({"wall": m.wall} if m.wall else {}),
-            },
-        )
-    ]
+    fields: Record = {"step": m.step, "version": m.version.id, "trained_on": m.trained_on.id, "knob_epoch": m.knob_epoch}
+    fields["groups"] = list(m.groups)
+    if in_part := _in_part(m.samples):
+        fields["members"] = in_part
+    fields |= {"dropped": [list(pair) for pair in m.dropped], "metrics": dict(m.metrics)}
+    if isinstance(m.lives, memoryview):
+        fields["lives"] = _lives(m.lives)
+    return [("step", fields | ({"wall": m.wall} if m.wall else {}))]
 
 
 def _lives(packed: Packed) -> list[list[int]]:
@@ -158,30 +150,30 @@ def _fields(one: SampleTrained) -> Record:
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
+OF_A_STEP = ("judged", "trained", "share")
+
+
+def _dropped(one: SampleTrained) -> Record:
+    return {"sample": one.sample_id, **{name: value for name, value in _fields(one).items() if name not in OF_A_STEP}}
+
+
 def _verdict(m: GroupVerdict) -> Made:
     if m.kept:
         return []
     fields = {"group": m.group_id, "prompt": m.prompt_id, "reason": m.reason, "samples": m.n_samples}
     members = {"members": list(m.members)} if m.members else {}
-    return [("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
+    lives = [("dropped", _dropped(one)) for one in m.lives or ()]
+    return [*lives, ("drop", {**fields, "tokens": m.tokens, "reward": m.mean_reward, **members})]
 
 
 def _given_up(m: GroupsGivenUp) -> Made:
     prompts = dict(zip((g for g, _ in m.groups), m.prompts, strict=False))
     members = _indexes_by_group(m.samples)
-    return [
-        (
-            "drop",
-            {
-                "group": group,
-                "prompt": prompts.get(group, ""),
-                "reason": reason,
-                "reissued": m.reissue,
-                **({"members": members[group]} if group in members else {}),
-            },
-        )
-        for group, reason in m.groups
-    ]
+    made: Made = []
+    for group, reason in m.groups:
+        fields = {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue}
+        made.append(("drop", fields | ({"members": members[group]} if group in members else {})))
+    return made
 
 
 def _knob(m: KnobPatch) -> Made:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from bus.messages.base import Header, Message
+from bus.messages.policy import SampleTrained
 from bus.messages.samples import Scored
 
 
@@ -58,8 +59,9 @@ class Turned(Message, frozen=True, kw_only=True, tag="group.turned"):
 
 
 class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
-    """News of one judged group or part, without its data. filter -> sampler, console. `reason` is empty for a kept one;
-    `members` are the indexes it is about, empty = all of the group."""
+    """News of one judged group or part, without its data. filter -> sampler, recorder, console. `reason` is empty for a kept
+    one; `members` are the indexes it is about, empty = all of the group. `lives`: what the scored samples of a dropped one went
+    through."""
 
     group_id: str
     prompt_id: str
@@ -69,6 +71,7 @@ class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
     tokens: int = 0
     mean_reward: float = 0.0
     members: tuple[int, ...] = ()
+    lives: tuple[SampleTrained, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
         note = "kept" if self.kept else f"dropped: {self.reason}"

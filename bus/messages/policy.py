@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from bus.messages.base import Header, Message, Packed
-from bus.messages.samples import Mark
+from bus.messages.samples import Mark, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.messages.weights import Parcel
 
@@ -100,9 +100,9 @@ class Turn(Message, frozen=True, kw_only=True, tag="policy.turn"):
 
 
 class SampleTrained(msgspec.Struct, frozen=True, array_like=True):
-    """One trained sample, as it came to its step. Times in seconds; `judged`: when the filter let it go. `spans` of its last
-    trajectory. `trained`: tokens with gradient; `share`: of the weights that the reduction gives the tokens of its optimizer step,
-    before corrections, -1 = the backend does not tell."""
+    """One trained sample, as it came to its step, or one that the filter dropped. Times in seconds; `judged`: when the filter
+    let it go. `spans` of its last trajectory. `trained`: tokens with gradient; `share`: of the weights that the reduction gives the
+    tokens of its optimizer step, before corrections, -1 = the backend does not tell."""
 
     sample_id: str
     marks: tuple[Mark, ...]
@@ -116,6 +116,25 @@ class SampleTrained(msgspec.Struct, frozen=True, array_like=True):
     judged: float
     trained: int
     share: float
+
+
+def life_of(scored: Scored, *, judged: float = 0.0, trained: int = 0, share: float = -1.0) -> SampleTrained:
+    """What a scored sample has gone through so far, and what its step made of it."""
+    rollout = scored.rollout
+    return SampleTrained(
+        sample_id=rollout.task.sample_id,
+        marks=rollout.response.marks or (),
+        spans=rollout.response.spans,
+        finish=rollout.finish,
+        turns=rollout.episode.turns if rollout.episode else 1,
+        generate_s=round(rollout.generate_s, 3),
+        reward=scored.reward,
+        scorer=scored.scorer,
+        score_s=round(scored.score_s, 3),
+        judged=judged,
+        trained=trained,
+        share=share,
+    )
 
 
 class SamplesTrained(Message, frozen=True, kw_only=True, tag="policy.trained"):

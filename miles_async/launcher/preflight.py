@@ -12,6 +12,7 @@ from typing import Any
 from actors.runtime.prompts import BadRow, parts_of
 from actors.runtime.rows import BadData, count, image_key, read, sources_of
 from actors.runtime.run import Refused
+from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
 from miles_async.settings.checks import check_model, check_trackers, model_context
@@ -70,7 +71,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     """Training prompts and every held-out set."""
     r = settings.rollout
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
-    keys["multimodal_keys"] = image_key(r.multimodal_keys) or None
+    keys["multimodal_keys"] = pictures = check_pictures(settings)
     prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
@@ -85,10 +86,24 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     held_out = {}
     for one in eval_sets(settings):
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
-        keys["multimodal_keys"] = image_key(r.multimodal_keys) or None
+        keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
         held_out[one.name] = check_prompt_data(one.path, field=field, keys=keys, chat=r.apply_chat_template)
     return prompts, held_out
+
+
+def check_pictures(settings: RunSettings) -> str | None:
+    """The column of pictures, if there is one; only a model that reads them is shown any."""
+    keys, model = settings.rollout.multimodal_keys, settings.model.hf_checkpoint
+    try:
+        column = image_key(keys)
+    except ValueError as error:
+        raise SettingsError(str(error), field="multimodal_keys", value=keys) from None
+    if column and not family_of(model):
+        problem = f"{model} reads no pictures here"
+        remedy = f"Choose a model of {' or '.join(FAMILIES)}, or leave the pictures out."
+        raise SettingsError(problem, field="multimodal_keys", value=keys, remedy=remedy)
+    return column or None
 
 
 def check_prompt_lengths(

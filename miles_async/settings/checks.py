@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.runtime.vision import FAMILIES as SIGHTED
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
@@ -33,7 +32,6 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
     _check_experts(settings, config)
-    _check_eyes(settings, config)
     _check_starts(settings)
     check_second_models(settings)
     if (context := model_context(config)) is not None:
@@ -46,15 +44,6 @@ def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
         if getattr(settings.grpo, name) and not config.get("num_experts_per_tok"):
             problem = "the model has no experts whose choice could be replayed"
             raise SettingsError(problem, field=name, value=True, remedy="Leave it out.")
-
-
-def _check_eyes(settings: RunSettings, config: Mapping[str, Any]) -> None:
-    """Prompts with pictures need a model that reads them."""
-    keys, kind = settings.rollout.multimodal_keys, config.get("model_type")
-    if keys is not None and kind not in SIGHTED:
-        problem = f"model_type {kind!r} of {settings.model.hf_checkpoint} reads no pictures here"
-        remedy = f"Choose a model of {' or '.join(SIGHTED)}, or leave the pictures out."
-        raise SettingsError(problem, field="multimodal_keys", value=keys, remedy=remedy)
 
 
 def model_context(config: Mapping[str, Any]) -> int | None:

@@ -4,20 +4,27 @@
 Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the start of a run.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from actors.runtime.rows import image_key
-from miles_async.settings import checkpoints, colocate, governor, megatron, second_models, serving, staleness, training
+from miles_async.settings import (
+    checkpoints,
+    colocate,
+    governor,
+    megatron,
+    prompts,
+    second_models,
+    serving,
+    staleness,
+    training,
+)
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.runs import check_bus_url
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 Rule = Callable[[Flat], None]
 
@@ -183,43 +190,6 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
         raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
 
 
-def the_template_has_what_it_takes(s: Flat) -> None:
-    given = {name: getattr(s, name) for name in ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")}
-    for name, value in given.items():
-        if value is not None and not s.apply_chat_template:
-            raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
-    try:
-        found = json.loads(s.apply_chat_template_kwargs or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise refusal(
-            "apply_chat_template_kwargs",
-            s.apply_chat_template_kwargs,
-            "not a JSON object",
-            """Write '{"enable_thinking": false}'.""",
-        )
-
-
-def pictures_go_where_they_are_carried(s: Flat) -> None:
-    if s.multimodal_keys is None:
-        return
-    try:
-        image_key(s.multimodal_keys)
-    except ValueError as error:
-        raise refusal("multimodal_keys", s.multimodal_keys, str(error), "Leave the others out.") from None
-    without: tuple[tuple[str, Any, bool], ...] = (
-        ("train_backend", s.train_backend, s.train_backend == "megatron"),
-        ("loss_type", s.loss_type, s.supervised),
-        ("custom_agent_function_path", s.custom_agent_function_path, s.custom_agent_function_path is not None),
-        ("tools", s.tools, bool(s.tools)),
-        ("opd_teacher_urls", s.opd_teacher_urls, s.distills and bool(s.opd_teacher_urls)),
-    )
-    for name, value, given in without:
-        if given:
-            raise refusal(name, value, "prompts with pictures (multimodal_keys) are not carried by it", "Leave one of them out.")
-
-
 def data_of_a_function_has_a_known_end(s: Flat) -> None:
     if s.data_source_path is not None and s.num_rollout is None:
         raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
@@ -297,17 +267,6 @@ def bus_url_is_understood(s: Flat) -> None:
     check_bus_url(s.bus_url)
 
 
-def check_bus_url(url: str | None) -> None:
-    """Refuse an address of no known scheme; a password in it is not shown."""
-    if url is not None and not url.startswith(BUS_SCHEMES):
-        raise refusal(
-            "bus_url",
-            url.rpartition("@")[2],
-            "not an address of a Redis",
-            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
-        )
-
-
 def run_name_is_a_plain_name(s: Flat) -> None:
     check_run_name(s.name)
 
@@ -364,8 +323,7 @@ RULES: tuple[Rule, ...] = (
     rewards_have_a_source,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
-    the_template_has_what_it_takes,
-    pictures_go_where_they_are_carried,
+    *prompts.RULES,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,
     *training.RULES,

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.generation.rollouts.session import Segment, Task, Watch
+from actors.generation.rollouts.stops import until, watching
 from actors.runtime.chat import Chat
 from bus.messages.samples import Sampling
 from bus.messages.versions import VersionSpan
@@ -65,6 +66,8 @@ class ScriptedSession:
         self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
     ) -> Segment:
         sampling, call = sampling or self.task.sampling, len(self.seen)
+        if sampling.stop:
+            watch = watching(self._chat.decode, sampling.stop, watch)
         self.seen.append(list(tokens))
         self.asked.append(sampling)
         answer = [*self._chat.encode(self._script(self._chat.decode(tokens))), END]
@@ -79,7 +82,7 @@ class ScriptedSession:
         spans = (VersionSpan(7, 7, len(ids)),)
         segment = Segment("model", ids, [-0.5 - i for i in range(len(ids))], spans, finish, call)  # type: ignore[arg-type]
         self.made.append(segment)
-        return segment
+        return until(self._chat.decode, segment, sampling.stop)
 
     async def save(self) -> None: ...
 

@@ -51,7 +51,7 @@ def data(folder: Path, model: str, *rows: dict[str, Any], **more: Any) -> DataSp
 
 
 def test_pictures_are_laid_out_wherever_a_row_has_them(tmp_path: Path, model: str) -> None:
-    picture = sights.square("red", 56, 28)
+    picture = sights.square("red", 84, 56)
     (tmp_path / "red.png").write_bytes(picture)
     url, text = sights.data_url(picture), base64.b64encode(picture).decode()
     own = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " which?"}]}]
@@ -67,8 +67,8 @@ def test_pictures_are_laid_out_wherever_a_row_has_them(tmp_path: Path, model: st
     for prompt in found.prompts[:5]:
         assert prompt.token_ids == one.token_ids and prompt.text == one.text
         [shown] = prompt.pictures
-        assert shown.place == Picture(at=3, n=2, grid=(1, 2, 4)) and one.token_ids[3:5] == [sights.IMAGE] * 2
-    assert [shown.place.at for shown in two.pictures] == [3, 7]
+        assert shown.place == Picture(at=3, n=6, grid=(1, 4, 6)) and one.token_ids[3:9] == [sights.IMAGE] * 6
+    assert [shown.place.at for shown in two.pictures] == [3, 11]
     assert found.prompts[6].pictures == [] and sights.IMAGE not in found.prompts[6].token_ids
 
 
@@ -90,8 +90,9 @@ def test_a_row_whose_picture_cannot_be_shown_is_left_out_with_its_reason(tmp_pat
     given = [{"input": "<image> which?", "images": shown} for shown, _ in rows]
     odd = {"input": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}
     found = load_prompts(data(tmp_path, model, *given, odd, {"input": "<image>?", "images": good}))
-    assert [p.index for p in found.prompts] == [len(rows) + 1]
-    for number, (said, (_, problem)) in enumerate(zip(found.unseen, [*rows, (0, "parts are of type text or image")], strict=True), 1):
+    assert [p.index for p in found.prompts] == [len(given) + 1]
+    rows.append((odd, "parts are of type text or image"))
+    for number, (said, (_, problem)) in enumerate(zip(found.unseen, rows, strict=True), 1):
         assert f"row {number}: " in said and "\n" not in said
         assert re.search(problem, said), said
 
@@ -201,7 +202,8 @@ async def test_a_request_brings_the_pictures_that_its_tokens_begin_with(
 async def test_pictures_go_to_sglang_as_image_data_and_its_count_of_tokens_is_checked(scripted: Any) -> None:
     def answer(prompt_tokens: int) -> list[bytes]:
         meta = {"id": "x", "completion_tokens": 4, "prompt_tokens": prompt_tokens, "weight_version": "1", "finish_reason": LENGTH}
-        return [b"data: " + json.dumps({"meta_info": meta | {"output_token_logprobs": PAIRS}}).encode() + b"\n\n", b"data: [DONE]\n\n"]
+        body = json.dumps({"meta_info": meta | {"output_token_logprobs": PAIRS}})
+        return [f"data: {body}\n\n".encode(), b"data: [DONE]\n\n"]
 
     request = GenerateRequest(rid="a", input_ids=[1, 5, 5], max_new_tokens=4, images=("data:image/png;base64,AA",))
     seen: list[Any] = []

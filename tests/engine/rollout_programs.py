@@ -35,6 +35,17 @@ class Talker(ScriptedEngine):
                 return
 
 
+class Streamer(ScriptedEngine):
+    """Chunks of three tokens, which follow from their position; none ends the turn."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        for at in range(0, request.max_new_tokens, 3):
+            await asyncio.sleep(0)
+            tokens = [10 + (len(request.input_ids) + at + i) % 50 for i in range(min(3, request.max_new_tokens - at))]
+            finish = "length" if at + 3 >= request.max_new_tokens else None
+            yield Chunk(tokens, [-t / 64 for t in tokens], self.version, finish)  # type: ignore[arg-type]
+
+
 def token_at(position: int) -> int:
     return 0 if position % 4 == 3 else 10 + position % 50
 

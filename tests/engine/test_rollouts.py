@@ -29,9 +29,10 @@ from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost,
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
 from miles_async.launcher.try_hooks import Ask, problem_of
+from tests.actors.agent_house import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Talker, token_at
+from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
 from tests.engine.scripted import sample
 from tests.engine.workers import order
 
@@ -132,6 +133,24 @@ async def test_a_tool_episode_has_the_models_tokens_with_gradient_and_the_tools_
     assert agrees(rollout) and rollout.episode.turns == 3 and rollout.finish == "stop"
     assert accounts.tokens_generated == rollout.n_made and not accounts.tokens_dropped
     assert len(ASKED) == 2
+
+
+async def test_a_text_ends_the_answer_with_the_token_that_completes_it(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """--rollout-stop. The engine knows nothing of it; what came behind in the same chunk is counted."""
+    decode = make_chat(tmp_path).decode
+    async with open_bus(redis_url, run_name, groups=("g",), knobs={"partial_save_tokens": 2}) as bus:
+        asked = task()
+        stop = ("never said", decode([15, 16]))
+        await put(bus, PROMPTS, msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, stop=stop)))
+        spec = GenerationSpec(engine="external", engine_url="scripted", model_path=str(tmp_path))
+        async with running(bus, "w0", body_on(Streamer()), spec):
+            rollout = await one_rollout(bus)
+        accounts = await ledger.read_accounts(bus)
+    assert isinstance(rollout, RolloutDone) and rollout.finish == "stop"
+    assert unpack_ints(rollout.response.tokens) == [12, 13, 14, 15, 16]
+    assert accounts.tokens_generated == 6 and accounts.tokens_dropped == {"discarded": 1}
 
 
 class Killed(BaseException):

@@ -5,10 +5,11 @@ import json
 
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
+from bus.messages.groups import GroupVerdict
 from bus.messages.policy import SamplesTrained, SampleTrained
 from bus.messages.samples import Mark
 from bus.messages.versions import VersionSpan
-from bus.topology import POLICY, TRAINED
+from bus.topology import POLICY, TRAINED, VERDICTS
 from miles_async.settings.runs import write_run_file
 
 
@@ -17,7 +18,7 @@ def test_a_trace_tells_where_a_sample_is_and_how_it_ended(whole):
     assert "scored, waiting for its siblings: held by filter" in whole.ask("trace", "g3/0")[1]
     assert "trained in step 1, policy version 2" in whole.ask("trace", "g1/0")[1].splitlines()[0]
     out = whole.ask("trace", "g2/1")[1]
-    assert out.startswith("g2/1: group dropped: zero_std_0")
+    assert out.startswith("g2/1: group dropped by the filter: zero_std_0")
     assert "reward: retry: rollouts g2/1: slow" in out
     _, found = whole.ask_json("trace", "g3/0")
     assert found["place"]["stream"] == "scored"
@@ -57,7 +58,7 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
     shown = run.ask("trace", "g7/1")[1]
     assert shown.startswith("g7/1: trained in step 3, policy version 4")
     assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
-    assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped: zero_std_1")
+    assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped by the filter: zero_std_1")
     assert run.ask("trace", "g9/0")[0] == 2
 
 
@@ -91,3 +92,29 @@ def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_
     assert after.count("issued") == live.count("begun by") == 1  # told by both files and bus, said once
     of_group = run.ask("trace", "g1")[1]
     assert "g1/0 parked: drain" in of_group and "trained in step 1" in of_group
+
+
+def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
+    """From the filter's verdict; later from the files alone, where what follows does not hide it."""
+    marks = (Mark("issued", "", 0, 10.0), Mark("begun", "generation-0", 0, 11.0), Mark("ended", "generation-0", 4, 14.0))
+    life = SampleTrained("g5/1", marks, (VersionSpan(1, 0, 4),), "stop", 1, 3.0, 0.0, "math", 0.5, 0.0, 0, -1.0)
+    verdict = GroupVerdict(group_id="g5", prompt_id="p", kept=False, reason="zero_std_0", n_samples=2, lives=(life,))
+    other = SampleTrained("g1/0", marks, (VersionSpan(1, 0, 4),), "stop", 1, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+
+    async def told(story):
+        await story.whole()
+        await story.say(TRAINED, SamplesTrained(step=1, samples=(other,)))
+        await story.say(VERDICTS, verdict)
+        stop = asyncio.Event()
+        stop.set()
+        await Recorder(story.bus, run.dir).follow(stop)
+        await Recorder(story.bus, run.dir).follow(stop)  # started again, it goes on behind what is on record
+
+    run.tell(told)
+    live = run.ask("trace", "g5/1")[1]
+    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
+    after = run.ask("trace", "g5/1")[1]
+    assert after == live and after.startswith("g5/1: group dropped by the filter: zero_std_0")
+    words = ("issued", "begun by generation-0", "ended by generation-0 with 4 tokens", "made: 4 tokens by version 1; stop")
+    assert [word for word in (*words, "scored 0 by math in 0.5 s") if after.count(word) != 1] == []
+    assert (run.dir / "trained.jsonl").read_text().count("\n") == 2

@@ -18,7 +18,7 @@ TAKEN = """
 --n-samples-per-prompt --num-epoch --num-rollout --over-sampling-batch-size --partial-rollout --prompt-data --reward-key --rm-type
 --rm-url --rollout-all-samples-process-path --rollout-batch-size --rollout-data-postprocess-path --rollout-max-context-len
 --rollout-max-prompt-len --rollout-max-response-len --rollout-sample-filter-path --rollout-seed --rollout-shuffle
---rollout-skip-special-tokens --rollout-stop-token-ids --rollout-temperature --rollout-top-k --rollout-top-p
+--rollout-skip-special-tokens --rollout-stop --rollout-stop-token-ids --rollout-temperature --rollout-top-k --rollout-top-p
 --skip-eval-before-train --tool-key --multimodal-keys
 """
 REFUSED = {
@@ -32,7 +32,6 @@ REFUSED = {
     "--rollout-buffer-url": "no service",
     "--rollout-external": "--engine external",
     "--rollout-function-path": "--custom-generate-function-path",
-    "--rollout-stop": "--rollout-stop-token-ids",
     "--rollout-submission-granularity": "one by one",
     "--session-message-matcher": "agents.md",
     "--use-session-server": "agents.md",

@@ -64,7 +64,7 @@ def visit(v: Visitor, page: Page, say: Callable[[int], None]) -> None:
     # why a sample was dropped
     opens(v, "drops")
     v.one("#trace-id").send_keys("g2/1", Keys.ENTER)
-    v.sees("#panel-drops .life", "group dropped: zero_std_0")
+    v.sees("#panel-drops .life", "group dropped by the filter: zero_std_0")
     # the staleness bound: refused in place, then turned
     opens(v, "knobs")
     v.sees("#panel-knobs", "max_weight_staleness")

@@ -40,7 +40,7 @@ def batch_of(decoder: Decoder, *, extra: int = 0) -> StepBatch:
     shown: list[list[bytes]] = [[sights.square("red")], [sights.square("blue"), sights.square("green", 140, 84)], []]
     for g, pictures in enumerate(shown):
         ids = [words["user\n"]]
-        for picture in pictures:
+        for _ in pictures:
             ids += [words["<|vision_start|>"], sights.IMAGE, words["<|vision_end|>"]]
         ids, places = eyes.vision.laid_out([*ids, words[" which"], words[" colour"]], [eyes.vision.pixels(p)[1] for p in pictures])
         view = eyes.view(ids, list(map(sights.data_url, pictures))) if pictures else None
@@ -56,7 +56,8 @@ def batch_of(decoder: Decoder, *, extra: int = 0) -> StepBatch:
             n = len(request.tokens)
             train = TrainSample(
                 sample_id=request.rid, group=f"g{g}", response_length=n, reward=float(i), prompt_length=len(ids),
-                loss_mask=np.ones(n, np.uint8), rollout_logp=np.array([pair[0] for pair in request.pairs], np.float32), spans=[(0, n)],
+                loss_mask=np.ones(n, np.uint8), rollout_logp=np.array([pair[0] for pair in request.pairs], np.float32),
+                spans=[(0, n)],
             )  # fmt: skip
             ids32, tokens = np.array(ids, np.int32), np.array(request.tokens, np.int32)
             given = tuple(zip(named, pictures, strict=True))

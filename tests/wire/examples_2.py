@@ -72,6 +72,20 @@ EPISODE = Episode(
     turns=3,
 )
 JOURNAL = (Call(0, b"digest_0", 2, "stop"), Call(1, b"digest_1", answer=b"\x02"), Call(2, b"digest_2", 1))
+LIFE = SampleTrained(
+    sample_id="g0000042/1",
+    marks=(Mark("issued", wall=1.5), Mark("parked: drain", "generation-1", 2, 2.5)),
+    spans=(VersionSpan(7, 5, 2),),
+    finish="stop",
+    turns=2,
+    generate_s=0.5,
+    reward=1.0,
+    scorer="math",
+    score_s=0.25,
+    judged=3.5,
+    trained=2,
+    share=0.125,
+)
 EXAMPLES: tuple[Message, ...] = (
     _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01")),
     _more(RolloutDone, running=12, episode=EPISODE),
@@ -82,28 +96,13 @@ EXAMPLES: tuple[Message, ...] = (
         group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
     ),
     Turned(step=5, version=7),
-    _more(GroupVerdict, members=(1, 3)),
+    _more(GroupVerdict, members=(1, 3), lives=(LIFE,)),
     GroupsGivenUp(
         groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
     ),
     SamplesTrained(
         step=4,
-        samples=(
-            SampleTrained(
-                sample_id="g0000042/1",
-                marks=(Mark("issued", wall=1.5), Mark("parked: drain", "generation-1", 2, 2.5)),
-                spans=(VersionSpan(7, 5, 2),),
-                finish="stop",
-                turns=2,
-                generate_s=0.5,
-                reward=1.0,
-                scorer="math",
-                score_s=0.25,
-                judged=3.5,
-                trained=2,
-                share=0.125,
-            ),
-        ),
+        samples=(LIFE,),
     ),
     _more(Restored, samples=("g0000041/0",)),
     _more(Turn, boots=True),

@@ -1,6 +1,7 @@
 """Reads a Hugging Face model directory's `config.json` into the few numbers the embedded forward needs.
 
-Families: llama, qwen2, qwen3, qwen3_moe, and qwen2_vl and qwen2_5_vl with pictures. What the forward does not implement is refused here, by name, before any weight
+Families: llama, qwen2, qwen3, qwen3_moe; with pictures qwen2_vl, qwen2_5_vl.
+What the forward does not implement is refused here, by name, before any weight
 is read.
 """
 

@@ -95,7 +95,8 @@ class Decoder:
         """Run prompts from scratch and store their keys and values.
 
         prompts: int64 [u, P], right-padded, distinct. lengths: int64 [u]. source: int64 [b], row `first_row + j` of the
-        cache takes prompt source[j]. views: what each prompt shows; empty = none does. Returns logits float32 [b, vocab] after the last token of each prompt.
+        cache takes prompt source[j]. views: what each prompt shows; empty = none does. Returns logits float32 [b, vocab] after the
+        last token of each prompt.
         """
         c, (u, width) = self.config, prompts.shape
         rows = slice(first_row, first_row + source.numel())

@@ -82,7 +82,8 @@ class Eyes:
             at = next((i for i in range(at, len(ids)) if ids[i] == token), len(ids))
             n = grid[0] * grid[1] * grid[2] // self.vision.merge**2
             if list(ids[at : at + n]) != [token] * n:
-                raise BadData(f"picture {len(places) + 1} of {len(made)} has {n} tokens, input_ids have no {n} places in a row for it")
+                which = f"picture {len(places) + 1} of {len(made)}"
+                raise BadData(f"{which} has {n} tokens, input_ids have no {n} places in a row for it")
             places.append(Picture(at=at, n=n, grid=grid))
             at += n
         return View(

@@ -13,6 +13,7 @@ import msgspec
 
 from actors.generation.endpoint.calls import Call, without
 from actors.generation.rollouts.session import Segment
+from bus.errors import UNREADABLE
 from bus.messages.samples import Sampling
 
 MOST_ANSWERS = 16  # `n` of one call
@@ -63,7 +64,7 @@ def read(raw: bytes) -> ChatBody:
     """A body. Raises BadRequest."""
     try:
         body = _decode(raw)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"the body cannot be read: {error}") from error
     refused = [
         *(name for name in ("frequency_penalty", "presence_penalty", "logit_bias") if getattr(body, name)),
@@ -85,7 +86,7 @@ def sampling_of(body: ChatBody, given: Sampling, *, as_asked: bool) -> tuple[Sam
     nothing is trained on the answer; else the run's do."""
     asked = body.max_completion_tokens or body.max_tokens or given.max_new_tokens
     most = max(1, min(asked, given.max_new_tokens))
-    sampling = msgspec.structs.replace(given, max_new_tokens=most)
+    sampling = msgspec.structs.replace(given, max_new_tokens=most, stop=tuple(body.stops) or given.stop)
     other = {
         name: value
         for name in ("temperature", "top_p")

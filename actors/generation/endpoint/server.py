@@ -23,8 +23,10 @@ from actors.generation.endpoint.dialogue import BadMessages, Dialogues, Message,
 from actors.generation.endpoint.request import BadRequest, ChatBody, Json
 from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
+from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
 from bus.errors import Poison
+from bus.messages.samples import Sampling
 
 MAX_BODY_BYTES = 64 << 20
 Count = Callable[..., object]
@@ -126,7 +128,7 @@ class Endpoint:
         if overruled:
             self._count("sampling_overruled")
         number, episode.answers = episode.answers, episode.answers + 1
-        stream = _Stream(http, self._model, number, body) if body.stream else None
+        stream = _Stream(http, self._model, number, body, sampling.stop) if body.stream else None
         current = asyncio.current_task()
         assert current is not None
         episode.handlers.add(current)
@@ -152,26 +154,22 @@ class Endpoint:
         return web.json_response(_head(self._model, number, "chat.completion") | {"choices": choices, "usage": usage})
 
     async def _answer(
-        self, episode: Episode, body: ChatBody, place: Place, sampling: Any, number: int, index: int, stream: _Stream | None
+        self, episode: Episode, body: ChatBody, place: Place, sampling: Sampling, number: int, index: int, stream: _Stream | None
     ) -> tuple[Segment, Message]:
         """One turn of the model, and the message it is for the client."""
         growing = Growing(self._chat.decode)
         opening = OPENINGS[episode.kind] if body.offered else ""
 
-        def watch(tokens: Sequence[int]) -> bool:
-            text = growing.read(tokens[:-1])  # the last one may be the end
+        def hear(tokens: Sequence[int]) -> bool:
             if stream is not None:
-                stream.hear(index, text, opening)
-            return any(stop in text for stop in body.stops)
+                stream.hear(index, growing.read(tokens[:-1]), opening)  # the last one may be the end
+            return False
 
         async with stream.telling() if stream is not None else _nothing():
-            segment = await episode.session.generate(
-                place.tokens, sampling, watch=watch if body.stops or stream is not None else None
-            )
-        segment = self._until(segment, body.stops)
+            segment = await episode.session.generate(place.tokens, sampling, watch=hear if stream is not None else None)
         ended = bool(segment.tokens) and segment.tokens[-1] in sampling.stop_token_ids
         text = self._chat.decode(segment.tokens[:-1] if ended else segment.tokens)
-        text = text[: min((at for stop in body.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        text = text[: min((at for stop in sampling.stop if (at := text.find(stop)) >= 0), default=len(text))]
         calls = parse(text, episode.kind, body.offered) if body.offered else []
         message = wire.message_of(text, calls, f"{number}_{index}")
         if calls and "tool_calls" not in message:
@@ -184,39 +182,15 @@ class Endpoint:
             await stream.close(index, message, wire.finish_of(message, segment), logprobs)
         return segment, message
 
-    def _until(self, segment: Segment, stops: Sequence[str]) -> Segment:
-        """As far as the token that completes a stop: more may have come with it."""
-        n = len(segment.tokens)
-        while n and any(stop in self._chat.decode(segment.tokens[: n - 1]) for stop in stops):
-            n -= 1
-        return segment.first(n) if n < len(segment.tokens) else segment
-
     def _texts(self, segment: Segment) -> list[str]:
         return [self._chat.decode([token]) for token in segment.tokens]
-
-
-class Growing:
-    """The text of tokens that become more, each decoded a few times only."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._text = ""
-        self._from, self._done = 0, 0  # tokens before the second are in the text; decoding begins at the first
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """All of it, without a character that is not complete."""
-        known, more = self._decode(tokens[self._from : self._done]), self._decode(tokens[self._from :])
-        if len(more) > len(known) and not more.endswith("\ufffd"):
-            self._text += more[len(known) :]
-            self._from, self._done = self._done, len(tokens)
-        return self._text
 
 
 class _Stream:
     """An answer sent as it is made, as server-sent events."""
 
-    def __init__(self, http: web.Request, model: str, number: int, body: ChatBody) -> None:
-        self._http, self._body = http, body
+    def __init__(self, http: web.Request, model: str, number: int, body: ChatBody, stops: Sequence[str]) -> None:
+        self._http, self._body, self._stops = http, body, stops
         self._head = _head(model, number, "chat.completion.chunk")
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self._begun = asyncio.Lock()
@@ -225,7 +199,7 @@ class _Stream:
 
     def hear(self, index: int, text: str, opening: str) -> None:
         """What an answer says so far."""
-        end, sent = wire.safe_length(text, self._body.stops, opening), self._sent.get(index, 0)
+        end, sent = wire.safe_length(text, self._stops, opening), self._sent.get(index, 0)
         if end > sent:
             self._sent[index] = end
             self._new.put_nowait((index, text[sent:end]))

@@ -48,6 +48,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
             "top_k": task.sampling.top_k,
             "max_new_tokens": task.sampling.max_new_tokens,
             "stop_token_ids": list(task.sampling.stop_token_ids),
+            "stop": list(task.sampling.stop),
         }
         if needed == 1:
             whole = SimpleNamespace(args=args, sample=sample, sampling_params=params, evaluation=bool(task.eval_name))
@@ -75,8 +76,10 @@ class _Asked:
         """One call of the engine, as SGLang's /generate is called and answers."""
         params = payload.get("sampling_params", {})
         known = {name: params[name] for name in Sampling.__struct_fields__ if name in params}
-        if unknown := sorted(set(params) & {"stop", "stop_regex", "min_p", "json_schema", "regex"}):
-            raise Poison(f"sampling_params {', '.join(unknown)} have no counterpart; use stop_token_ids")
+        if isinstance(known.get("stop"), str):
+            known["stop"] = [known["stop"]]
+        if unknown := sorted(set(params) & {"stop_regex", "min_p", "json_schema", "regex"}):
+            raise Poison(f"sampling_params {', '.join(unknown)} have no counterpart; use stop or stop_token_ids")
         before = msgspec.structs.asdict(self._session.task.sampling)
         turn = await self._session.generate(payload["input_ids"], msgspec.convert(before | known, Sampling))
         self._turns.append(turn)

@@ -11,12 +11,13 @@ import inspect
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
 from actors.generation.rollouts import Program, Segment, Task, Trajectory
 from actors.generation.rollouts.session import Watch
+from actors.generation.rollouts.stops import until, watching
 from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
@@ -139,6 +140,9 @@ class Live:
         elif turn.digest and turn.digest != digest_of(pack_ints(asked)):
             await self._leave("diverged")
         turn.asked = asked
+        sampling = sampling or self.task.sampling
+        if sampling.stop:
+            watch = watching(self._turns.decode, sampling.stop, watch)
         more: Callable[[Turn], bool] | None = None
         if watch is not None:
 
@@ -147,7 +151,6 @@ class Live:
 
             if turn.tokens and not more(turn):
                 turn.finish = "stop"
-        sampling = sampling or self.task.sampling
         if sampling.temperature != self.task.sampling.temperature and not self.task.eval_name:
             raise Poison(
                 f"a turn of {self.task.sample_id} asks for temperature {sampling.temperature}, its task has "
@@ -161,14 +164,9 @@ class Live:
                 self._generating -= 1
             if reason is not None:
                 await self._leave(reason)
-        return Segment(
-            "model",
-            turn.tokens,
-            turn.logprobs,
-            turn.spans,
-            "stop" if turn.finish == "stop" else "length",
-            no,
-        )
+        ends: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
+        made = Segment("model", turn.tokens, turn.logprobs, turn.spans, ends, no)
+        return until(self._turns.decode, made, sampling.stop) if sampling.stop else made
 
     def world(self) -> World:
         if self._worlds is None:

@@ -17,7 +17,7 @@ from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
 from actors.runtime.context import Context
-from actors.runtime.prompts import decoder_of
+from actors.runtime.miles import Decode
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
 from actors.runtime.whole import said
@@ -43,14 +43,14 @@ class Programs:
         path: str,
         deadline_s: float,
         extra: Mapping[str, Any],
-        model_dir: str,
+        decode: Decode,
         program: Program | None = None,
     ) -> None:
         self._context = context
         self._name = path or str(program or "single turn")
         self._program: Program = program or single.rollout
         if path:
-            self._program = program_of(path, lambda: {**context.knobs.values, **extra}, decoder_of(model_dir))
+            self._program = program_of(path, lambda: {**context.knobs.values, **extra}, decode)
         self._deadline_s = deadline_s if path or program else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."

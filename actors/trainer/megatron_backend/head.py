@@ -36,7 +36,8 @@ def vocab_parallel_head(
 
     hidden [R, D] whole on every rank, weight [V / ranks, D] this rank's rows of one float type, targets int64 [R] over the whole
     vocabulary, temperature > 0 as one value or float32 [R]. `vocab`: tokens of the model; rows behind them are padding and take no
-    part. `cap`: logits are cap * tanh(logit / cap) before the temperature; 0: as they are. The gradient of `hidden` is this rank's share, to be summed over `group` by the caller; entropy carries gradient only if
+    part. `cap`: logits are cap * tanh(logit / cap) before the temperature; 0: as they are. The gradient of `hidden` is this rank's
+    share, to be summed over `group` by the caller; entropy carries gradient only if
     asked to.
     """
     chunk = max(1, chunk_elements // max(1, weight.shape[0]))

@@ -26,6 +26,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.grouped import GroupedExperts
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.training.routes import mode_of
@@ -83,7 +84,7 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
     if arch.transformer.get("window_size") and own.context_parallel_size > 1 and model.has_transformer_engine():
-        said.append(f"context_parallel_size={own.context_parallel_size}: {arch.family} has windows of attention, which are not cut; use 1")
+        said.append(f"context_parallel_size={own.context_parallel_size}: {arch.family} has windows, which are not cut; use 1")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
     if config.ref_update_interval:
@@ -139,6 +140,8 @@ class Model:
             transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
             wrapped = Float16Module(transformer, chunk) if narrow else chunk
             self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
+            for experts in (m for m in chunk.modules() if isinstance(m, GroupedExperts)):
+                experts.overlapped = ddp.overlap_grad_reduce
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(

@@ -50,7 +50,8 @@ class Gallery:
                     except BadImage as error:
                         raise ValueError(f"{sample.train.sample_id}: {error}") from error
                     if grid != picture.grid:
-                        raise ValueError(f"{sample.train.sample_id}: its picture is {grid} patches here, {picture.grid} to the sampler")
+                        name = sample.train.sample_id
+                        raise ValueError(f"{name}: its picture is {grid} patches here, {picture.grid} to the sampler")
                     self._patches[picture.blob] = patches
 
     def micro_batch(self, ids: np.ndarray, lengths: np.ndarray, device: torch.device) -> Sight:

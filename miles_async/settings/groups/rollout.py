@@ -125,6 +125,10 @@ shows the next one where it says <image>."""),
     rollout_stop_token_ids: Annotated[
         tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
     ] = ()
+    rollout_stop: Annotated[
+        tuple[str, ...],
+        doc("Texts that end a response. The token that completes one is its last, and is trained; an agent's `stop` goes before."),
+    ] = ()
 
     rollout_skip_special_tokens: Annotated[
         bool,
