@@ -39,7 +39,7 @@ from bus.knobs.live import read_history, values_at  # noqa: E402
 from bus.messages.policy import GroupsGivenUp  # noqa: E402
 from bus.streams.hop import id_key  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
-from miles_async.console.trace import trace  # noqa: E402
+from miles_async.console.trace_live import trace  # noqa: E402
 from miles_async.launcher.prepare import shared_memory  # noqa: E402
 from scripts import growth, soak_figures  # noqa: E402
 from scripts.soak_home import Home, commit_of  # noqa: E402

@@ -52,7 +52,7 @@ def make_model(path: Path, *, family: str = "qwen2_vl", seed: int = 0, weights: 
     _save_words(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16},
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16},
         **{name: vision[name] for name in ("patch_size", "temporal_patch_size")},
         "merge_size": 2,
     }
@@ -105,7 +105,7 @@ def write_rows(path: Path, n: int = 16) -> None:
     lines = []
     for i in range(n):
         colour = list(COLOURS)[i % len(COLOURS)]
-        picture = square(colour, 28 * (1 + i % 2), 28)
+        picture = square(colour, 56 * (1 + i % 2), 56)
         (path.parent / f"{colour}{i}.png").write_bytes(picture)
         shown = (f"{colour}{i}.png", data_url(picture), [base64.b64encode(picture).decode()])[i % 3]
         lines.append(json.dumps({"input": "<image> which colour?", "images": shown, "label": colour}))

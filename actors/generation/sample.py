@@ -157,12 +157,12 @@ class Running:
     @property
     def last_version(self) -> int:
         """The newest version of a finished or running turn."""
-        return max((turn.last_version for turn in self.turns.values()), default=NO_TOKENS)
+        return max([turn.last_version for turn in self.turns.values()], default=NO_TOKENS)
 
     @property
     def begun(self) -> bool:
         """Whether any call was answered, wholly or in part."""
-        return bool(self.told) or any(turn.tokens for turn in self.turns.values())
+        return bool(self.told) or bool([turn for turn in self.turns.values() if turn.tokens])
 
     def mark(self, what: str, who: str, wall: float) -> None:
         """Note what happens to it; of very many the middle is left out."""

@@ -7,12 +7,14 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from actors.recorder.records import Record
 from bus.errors import UNREADABLE, MilesAsyncError
+
+if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
+    from actors.recorder.records import Record
 
 FILE = "metrics.jsonl"
 BLOCK = 1 << 20

@@ -9,9 +9,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.recorder.file import append_lines, records_in
-from actors.recorder.records import Record
+
+if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
+    from actors.recorder.records import Record
 
 LIVES = ("trained", "dropped")  # kinds of its lines
 FILE, OLDER = "trained.jsonl", "trained.1.jsonl"

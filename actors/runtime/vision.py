@@ -1,7 +1,7 @@
 """Pictures of prompts: read from a data set, checked, laid out among a prompt's tokens, made into what a vision tower reads.
 
 Families: qwen2_vl, qwen2_5_vl. Always true: launcher, sampler, embedded engine and trainer make the same numbers of the same bytes:
-transformers' PIL processor with the model's own preprocessor_config.json.
+transformers' PIL processor with the model's own preprocessor_config.json, as far as SGLang goes by that.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MOST_BYTES, MOST_PIXELS = 20 << 20, 64 << 20
 MOST_PICTURES = 64  # of one prompt
 SHORTEST = 64  # characters of a picture in base64
 PROCESSOR = "preprocessor_config.json"
+SGLANG_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+"""Points of a picture that SGLang (0.5.12) shows a qwen2_vl, at least and at most, whatever its own file says; so all do."""
 
 
 class BadImage(BadData):
@@ -132,7 +134,8 @@ class Vision:
             import PIL.Image  # noqa: F401
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(directory)
+            own = {"size": SGLANG_SIZE} if config["model_type"] == "qwen2_vl" else {}
+            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(directory, **own)
         except ImportError as error:
             raise Refused(f"pictures need Pillow: {error}. pip install 'miles-async[vision]'.") from error
         except (OSError, ValueError) as error:

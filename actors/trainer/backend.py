@@ -201,12 +201,3 @@ class TrainBackend:
 
     def close(self) -> None:
         """Let go of other ranks, if any; harmless twice."""
-
-
-def open_backend(name: str) -> TrainBackend:
-    """`none`, or a training library as `core_of` finds it, imported only when asked for. Refused when there is no such."""
-    if name == "none":
-        return TrainBackend()
-    from actors.trainer.training.ranked import RankedBackend
-
-    return RankedBackend(name)

@@ -100,7 +100,8 @@ def check_pictures(settings: RunSettings) -> str | None:
     except ValueError as error:
         raise SettingsError(str(error), field="multimodal_keys", value=keys) from None
     if column and not family_of(model):
-        problem, remedy = f"{model} reads no pictures here", f"Choose a model of {' or '.join(FAMILIES)}, or leave the pictures out."
+        problem = f"{model} reads no pictures here"
+        remedy = f"Choose a model of {' or '.join(FAMILIES)}, or leave the pictures out."
         raise SettingsError(problem, field="multimodal_keys", value=keys, remedy=remedy)
     return column or None
 

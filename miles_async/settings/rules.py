@@ -4,7 +4,6 @@
 Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the start of a run.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 
@@ -13,7 +12,7 @@ from miles_async.settings import (
     colocate,
     governor,
     megatron,
-    pictures,
+    prompts,
     second_models,
     serving,
     staleness,
@@ -22,10 +21,10 @@ from miles_async.settings import (
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.runs import check_bus_url
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 Rule = Callable[[Flat], None]
 
@@ -191,25 +190,6 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
         raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
 
 
-def the_template_has_what_it_takes(s: Flat) -> None:
-    needing = ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys")
-    given = {name: getattr(s, name) for name in needing}
-    for name, value in given.items():
-        if value is not None and not s.apply_chat_template:
-            raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
-    try:
-        found = json.loads(s.apply_chat_template_kwargs or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise refusal(
-            "apply_chat_template_kwargs",
-            s.apply_chat_template_kwargs,
-            "not a JSON object",
-            """Write '{"enable_thinking": false}'.""",
-        )
-
-
 def data_of_a_function_has_a_known_end(s: Flat) -> None:
     if s.data_source_path is not None and s.num_rollout is None:
         raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
@@ -287,17 +267,6 @@ def bus_url_is_understood(s: Flat) -> None:
     check_bus_url(s.bus_url)
 
 
-def check_bus_url(url: str | None) -> None:
-    """Refuse an address of no known scheme; a password in it is not shown."""
-    if url is not None and not url.startswith(BUS_SCHEMES):
-        raise refusal(
-            "bus_url",
-            url.rpartition("@")[2],
-            "not an address of a Redis",
-            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
-        )
-
-
 def run_name_is_a_plain_name(s: Flat) -> None:
     check_run_name(s.name)
 
@@ -354,8 +323,7 @@ RULES: tuple[Rule, ...] = (
     rewards_have_a_source,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
-    the_template_has_what_it_takes,
-    pictures.pictures_go_where_they_are_carried,
+    *prompts.RULES,
     data_of_a_function_has_a_known_end,
     dotted_paths_are_well_formed,
     *training.RULES,

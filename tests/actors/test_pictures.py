@@ -51,7 +51,7 @@ def data(folder: Path, model: str, *rows: dict[str, Any], **more: Any) -> DataSp
 
 
 def test_pictures_are_laid_out_wherever_a_row_has_them(tmp_path: Path, model: str) -> None:
-    picture = sights.square("red", 56, 28)
+    picture = sights.square("red", 84, 56)
     (tmp_path / "red.png").write_bytes(picture)
     url, text = sights.data_url(picture), base64.b64encode(picture).decode()
     own = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " which?"}]}]
@@ -67,8 +67,8 @@ def test_pictures_are_laid_out_wherever_a_row_has_them(tmp_path: Path, model: st
     for prompt in found.prompts[:5]:
         assert prompt.token_ids == one.token_ids and prompt.text == one.text
         [shown] = prompt.pictures
-        assert shown.place == Picture(at=3, n=2, grid=(1, 2, 4)) and one.token_ids[3:5] == [sights.IMAGE] * 2
-    assert [shown.place.at for shown in two.pictures] == [3, 7]
+        assert shown.place == Picture(at=3, n=6, grid=(1, 4, 6)) and one.token_ids[3:9] == [sights.IMAGE] * 6
+    assert [shown.place.at for shown in two.pictures] == [3, 11]
     assert found.prompts[6].pictures == [] and sights.IMAGE not in found.prompts[6].token_ids
 
 

@@ -45,7 +45,7 @@ def test_requests_with_pictures_are_answered_as_transformers_computes_them(folde
     load_weights(decoder, folder)
     assert set(decoder.slots) >= {"visual.patch_embed.proj.weight", "model.layers.0.self_attn.q_proj.bias"}
     two = sights.square("blue"), sights.square("green", 140, 84)
-    shown: list[tuple[bytes, ...]] = [(sights.square("red"),), two, (), (sights.square("white", 84, 28),)]
+    shown: list[tuple[bytes, ...]] = [(sights.square("red"),), two, (), (sights.square("white", 84, 56),)]
     requests = []
     for k, pictures in enumerate(shown):
         ids = prompt_of(eyes, *pictures)
