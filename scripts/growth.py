@@ -42,7 +42,9 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
     ):
         if any(part in word for word in words):
             return kind
-    return next((kind for word, kind in (("train", "launcher"), ("worker", "guest's launcher")) if word in words), "other")
+    return next(
+        (kind for word, kind in (("train", "launcher"), ("worker", "guest's launcher")) if word in words), "other"
+    )
 
 
 async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, shared: Path) -> Line:
@@ -63,12 +65,19 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
     told = await bus.server_info()
     memory, resident = (int(re.search(rf"^{name}:(\d+)", told, re.M)[1]) for name in ("used_memory", "used_memory_rss"))  # type: ignore[index]
     redis = {"memory": memory, "resident": resident, "keys": int(await bus.link.run("DBSIZE"))}
-    return {"processes": found, "Redis": redis, "run folder": _use_of(run_dir), "shared memory": _use_of(shared)}
+    return {
+        "processes": found,
+        "Redis": redis,
+        "run folder": _use_of(run_dir, but="redis"),
+        "append-only file": _use_of(run_dir / "redis"),
+        "shared memory": _use_of(shared),
+    }
 
 
-def _use_of(folder: Path) -> dict[str, int]:
+def _use_of(folder: Path, but: str = "") -> dict[str, int]:
     files = n_bytes = 0
-    for root, _, names in os.walk(folder):
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != but]
         for name in names:
             with suppress(OSError):
                 n_bytes += os.lstat(os.path.join(root, name)).st_size
@@ -127,8 +136,8 @@ def slopes(lines: Sequence[Line]) -> list[Slope]:
                 if process["age_s"] > SETTLED_S:
                     lives[process["what"], name].append((process["life"], x, float(process[name])))
         if x >= from_step:
-            for what in ("Redis", "run folder", "shared memory"):
-                for name, value in line[what].items():
+            for what in ("Redis", "run folder", "append-only file", "shared memory"):
+                for name, value in line.get(what, {}).items():  # pieces of older code measured less
                     whole[what, name].append((str(line["piece"]), x, float(value)))
     found = []
     for key, points in lives.items():

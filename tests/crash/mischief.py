@@ -72,7 +72,7 @@ class Mischief:
         self.done: list[Disturbance] = []
         self.faults: list[str] = []
         self.guests: dict[str, subprocess.Popen[bytes]] = {}
-        self.planted: list[tuple[str, str]] = []  # garbage on streams with readers: stream, entry
+        self.planted: list[tuple[str, str]] = []  # garbage: stream, entry
         self._joined, self._guests = 0, guests
 
     async def disturb(self, bus: Bus) -> None:
@@ -203,8 +203,8 @@ class Mischief:
         pieces = self.random.sample(garbage(stream, self.random), AT_ONCE)
         wall, key = time.time(), bus.keys.stream(stream.name)
         ids = [(await bus.link.run("XADD", key, "*", *fields)).decode() for fields in pieces if fields]
+        self.planted += [(stream.name, entry_id) for entry_id in ids]
         if stream.is_data:
-            self.planted += [(stream.name, entry_id) for entry_id in ids]
             end = time.monotonic() + BURIED_S
             while lying := [i for i in ids if await bus.link.run("XRANGE", key, i, i)]:
                 if time.monotonic() > end:
