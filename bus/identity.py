@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from bus.client import connect
-from bus.errors import BusRefused
+from bus.errors import UNREADABLE, BusRefused
 from bus.streams.redis import Bus, BusConfig
 
 
@@ -39,7 +39,7 @@ async def read_identity(bus: Bus) -> Identity | None:
     raw = await bus.link.run("GET", bus.keys.identity)
     try:
         return None if raw is None else msgspec.json.decode(raw, type=Identity)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

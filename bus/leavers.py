@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from bus.errors import UNREADABLE
 from bus.messages.control import Vitals
 from bus.streams.link import Script
 from bus.streams.redis import Bus
@@ -36,7 +37,7 @@ async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
     for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
         try:
             known[name] = msgspec.msgpack.decode(raw, type=Vitals)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             continue  # of another release; whoever runs that release tells them apart
     keys = [bus.keys.vitals, bus.keys.ledger, *(bus.keys.stream(s.name) for s in STREAMS if s.is_data)]
     names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, await bus.silences())])

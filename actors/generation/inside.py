@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from bus.errors import UNREADABLE
+
 VARIABLE = "MILES_ASYNC_INSIDE"
 """Environment of the server: the folder of the letters."""
 TESTED = ("0.5.12",)
@@ -56,7 +58,7 @@ def run(model: Any, named: Iterable[Any]) -> None:
     try:
         order = msgspec.json.decode((folder / "order.json").read_bytes(), type=Order)
         _answer(folder, order, model)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         log.warning("an order is not answered: %s", error)
 
 
@@ -146,7 +148,7 @@ def read(folder: Path, order: Order, rank: int = 0) -> Answer:
         if answer.number == order.number:
             return answer
         why = f"no answer in {folder}"
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         why = f"no answer in {folder}: {error}"
     received = order.what == "receive"
     return Answer(number=order.number, unknown="" if received else why, failed=why if received else "")

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from actors.generation.sglang_calls import bearer
-from bus.errors import Transient
+from bus.errors import UNREADABLE, Transient
 
 POLL_S = 0.1
 
@@ -47,7 +47,7 @@ class RouterClient:
                     found[item.rstrip("/")] = (item, True)
                 else:
                     found[str(item["url"]).rstrip("/")] = (str(item.get("id", "")), bool(item.get("is_healthy", True)))
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (*UNREADABLE, KeyError, TypeError) as error:
             raise RouterGone(f"router {self.url} lists its workers in an unknown form: {error}") from None
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from actors.runtime.prompts import RoutedShape
+from bus.errors import UNREADABLE
 from bus.messages.samples import Routed
 
 
@@ -20,7 +21,7 @@ def read_routed(raw: msgspec.Raw, shape: RoutedShape) -> Routed | None:
 
     try:
         numbers = np.frombuffer(msgspec.json.decode(raw, type=bytes), dtype="<i4")
-    except (msgspec.DecodeError, ValueError):
+    except (*UNREADABLE, ValueError):
         return None
     n, rest = divmod(numbers.size, shape.width)
     if rest or not n:

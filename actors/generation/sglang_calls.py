@@ -15,6 +15,7 @@ import msgspec
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.sglang_wire import message_in
+from bus.errors import UNREADABLE
 
 _ERROR_CHARS = 300
 
@@ -58,7 +59,7 @@ class Calls:
         text = await self.ok("GET", path)
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise EngineUnavailable(
                 f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?"
             ) from None

@@ -24,7 +24,7 @@ from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
 from actors.generation.sglang_calls import bearer
 from actors.runtime.child import Child, command_line, free_port
-from bus.errors import MilesAsyncError
+from bus.errors import UNREADABLE, MilesAsyncError
 from bus.private import write_secret
 
 Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
@@ -243,5 +243,5 @@ async def _json(
             if response.status != 200:
                 raise EngineUnavailable(f"{url} answered HTTP {response.status}: {text[:200]}")
             return msgspec.json.decode(text, type=dict[str, Any])
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
         raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None

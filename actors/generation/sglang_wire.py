@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from actors.generation.engine import Chunk, EngineLoad, GenerateRequest
+from bus.errors import UNREADABLE
 
 
 class Reason(msgspec.Struct):
@@ -105,7 +106,7 @@ def load_of(text: str) -> EngineLoad:
     """Of all schedulers of an engine together; the fullest says how full. Nothing is told by an answer that is not understood."""
     try:
         ranks = msgspec.json.decode(text, type=Loads).loads
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return EngineLoad()
     if not ranks:
         return EngineLoad()
@@ -121,7 +122,7 @@ def message_in(text: str) -> str:
     """SGLang nests its message differently per endpoint: {"error": {"message"}}, {"message"} or plain text."""
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return text
     if isinstance(value, dict):
         inner = value.get("error", value)

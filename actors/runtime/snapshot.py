@@ -9,7 +9,7 @@ import msgspec
 
 from actors.runtime.host import lives
 from bus import Bus
-from bus.errors import BadMessage
+from bus.errors import UNREADABLE, BadMessage
 from bus.identity import Identity, read_identity
 from bus.inspect import Head, StreamFacts, newest_heads, stream_facts
 from bus.messages.control import EvalDone, Vitals
@@ -131,7 +131,7 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
     for body in raw.values():
         try:
             vitals = msgspec.msgpack.decode(body, type=Vitals)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             continue  # of a release that speaks otherwise; it shows on the events stream as well
         age_s = silences.get(vitals.actor, 0.0)
         found.append(ActorFacts(vitals, age_s, lives(vitals) if age_s > late_s else None, late_s))

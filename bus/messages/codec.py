@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from bus.errors import BadMessage
+from bus.errors import UNREADABLE, BadMessage
 from bus.messages.base import SCHEMA, Message
 
 MAX_BODY_BYTES = 1 << 30
@@ -36,7 +36,7 @@ class Decoder(Generic[M]):
             raise BadMessage(f"message of {len(body)} bytes on stream {self._stream} exceeds {MAX_BODY_BYTES}")
         try:
             message = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             reason = str(error).encode("unicode_escape").decode()  # it may quote the sender's bytes: one line, no control codes
             raise BadMessage(f"undecodable message on stream {self._stream}: {reason}") from error
         if (schema := getattr(message, "schema", SCHEMA)) > SCHEMA:

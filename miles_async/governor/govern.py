@@ -14,7 +14,7 @@ import msgspec
 
 from actors.recorder.feed import Feed
 from bus import Bus, Commit, Out
-from bus.errors import BusFull, BusUnreachable, KnobRejected
+from bus.errors import UNREADABLE, BusFull, BusUnreachable, KnobRejected
 from bus.knobs import propose
 from bus.messages.control import Event
 from bus.topology import EVENTS
@@ -57,7 +57,7 @@ async def read_standing(bus: Bus) -> Standing | None:
     """None where no governor has decided anything."""
     try:
         return msgspec.json.decode(await bus.state(STATE_FIELD) or b"", type=Standing)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 

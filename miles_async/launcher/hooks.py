@@ -19,6 +19,7 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.flags import compare
 from actors.trainer.megatron_backend.layout import layout_of, refusals
+from bus.errors import UNREADABLE
 from miles_async.launcher.plan import objective_config, told, training_data
 from miles_async.launcher.preflight import check_prompt_data
 from miles_async.launcher.resume import check_resume
@@ -98,7 +99,7 @@ def _try(module: str, names: str, body: bytes) -> None:
         ) from None
     try:
         answers = msgspec.json.decode(done.stdout, type=Answer | list[Answer])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise SettingsError(
             f"{names}: the process that tried it ended with status {done.returncode}: {last[:300]}",

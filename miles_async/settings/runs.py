@@ -50,7 +50,7 @@ def finished_run(run_dir: Path) -> RunFile | None:
     """What a finished run wrote; None for one that has not finished or never began."""
     try:
         found = msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunFile)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if found.finished else None
 
@@ -61,7 +61,7 @@ def read_run_file(path: Path) -> RunRef:
         content = msgspec.json.decode(path.read_bytes(), type=RunFile)
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is not a run file: {error}", remedy="Give --bus-url and --run.") from None
     check_bus_url(content.bus_url)
     return RunRef(content.run, content.bus_url, path.parent)

@@ -130,3 +130,12 @@ def test_no_public_name_is_dead(path: Path) -> None:
     told = {place.rpartition(" ")[2] for place in STAYS if place.startswith(f"{path} ")}
     assert {name for name in found if f"{path} {name}" not in STAYS} == set(), f"{path}: delete them, and what tests them alone"
     assert told <= set(found), f"{path}: in STAYS, but used"
+
+
+@each(lambda: sources(*PACKAGES))
+def test_what_cannot_be_decoded_is_caught_as_one_class(path: Path) -> None:
+    """msgspec raises UnicodeDecodeError and RecursionError too, for bytes that are no UTF-8 and for deep nesting."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None and "msgspec.DecodeError" in ast.unparse(node.type):
+            whole = all(name in ast.unparse(node.type) for name in ("UnicodeDecodeError", "RecursionError"))
+            assert whole, f"{path}:{node.lineno}: catch UNREADABLE of bus/errors.py instead"

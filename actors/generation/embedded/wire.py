@@ -11,6 +11,7 @@ from actors.generation.embedded.config import ModelConfig
 from actors.generation.embedded.pictures import Eyes, View
 from actors.generation.embedded.request import Progress, Request
 from actors.runtime.rows import BadData
+from bus.errors import UNREADABLE
 from bus.messages.weights import TensorMeta
 
 DEFAULT_NEW_TOKENS = 128
@@ -134,7 +135,7 @@ def decode_body(raw: bytes, kind: type[B]) -> B:
     """A body of its kind; BadRequest for anything else."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:  # includes ValidationError
+    except UNREADABLE as error:  # includes ValidationError
         raise BadRequest(f"body refused: {error}") from None
 
 

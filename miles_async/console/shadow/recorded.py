@@ -19,6 +19,7 @@ import msgspec
 from actors.recorder.samples import FILE, OLDER, TEXT_CHARS, read_samples
 from actors.reward.sample import Sample
 from actors.trainer.record import RecordedBatch, path_of, read_record
+from bus.errors import UNREADABLE
 from miles_async.console.shadow.units import Unit, chosen
 from miles_async.settings.errors import SettingsError
 
@@ -106,6 +107,6 @@ def special_words(model_dir: Path) -> list[str]:
     try:
         found = msgspec.json.decode((model_dir / "tokenizer.json").read_bytes())["added_tokens"]
         words = [str(token["content"]) for token in found if token.get("special") and token["content"]]
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+    except (OSError, *UNREADABLE, KeyError, TypeError):
         return []
     return sorted(words, key=len, reverse=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from bus.errors import printable
+from bus.errors import UNREADABLE, printable
 from miles_async.console.text import plural
 from miles_async.settings.errors import SettingsError
 
@@ -58,7 +58,7 @@ def last_summary(path: Path) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             found = msgspec.json.decode(line)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
         if isinstance(found, dict) and found.get("kind") == "summary":
             return found

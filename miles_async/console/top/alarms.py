@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from bus.errors import UNREADABLE
+
 LEVELS = ("error", "warning")
 FILE = "alarms_seen.json"  # in the run's folder
 MOST_KEPT = 500
@@ -26,7 +28,7 @@ def read_seen(file: Path | None) -> Seen:
     """What earlier views acknowledged; nothing where there is no file, or it is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Seen) if file is not None else {}
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return {}
 
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from bus import Bus
-from bus.errors import MilesAsyncError
+from bus.errors import UNREADABLE, MilesAsyncError
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.guard import refusal
 from miles_async.settings.errors import SettingsError
@@ -81,7 +81,7 @@ def answering(verb: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
             return web.json_response(
                 {"error": str(error), "each": [{"field": e.field, "text": str(e)} for e in error.each]}, status=422
             )
-        except (MilesAsyncError, msgspec.DecodeError) as error:
+        except (MilesAsyncError, *UNREADABLE) as error:
             return refusal(422, str(error))
         return web.Response(body=body, content_type="application/json")
 
