@@ -59,7 +59,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 0  # samples; 0 = all at once
     keep: int = 20  # evaluations whose samples are kept, for each data set
     stop_token_ids: tuple[int, ...] = ()
-    rollout_stop: tuple[str, ...] = ()
+    rollout_stop: tuple[str, ...]
     rm_type: str
     before_train: bool = True
     final: bool = True

@@ -30,7 +30,7 @@ from actors.runtime.refusals import Row
 from actors.runtime.staleness import bound_in_steps, rule_of
 from bus import Commit, Entry, Out, Tail
 from bus.errors import Poison
-from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
+from bus.messages.groups import MOST_LIVES, GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone, life_of
 from bus.messages.samples import RolloutLost, Scored
 from bus.topology import GROUPS, POLICY, ROLLOUTS, SCORED, VERDICTS
@@ -184,7 +184,7 @@ class Filter:
             tokens=sum(map(tokens_of, members)),
             mean_reward=sum(s.reward / len(scored) for s in scored),
             members=() if whole else tuple(indexes),
-            lives=msgspec.UNSET if reason is None else tuple(map(life_of, scored)),
+            lives=msgspec.UNSET if reason is None else tuple(map(life_of, scored[:MOST_LIVES])),
         )
         opened: dict[str, bytes] = {}
         key = half.group_id if whole else part_key(half.group_id, indexes)

@@ -42,7 +42,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     shuffle: bool = True
     stop_token_ids: tuple[int, ...] = ()
-    rollout_stop: tuple[str, ...] = ()
+    rollout_stop: tuple[str, ...]
     rm_type: str
     top_k: int = -1
     lookahead: int = 0

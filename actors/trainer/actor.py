@@ -22,6 +22,7 @@ from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.accounts import trained_samples
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
+from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
 from actors.trainer.checkpoint import (
@@ -47,7 +48,6 @@ from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.spread import lives_of
-from actors.trainer.training import open_backend
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger

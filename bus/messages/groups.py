@@ -14,6 +14,8 @@ from bus.messages.base import Header, Message
 from bus.messages.policy import SampleTrained
 from bus.messages.samples import Scored
 
+MOST_LIVES = 32  # told of a dropped group
+
 
 class GroupKept(Message, frozen=True, kw_only=True, tag="group.kept"):
     """A group worth training, or a part of one. filter -> trainer. Samples are in index order.
@@ -61,7 +63,7 @@ class Turned(Message, frozen=True, kw_only=True, tag="group.turned"):
 class GroupVerdict(Message, frozen=True, kw_only=True, tag="group.verdict"):
     """News of one judged group or part, without its data. filter -> sampler, recorder, console. `reason` is empty for a kept
     one; `members` are the indexes it is about, empty = all of the group. `lives`: what the scored samples of a dropped one went
-    through."""
+    through, MOST_LIVES of them."""
 
     group_id: str
     prompt_id: str

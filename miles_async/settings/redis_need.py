@@ -13,6 +13,7 @@ from miles_async.settings.flat import Flat
 TOKEN_BYTES = 4 + 4 + 1  # id, log-prob, mask
 SAMPLE_BYTES = 1_500  # of a sample beside its tokens: fields, text of the prompt, stream and blob entry
 LOG_BYTES = 32 << 20  # events, verdicts and orders, at their caps
+VERDICTS_KEPT, LIVES_TOLD, LIFE_BYTES = 10_000, 32, 200  # on their log; of a dropped group; of one sample
 STEP_BYTES = 1_000  # of a step on the policy log, and SAMPLE_ID_BYTES for each of its samples
 SAMPLE_ID_BYTES = 24
 SLACK = 1.25  # the allocator's rounding and fragments
@@ -65,6 +66,7 @@ def redis_need(s: Flat, *, prompt_tokens: int | None = None, expert_bytes: int =
         Share("samples that are trained and not in a checkpoint yet", steps * batch, SAMPLE_BYTES if in_files else each),
         Share("steps on the policy log", (s.keep_last + 1) * steps, STEP_BYTES + SAMPLE_ID_BYTES * batch),
         Share("entries of logs", 1, LOG_BYTES),
+        Share("dropped samples, how they went", VERDICTS_KEPT * min(group, LIVES_TOLD), LIFE_BYTES),
     ]
     return RedisNeed(tuple(held))
 

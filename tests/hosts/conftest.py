@@ -20,7 +20,7 @@ from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
 from tests.crash.conftest import leave_out_slow, toy
-from tests.crash.house import REPO, Run, Tables, merged, toy_tables, until
+from tests.crash.house import REPO, Missed, Run, Tables, merged, toy_tables, until
 from tests.hosts.net import Host, Net, why_not
 
 __all__ = ("toy",)
@@ -93,12 +93,11 @@ class FarRun(Run):
     def until_it_serves(self, *names: str, more_than: int = 0, seconds: float = 60.0) -> None:
         """Each of these workers has activated so many versions, and one more."""
         for name in names:
-            until(
-                f"{name} serves",
-                lambda name=name: len(self.events(name, "activated")) > more_than,  # type: ignore[misc]
-                seconds=seconds,
-                every_s=0.25,
-            )
+            served = lambda name=name: len(self.events(name, "activated")) > more_than  # noqa: E731
+            try:
+                until(f"{name} serves", served, seconds=seconds, every_s=0.25)
+            except Missed as missed:
+                raise Missed(f"{missed}\n{self.story()}") from None
 
     def story(self) -> str:
         logs = [f"-- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.parent.glob("*.log"))]

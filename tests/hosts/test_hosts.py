@@ -115,7 +115,7 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
     workers = [name for name in hosts if name != "a"]
     for worker in workers:
         run.join_from(hosts[worker])
-    run.until_it_serves(*workers, more_than=1, seconds=120.0)
+    run.until_it_serves(*workers, more_than=1, seconds=240.0)
     with ThreadPoolExecutor() as pool:
         found = [pool.submit(befalls, run, hosts, track, "b" if len(troubles) == 1 else "c") for track in troubles]
     assert [fault for track in found for fault in track.result()] == []
@@ -131,7 +131,7 @@ def test_hosts_of_the_chain_are_killed(far_run: Make) -> None:
     run.begin()
     for host in hosts:
         run.join_from(host)
-    run.until_it_serves(*(host.name for host in hosts), more_than=1, seconds=120.0)
+    run.until_it_serves(*(host.name for host in hosts), more_than=1, seconds=240.0)
     for which in (1, 0, -1):
         dead = hosts.pop(which)
         dead.cut()  # its connections stay half open: nobody is told

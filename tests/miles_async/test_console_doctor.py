@@ -220,10 +220,8 @@ async def test_a_full_stream_is_named_with_who_waits(redis_url, run_name):
         await story.whole()
         await story.alive(vitals("sampler", waits_for="room on stream ma:x:prompts", waits_since=time.time()))
         found = await faults(bus, stream_max_bytes=100)
-    assert (
-        "prompts holds 870 B of at most 100 B; sampler wait" in found["full stream"]
-        or "scored holds" in found["full stream"]
-    )
+    text = found["full stream"]
+    assert "prompts holds 870 B of at most 100 B; sampler wait" in text or "scored holds" in text
 
 
 async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):

@@ -184,7 +184,8 @@ def shell(here: Path, line: str) -> subprocess.CompletedProcess[str]:
         (here / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
         (here / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": FOUND}
-    return subprocess.run(["bash", "-c", line], cwd=here, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=240)
+    words = ["bash", "-c", line]
+    return subprocess.run(words, cwd=here, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=240)
 
 
 async def trained(bus: Bus) -> list[str]:

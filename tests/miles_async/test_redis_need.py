@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from bus import Bus, BusConfig, Out
 from bus.client import connect
+from bus.messages.groups import MOST_LIVES
 from bus.messages.samples import Scored
 from bus.server import EmbeddedRedis
-from bus.topology import SCORED
+from bus.topology import SCORED, VERDICTS
 from miles_async.settings.load import settings_from
-from miles_async.settings.redis_need import memory_note, redis_need
+from miles_async.settings.redis_need import LIFE_BYTES, LIVES_TOLD, VERDICTS_KEPT, memory_note, redis_need
 from tests.bus.suite.messages import a_rollout, a_task
+from tests.wire.examples_2 import LIFE
 
 PROMPT, RESPONSE = 500, 4_000
 
@@ -44,3 +48,8 @@ def test_a_redis_with_less_is_named_with_what_takes_it_and_one_without_a_limit_i
     assert memory_note(need, need.n_bytes, "redis://h") == memory_note(need, 0, "redis://h") == ""
     longer = redis_need(settings(rollout_max_context_len=20_000), prompt_tokens=100)
     assert longer.shares[0].each > 4 * need.shares[0].each, "turns and tool calls fill the context"
+
+
+def test_what_is_told_of_dropped_samples_is_counted_as_it_is_kept() -> None:
+    assert (VERDICTS.cap, MOST_LIVES) == (VERDICTS_KEPT, LIVES_TOLD)
+    assert 100 < len(msgspec.msgpack.encode(LIFE)) + len("generation-12") < LIFE_BYTES

@@ -88,6 +88,7 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
     """What was asked for, as `python -m` would run it."""
     told, (*standard, asking) = what
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()  # the keeper too: a signal to the tests' group must not leave what it keeps alone
     if child := os.fork():
         keep(child, asking)
     os.setsid()
