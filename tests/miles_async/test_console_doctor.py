@@ -70,9 +70,8 @@ async def test_a_silent_actor_whose_process_is_there_may_be_one_of_a_busy_machin
     async with timeless(redis_url, run_name) as bus:
         story = Story(bus)
         await story.whole()
-        silent = bus.clock.wall() - silent_s
-        await story.alive(vitals("launcher", wall=silent))
-        await story.alive(vitals("filter", "filter", wall=silent))
+        for name in ("launcher", "filter"):
+            await story.alive(vitals(name, wall=bus.clock.wall() - silent_s))
         found = await faults(bus)
     assert ({"no launcher", "silent actor", "no actor"} <= found.keys()) == named
     assert named or found == {}
