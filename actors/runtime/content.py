@@ -152,7 +152,8 @@ def _floats_fault(packed: Packed) -> str:
 def _strands(rollout: RolloutDone, vocabulary: int) -> str:
     for strand in rollout.strands:
         known = strand.prompt_tokens is rollout.task.prompt_tokens
-        if fault := (not known and _ids_fault(strand.prompt_tokens, vocabulary)) or response_fault(strand.response, vocabulary):
+        fault = "" if known else _ids_fault(strand.prompt_tokens, vocabulary)
+        if fault := fault or response_fault(strand.response, vocabulary):
             return fault
     return ""
 
