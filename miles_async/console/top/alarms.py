@@ -86,8 +86,8 @@ class Alarms:
                 self.was_seen.pop(_name(key), None)
         told = {(e["wall"], str(e["what"]), str(e["text"])): e for e in events if e["level"] in LEVELS}
         if self._had is not None:
-            for key_told in sorted(told.keys() - self._had):
-                self._told(key_told[1], told[key_told])
+            for event in sorted(told.keys() - self._had):
+                self._told(event[1], told[event])
         self._had = set(told)
 
     def _told(self, who: str, record: dict[str, Any]) -> None:
