@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if workers == 1:
         return
     runs = [item for item in items if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
+    runs.sort(key=lambda item: "far_run" not in item.fixturenames)  # those that wait for minutes begin first
     others = [item for item in items if not WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
     files = [list(found) for _, found in groupby(others, key=lambda item: item.path)]
     total, begun = len(items) - len(runs), 0

@@ -68,6 +68,8 @@ class FarRun(Run):
     def join_from(self, host: Host, name: str = "") -> subprocess.Popen[bytes]:
         """A worker on another host, which sees neither the run's folders nor its shared memory."""
         flags = ["--bus", self.url, "--run", "r", "--model-path", str(self.model), "--name", name or host.name]
+        if program := self._tables["rollout"].get("custom_generate_function_path"):
+            flags += ["--custom-generate-function-path", program]  # a worker runs no code that it was not told of
         words = [*host.enter([self.home]), sys.executable, "-m", "miles_async", "worker", *flags]
         with (self.home.parent / f"{name or host.name}.log").open("ab") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
