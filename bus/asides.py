@@ -27,7 +27,8 @@ async def put_aside(bus: Bus, rollout: RolloutDone) -> RolloutDone:
             return routed
         return replace(routed, data=EMPTY, ref=await bus.blobs.put(bytes(routed.data)))
 
-    return _with(rollout, iter(await asyncio.gather(*map(put, rollout.routed))))
+    routed = rollout.routed
+    return _with(rollout, iter(await asyncio.gather(*map(put, routed)))) if routed else rollout
 
 
 async def fetched(bus: Bus, group: GroupKept) -> GroupKept:

@@ -16,6 +16,11 @@ MilesAsyncError
 Unknown exceptions are treated as Poison.
 """
 
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot read: of text that is no UTF-8, or nested too deep, no error of its own."""
+
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from bus.errors import BadMessage
+from bus.errors import UNREADABLE, BadMessage
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 from bus.streams.redis import Bus
@@ -27,7 +27,7 @@ async def get_plan(bus: Bus, manifest: WeightManifest) -> WeightPlan:
     """BadMessage when it is gone, or none."""
     try:
         return msgspec.json.decode(await bus.blobs.get(manifest.plan), type=WeightPlan)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise BadMessage(f"plan {manifest.plan} cannot be read: {error}") from error
 
 

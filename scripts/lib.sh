@@ -100,8 +100,11 @@ print(sys.version.split()[0], hashlib.sha256(sys.stdin.buffer.read()).hexdigest(
     # Held fast: a requirement that the installed torch does not meet must fail here, not replace it by a CUDA build.
     .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
         >.venv/constraints.txt || die "torch is not in .venv after its installation; remove .venv and run this again"
+    # Compiles what torch imports while pip, which uses one processor, installs the rest.
+    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c 'import torch' &
     .venv/bin/python -m pip install --quiet -c .venv/constraints.txt -e ".$extras" ||
         die "pip could not install this project; see above"
+    wait $! || true
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch, actors.trainer.torch_backend.core, miles_async.launcher.run' ||
         die "torch is installed but does not import; remove .venv and run this again"
     printf '%s\n' "$wanted" >"$stamp"

@@ -39,7 +39,7 @@ from bus.knobs.live import read_history, values_at  # noqa: E402
 from bus.messages.policy import GroupsGivenUp  # noqa: E402
 from bus.streams.hop import id_key  # noqa: E402
 from bus.topology import POLICY, VERDICTS  # noqa: E402
-from miles_async.console.trace import trace  # noqa: E402
+from miles_async.console.trace_live import trace  # noqa: E402
 from miles_async.launcher.prepare import shared_memory  # noqa: E402
 from scripts import growth, soak_figures  # noqa: E402
 from scripts.soak_home import Home, commit_of  # noqa: E402
@@ -47,7 +47,7 @@ from tests.crash.house import Run, Tables, merged, until  # noqa: E402
 from tests.crash.judge import lineage  # noqa: E402
 from tests.crash.mischief import Disturbance, Mischief  # noqa: E402
 
-TRACED = 200
+TRACED = 40  # of a piece: each takes up to seconds on a busy machine
 LIFE = {"issued", "begun", "ended", "made", "scored", "judged", "trained", "batch", "checkpoint"}
 
 
@@ -155,7 +155,7 @@ class Soak:
         return soak_figures.figures(self.home, found, policy, steps, issued)
 
     async def _trace_some(self, bus: Bus, trained: Sequence[str], dropped: Sequence[str]) -> int:
-        """Each of TRACED trained samples and dropped groups, drawn at random, has its whole life on record; how many were asked."""
+        """Of TRACED trained samples and dropped groups, drawn at random, the whole life is on record; how many were asked."""
         draw = random.Random(len(trained))
         asked = draw.sample(trained, min(TRACED, len(trained))), draw.sample(dropped, min(TRACED, len(dropped)))
         for wanted, ids in zip((LIFE, {"dropped"}), asked, strict=True):
@@ -307,10 +307,11 @@ def main() -> int:
     try:
         piece = judged(state, 0.0) if args.judge else soak(state, minutes=args.minutes, pause_s=args.pause)
         figures = asyncio.run(piece)
-    except MilesAsyncError as error:
+    except (MilesAsyncError, AssertionError) as error:
         state.fault(f"soak: {type(error).__name__}: {error}")
         return 1
     finally:
+        state.home.close()
         run.kill_all()
         if args.home is None:
             run.clean()

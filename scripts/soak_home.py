@@ -74,6 +74,11 @@ class Home:
         self.piece = 1 + max((line["piece"] for line in self.lines("began")), default=0)
         self.done = sum(1 for line in self._files[POLICY] if line.get("type") == "policy.step")
 
+    def close(self) -> None:
+        """No more of this piece."""
+        for lines in (self.seen, *self._files.values()):
+            lines.close()
+
     def lines(self, *kinds: str) -> list[Line]:
         """Lines of soak.jsonl of these kinds, of all pieces."""
         return [line for line in self.seen if line["kind"] in kinds]

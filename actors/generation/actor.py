@@ -293,7 +293,7 @@ class Worker:
         running.mark("ended", context.name, context.clock.wall())
         out = RolloutDone(
             task=task,
-            response=msgspec.structs.replace(outcome.response, marks=running.marks),
+            response=msgspec.structs.replace(outcome.response, marks=tuple(running.marks)),
             finish=outcome.finish,
             worker=context.name,
             resumed_tokens=resumed,
@@ -338,11 +338,11 @@ class Worker:
             return
         self._context.count(f"parked/{reason}")
         running.mark(f"parked: {reason}", self._context.name, self._context.clock.wall())
-        nothing = Response(marks=running.marks)
+        nothing = Response(marks=tuple(running.marks))
         parked = Parked(task=running.task, response=nothing, reason=reason, worker=self._context.name)
         thrown = running.thrown
         if self._programs.resumable:
-            so_far = msgspec.structs.replace(running.response(), marks=running.marks)
+            so_far = msgspec.structs.replace(running.response(), marks=tuple(running.marks))
             parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens

@@ -18,6 +18,7 @@ from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.routing import Rows
 from actors.generation.standing import NO_TOKENS
 from actors.runtime.content import response_fault
+from bus.errors import UNREADABLE
 from bus.ledger import spans_after
 from bus.messages.base import Packed, join, pack_ints, unpack_ints
 from bus.messages.samples import Call, Mark, ParkReason, PrefixResume, Response, SampleTask, Sampling
@@ -156,12 +157,12 @@ class Running:
     @property
     def last_version(self) -> int:
         """The newest version of a finished or running turn."""
-        return max((turn.last_version for turn in self.turns.values()), default=NO_TOKENS)
+        return max([turn.last_version for turn in self.turns.values()], default=NO_TOKENS)
 
     @property
     def begun(self) -> bool:
         """Whether any call was answered, wholly or in part."""
-        return bool(self.told) or any(turn.tokens for turn in self.turns.values())
+        return bool(self.told) or bool([turn for turn in self.turns.values() if turn.tokens])
 
     def mark(self, what: str, who: str, wall: float) -> None:
         """Note what happens to it; of very many the middle is left out."""
@@ -294,7 +295,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
     for raw in pieces:
         try:
             piece = _decode_chunk(raw)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             break  # damaged: what follows is made again
         base = running.again() if piece.fresh else running
         if piece.start != base.n_tokens or piece.attempt != base.task.attempt:

@@ -7,6 +7,7 @@ in order, whether the server streams cumulative or incremental chunks (each is p
 
 import asyncio
 import itertools
+import struct
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -35,6 +36,7 @@ from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
 from actors.runtime.content import floats_fit, ints_fit, logprobs_fault, tokens_fault
+from bus.errors import UNREADABLE
 from bus.messages.weights import Bucket, TensorMeta
 
 FLAT = "flattened_bucket"
@@ -170,7 +172,7 @@ class SGLangClient:
         rid = request.rid
         try:
             event = decode_event(payload)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if payload.strip() == DONE:
                 raise EngineUnavailable(
                     f"{self.base_url} ended request {rid} after {seen} tokens without a finish reason."
@@ -209,16 +211,16 @@ class SGLangClient:
             raise AnswerRefused(
                 f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}"
             )
-        values, ids, _ = zip(*pairs, strict=True)
+        ids, logprobs = [pair.token_id for pair in pairs], [pair.logprob for pair in pairs]
         try:
-            token_ids, logprobs = array("i", ids), array("f", values)
-            fits = ints_fit(memoryview(token_ids).cast("B"), request.vocabulary) and floats_fit(memoryview(logprobs).cast("B"))
-        except (OverflowError, TypeError):  # more than 32 bits, or none at all
+            packed, floats = struct.pack(f"{fresh}i", *ids), struct.pack(f"{fresh}f", *logprobs)
+            fits = ints_fit(packed, request.vocabulary) and floats_fit(floats)
+        except (struct.error, OverflowError):  # more than 32 bits, or none at all
             fits = False
         if not fits:
-            fault = tokens_fault(ids, request.vocabulary) or logprobs_fault(values)
+            fault = tokens_fault(ids, request.vocabulary) or logprobs_fault(logprobs)
             raise AnswerRefused(f"{self.base_url} gave request {rid} what is no answer: {fault}")
-        return Chunk(token_ids, logprobs, version, finish, experts)
+        return Chunk(array("i", packed), array("f", floats), version, finish, experts)
 
     def flying(self, rid: str) -> tuple[str, ...]:
         """Names under which requests of this id are on engines now."""

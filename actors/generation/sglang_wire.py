@@ -14,12 +14,19 @@ class Reason(msgspec.Struct):
     status_code: int | None = None
 
 
+class Pair(msgspec.Struct, array_like=True, gc=False):
+    """What follows in an answer, a text or null, is left out."""
+
+    logprob: float | None
+    token_id: int
+
+
 class Meta(msgspec.Struct):
     completion_tokens: int = 0
     prompt_tokens: int | None = None
     weight_version: str | None = None
     finish_reason: Reason | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    output_token_logprobs: list[Pair] = []
     routed_experts: msgspec.Raw = msgspec.Raw()
 
 

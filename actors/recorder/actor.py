@@ -32,17 +32,14 @@ from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
 from bus import Bus, Out
 from bus.errors import BadMessage
-from bus.messages.control import Event, Vitals
+from bus.messages.control import Event
 from bus.messages.groups import GroupKept
 from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
 LOOKED_AT = 256  # newest entries of groups, of which a few are kept as text
-TEXTS_FROM_S, TEXTS_TO_S = (
-    30.0,
-    600.0,
-)  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
+TEXTS_FROM_S, TEXTS_TO_S = 30.0, 600.0  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
 
 
 class RecorderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,11 +204,7 @@ def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) 
 async def _living(context: Context) -> bool:
     """Whether any actor still works whose end is worth a line. Workers come and go, and say nothing that a line needs."""
     silences = await context.bus.silences()
-    for raw in (await context.bus.hash_of(context.bus.keys.vitals)).values():
-        try:
-            other = msgspec.msgpack.decode(raw, type=Vitals)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    for other in (await context.bus.vitals()).values():
         if other.role in ("generation", "recorder", "launcher") or other.state in ("stopped", "failed"):
             continue
         seen = lives(other)

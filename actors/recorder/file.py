@@ -1,4 +1,5 @@
-"""runs/<name>/metrics.jsonl: one writer at a time, whole lines only, every entry of the bus at most once."""
+"""runs/<name>/metrics.jsonl: one writer at a time, whole lines only, every entry of the bus at most once. And what all files of
+lines share: what is no JSON object (cut short by a crash, damaged, changed by hand) is left out, never an error."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from actors.recorder.records import Record
-from bus.errors import MilesAsyncError
+from bus.errors import UNREADABLE, MilesAsyncError
+
+if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
+    from actors.recorder.records import Record
 
 FILE = "metrics.jsonl"
 BLOCK = 1 << 20
@@ -33,17 +36,35 @@ def stream_records(run_dir: Path) -> Iterator[Record]:
     except FileNotFoundError:
         return
     with file:
-        yield from _parse(line for line in file if line.endswith(b"\n"))
+        yield from records_in(line for line in file if line.endswith(b"\n"))
 
 
-def _parse(lines: Iterable[bytes]) -> Iterator[Record]:
+def objects(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Those lines that are JSON objects."""
     for line in lines:
         try:
             record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             continue
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+        if isinstance(record, dict):
             yield record
+
+
+def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Those that are records."""
+    return (record for record in objects(lines) if isinstance(record.get("kind"), str))
+
+
+def append_lines(file: Path, records: Iterable[Record], *, older: Path, most_bytes: int) -> None:
+    """Write whole lines; what is full becomes the older file, in place of the one before."""
+    if file.exists() and file.stat().st_size > most_bytes:
+        file.replace(older)
+    with file.open("ab") as opened:
+        opened.write(lines_of(records))
+
+
+def lines_of(records: Iterable[Record]) -> bytes:
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 class MetricsFile:
@@ -65,7 +86,7 @@ class MetricsFile:
     def append(self, records: list[Record]) -> None:
         """Write whole lines and hand them to the operating system."""
         if records:
-            self._file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+            self._file.write(lines_of(records))
             self._file.flush()
 
     def close(self) -> None:

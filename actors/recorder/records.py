@@ -79,23 +79,14 @@ Made = list[tuple[str, Record]]
 
 
 def _step(m: StepDone) -> Made:
-    return [
-        (
-            "step",
-            {
-                "step": m.step,
-                "version": m.version.id,
-                "trained_on": m.trained_on.id,
-                "knob_epoch": m.knob_epoch,
-                "groups": list(m.groups),
-                **({"members": in_part} if (in_part := _in_part(m.samples)) else {}),
-                "dropped": [list(pair) for pair in m.dropped],
-                "metrics": dict(m.metrics),
-                **({"lives": _lives(m.lives)} if isinstance(m.lives, memoryview) else {}),
-                **({"wall": m.wall} if m.wall else {}),
-            },
-        )
-    ]
+    fields: Record = {"step": m.step, "version": m.version.id, "trained_on": m.trained_on.id, "knob_epoch": m.knob_epoch}
+    fields["groups"] = list(m.groups)
+    if in_part := _in_part(m.samples):
+        fields["members"] = in_part
+    fields |= {"dropped": [list(pair) for pair in m.dropped], "metrics": dict(m.metrics)}
+    if isinstance(m.lives, memoryview):
+        fields["lives"] = _lives(m.lives)
+    return [("step", fields | ({"wall": m.wall} if m.wall else {}))]
 
 
 def _lives(packed: Packed) -> list[list[int]]:
@@ -178,19 +169,11 @@ def _verdict(m: GroupVerdict) -> Made:
 def _given_up(m: GroupsGivenUp) -> Made:
     prompts = dict(zip((g for g, _ in m.groups), m.prompts, strict=False))
     members = _indexes_by_group(m.samples)
-    return [
-        (
-            "drop",
-            {
-                "group": group,
-                "prompt": prompts.get(group, ""),
-                "reason": reason,
-                "reissued": m.reissue,
-                **({"members": members[group]} if group in members else {}),
-            },
-        )
-        for group, reason in m.groups
-    ]
+    made: Made = []
+    for group, reason in m.groups:
+        fields = {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue}
+        made.append(("drop", fields | ({"members": members[group]} if group in members else {})))
+    return made
 
 
 def _knob(m: KnobPatch) -> Made:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from actors.recorder.file import append_lines, objects
 from bus import Entry
 
 FILE, OLDER = "samples.jsonl", "samples.1.jsonl"
@@ -26,24 +25,11 @@ def chosen(entries: Sequence[Entry], trained: Collection[str]) -> list[Entry]:
 
 
 def append(run_dir: Path, samples: Iterable[dict[str, Any]]) -> None:
-    """Write whole lines; what is full becomes the older file, in place of the one before."""
-    file = run_dir / FILE
-    if file.exists() and file.stat().st_size > MOST_BYTES:
-        file.replace(run_dir / OLDER)
-    with file.open("ab") as opened:
-        opened.write(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
+    append_lines(run_dir / FILE, samples, older=run_dir / OLDER, most_bytes=MOST_BYTES)
 
 
 def read_samples(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """All samples of these files, in order; a line that is none (cut short by a crash) is left out."""
-    for file in files:
-        if not file.is_file():
-            continue
+    """All samples of these files, in order."""
+    for file in filter(Path.is_file, files):
         with file.open("rb") as opened:
-            for line in opened:
-                try:
-                    sample = msgspec.json.decode(line)
-                except msgspec.DecodeError:
-                    continue
-                if isinstance(sample, dict) and {"sample", "step", "reward"} <= sample.keys():
-                    yield sample
+            yield from (sample for sample in objects(opened) if {"sample", "step", "reward"} <= sample.keys())

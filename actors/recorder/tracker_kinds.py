@@ -107,6 +107,7 @@ class Wandb:
             os.environ["WANDB_API_KEY"] = spec.wandb_key
         folder = Path(spec.wandb_dir or spec.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        host: dict[str, Any] = {"base_url": spec.wandb_host} if spec.wandb_host else {}
         self._run = wandb.init(
             project=spec.wandb_project or "miles_async",
             entity=spec.wandb_team,
@@ -117,9 +118,7 @@ class Wandb:
             dir=str(folder),
             mode=spec.wandb_mode,  # type: ignore[arg-type] # checked by the settings
             config=spec.config,
-            settings=wandb.Settings(base_url=spec.wandb_host, silent=True, console="off", disable_git=True)
-            if spec.wandb_host
-            else wandb.Settings(silent=True, console="off", disable_git=True),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, **host),
         )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

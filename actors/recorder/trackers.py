@@ -15,6 +15,7 @@ import msgspec
 
 from actors.recorder.file import FILE
 from actors.recorder.points import Point, Points
+from bus.errors import UNREADABLE
 from bus.private import write_secret
 
 PLACES = "trackers.json"
@@ -57,7 +58,7 @@ class Places:
         self._lock = threading.Lock()
         try:
             self._places = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Place])
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, *UNREADABLE):
             self._places = {}  # from the start: a tracker gets points again rather than never
 
     def of(self, name: str, end: int) -> int:
@@ -161,7 +162,7 @@ def _read(path: Path, at: int) -> tuple[list[Point], int, bool]:
 def _point(counted: Points, line: bytes) -> Point | None:
     try:
         return counted.of(msgspec.json.decode(line))
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+    except (*UNREADABLE, KeyError, TypeError, ValueError):
         return None  # a line that was changed by hand; the recorder counts such lines
 
 

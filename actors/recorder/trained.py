@@ -9,10 +9,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
+from actors.recorder.file import append_lines, records_in
 
-from actors.recorder.records import Record
+if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
+    from actors.recorder.records import Record
 
 LIVES = ("trained", "dropped")  # kinds of its lines
 FILE, OLDER = "trained.jsonl", "trained.1.jsonl"
@@ -21,11 +23,7 @@ LONGEST = 1 << 20  # of a line, bytes
 
 
 def append_trained(run_dir: Path, records: Iterable[Record]) -> None:
-    """Write whole lines; what is full becomes the older file, in place of the one before."""
-    if (run_dir / FILE).exists() and (run_dir / FILE).stat().st_size > MOST_BYTES:
-        (run_dir / FILE).replace(run_dir / OLDER)
-    with (run_dir / FILE).open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    append_lines(run_dir / FILE, records, older=run_dir / OLDER, most_bytes=MOST_BYTES)
 
 
 def last_trained(run_dir: Path) -> list[Record]:
@@ -38,7 +36,7 @@ def last_trained(run_dir: Path) -> list[Record]:
                 file.write(b"\n")
     except FileNotFoundError:
         return []
-    return next(([record] for record in _records(reversed(lines)) if record["kind"] == "trained"), [])
+    return next(([record] for record in records_in(reversed(lines)) if record["kind"] == "trained"), [])
 
 
 def lines_with(file: Path, needles: Iterable[bytes]) -> Iterator[Record]:
@@ -46,7 +44,7 @@ def lines_with(file: Path, needles: Iterable[bytes]) -> Iterator[Record]:
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             starts = {data.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(data, needle)}
-            yield from _records(data[start : data.find(b"\n", start)] for start in sorted(starts))
+            yield from records_in(data[start : data.find(b"\n", start)] for start in sorted(starts))
     except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
         return
 
@@ -57,13 +55,3 @@ def _places(data: mmap.mmap, needle: bytes) -> Iterator[int]:
         yield at
         end = data.find(b"\n", at)
         at = data.find(needle, end) if end >= 0 else -1
-
-
-def _records(lines: Iterable[bytes]) -> Iterator[Record]:
-    for line in lines:
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            yield record

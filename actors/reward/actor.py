@@ -265,16 +265,8 @@ def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packe
 def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
     """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
-    return Scorers(
-        rm_type=spec.rm_type,
-        custom_rm_path=spec.custom_rm_path,
-        rm_url=spec.rm_url,
-        rm_batch_size=spec.rm_batch_size,
-        judge=judge,
-        n_workers=spec.n_workers,
-        boot_deadline_s=spec.boot_deadline_s,
-        count=count,
-    )
+    alike = ("rm_type", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s")
+    return Scorers(judge=judge, count=count, **{name: getattr(spec, name) for name in alike})
 
 
 async def run(context: Context, spec: RewardSpec) -> None:

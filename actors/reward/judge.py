@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Self
+from typing import Annotated
 
 import msgspec
 
@@ -51,10 +51,10 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
-class JudgeScorer:
+class JudgeScorer(Service):
     """The model `model` at `url`. Use as `async with`. Refused when the template cannot be used."""
 
     name = "judge"
@@ -66,16 +66,8 @@ class JudgeScorer:
         self._max_tokens = max_tokens
         self._template = read_template(template_path) if template_path else TEMPLATE
         key = os.environ.get(KEY, "")
-        self._service = Service(
-            JudgeRefused, limit_bytes=MAX_ANSWER_BYTES, role="judge", headers={"Authorization": f"Bearer {key}"} if key else {}
-        )
-
-    async def __aenter__(self) -> Self:
-        await self._service.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._service.__aexit__(*exc)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        super().__init__(JudgeRefused, limit_bytes=MAX_ANSWER_BYTES, role="judge", headers=headers)
 
     async def score(self, sample: Sample, deadline_s: float) -> Value:
         """0 to 1. Raises DeadlineExceeded, ScorerFailed (may work later) or JudgeRefused."""
@@ -86,15 +78,13 @@ class JudgeScorer:
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
-        raw = await self._service.ask(self._url, body, sample.sample_id, deadline_s, what="judgement")
-        who = f"judge {shown(self._url)}"
-        try:
-            said = msgspec.json.decode(raw, type=_Answer).choices[0].message.content or ""
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise ScorerFailed(f"{who} answered no completion for {sample.sample_id}: {raw[:200]!r}") from error
+        answer = await self.ask(
+            self._url, body, sample.sample_id, deadline_s, what="judgement", kind=_Answer, gives="completion"
+        )
+        said = answer.choices[0].message.content or ""
         found = _SCORE.findall(said)
         if not found:
-            raise ScorerFailed(f"{who} named no score for {sample.sample_id}: {said[-200:]!r}")
+            raise ScorerFailed(f"judge {shown(self._url)} named no score for {sample.sample_id}: {said[-200:]!r}")
         number, of = found[-1]
         return max(0.0, min(1.0, float(number) / (float(of or 0) or LARGEST)))
 

@@ -41,12 +41,19 @@ class VerifierPool:
     """`n_workers` processes with the hook `path`, which `setting` names. Use as `async with`; entering boots one and refuses a hook
     that does not load. The others start when there is work for them; the first too unless `eager`, for a hook that is not async."""
 
-    name = "custom"
     default_key = ""
 
     def __init__(
-        self, path: str, *, n_workers: int, boot_deadline_s: float, setting: str = "custom_rm_path", eager: bool = True
+        self,
+        path: str,
+        *,
+        n_workers: int,
+        boot_deadline_s: float,
+        name: str = "custom",
+        setting: str = "custom_rm_path",
+        eager: bool = True,
     ) -> None:
+        self.name = name
         self._path = path
         self._setting = setting
         self._eager = eager

@@ -14,13 +14,11 @@ import signal
 import sys
 from typing import Self
 
-import msgspec
-
 from actors.reward.leftovers import MARK, end_below, end_marked, new_mark
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
-from bus.errors import DeadlineExceeded, InvariantBroken
+from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 
 SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")
 CANCEL_GRACE_S = 1.0
@@ -128,7 +126,7 @@ class VerifierProcess:
         while (body := await _read(self._child)) is not None:
             try:
                 answer = decode_from_verifier(body)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 why = f"sent what is no answer ({error})"
                 break
             if isinstance(answer, Answer) and (future := self._open.get(answer.number)) and not future.done():

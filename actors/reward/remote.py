@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Self
-
-import msgspec
+from typing import Any
 
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
-from actors.reward.service import Service, shown
+from actors.reward.service import Service
 from bus.errors import DeadlineExceeded, Poison
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -25,7 +23,7 @@ class RemoteRefused(Poison):
     """The service understood and will not score this sample."""
 
 
-class RemoteScorer:
+class RemoteScorer(Service):
     """The services at `urls`, which answer alike; up to `batch` samples a question. Use as `async with`."""
 
     name = "remote_rm"
@@ -37,14 +35,7 @@ class RemoteScorer:
         self._asked = 0
         self._ill: dict[str, float] = {}  # url -> loop time until which it is asked last
         self._waiting: list[tuple[Sample, asyncio.Future[Value]]] = []
-        self._service = Service(RemoteRefused, limit_bytes=MAX_ANSWER_BYTES)
-
-    async def __aenter__(self) -> Self:
-        await self._service.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._service.__aexit__(*exc)
+        super().__init__(RemoteRefused, limit_bytes=MAX_ANSWER_BYTES)
 
     async def score(self, sample: Sample | SampleGroup, deadline_s: float) -> Value:
         """The service's answer; of a group a list. Raises DeadlineExceeded, ScorerFailed (may work later) or RemoteRefused."""
@@ -93,18 +84,14 @@ class RemoteScorer:
         failure: Exception | None = None
         for url in sorted(turn, key=lambda url: self._ill.get(url, 0.0) > loop.time()):
             try:
-                raw = await self._service.ask(url, body, sample_id, max(0.001, until - loop.time()), what="reward")
+                answer = await self.ask(url, body, sample_id, max(0.001, until - loop.time()), what="reward")
                 self._ill.pop(url, None)
-                return msgspec.json.decode(raw)
-            except DeadlineExceeded:
+                return answer
+            except (DeadlineExceeded, ScorerFailed) as error:
                 self._ill[url] = loop.time() + ILL_S
-                raise
-            except ScorerFailed as error:
-                self._ill[url] = loop.time() + ILL_S
+                if isinstance(error, DeadlineExceeded):
+                    raise
                 failure = error
-            except msgspec.DecodeError as error:
-                text = raw[:200].decode("utf-8", "replace")
-                failure = ScorerFailed(f"{shown(url)} answered no JSON for {sample_id} ({error}): {text!r}")
         assert failure is not None
         raise failure
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Protocol, Self
 
 import msgspec
@@ -94,19 +95,6 @@ class MathScorer(RuleScorer):
         return self._math.value(right)
 
 
-class PooledScorer:
-    """A shipped rule whose library does not belong into this process: it runs in verifier processes."""
-
-    default_key = ""
-
-    def __init__(self, name: str, pool: VerifierPool) -> None:
-        self.name = name
-        self._pool = pool
-
-    async def score(self, sample: Sample, deadline_s: float) -> Value:
-        return await self._pool.score(sample, deadline_s)
-
-
 class BoxedScorer:
     """Another scorer on the content of the last box."""
 
@@ -145,32 +133,24 @@ class Scorers:
         count: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._default = rm_type
-        self._custom = (
-            VerifierPool(custom_rm_path, n_workers=n_workers, boot_deadline_s=boot_deadline_s)
-            if custom_rm_path
-            else None
-        )
+        pool = partial(VerifierPool, n_workers=n_workers, boot_deadline_s=boot_deadline_s)
+        self._custom = pool(custom_rm_path) if custom_rm_path else None
         self._remote = RemoteScorer(rm_url, batch=rm_batch_size) if rm_url else None
         self._judge = judge
         self._code = code.CodeScorer()
-        self._gym = VerifierPool(gym.HOOK, n_workers=n_workers, boot_deadline_s=boot_deadline_s, eager=False)
+        self._gym = pool(gym.HOOK, name=GYM, eager=False)  # its library does not belong into this process
         self._stack = AsyncExitStack()
         self._second_look: VerifierPool | None = None
         if self._custom is None and second_look.installed():
-            self._second_look = VerifierPool(
-                second_look.HOOK,
-                n_workers=n_workers,
-                boot_deadline_s=boot_deadline_s,
-                setting="math-verify (the extra `math`)",
-                eager=rm_type.removeprefix(BOXED) in MATH_RULES,
-            )
+            eager = rm_type.removeprefix(BOXED) in MATH_RULES
+            self._second_look = pool(second_look.HOOK, setting="math-verify (the extra `math`)", eager=eager)
 
         def scorer(name: str, rule: Rule) -> Scorer:
             return MathScorer(name, rule, self._second_look, count) if isinstance(rule, MathRule) else RuleScorer(name, rule)
 
         self._table: dict[str, Scorer] = {name: scorer(name, rule) for name, rule in RULES.items()}
         self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
-        own: list[Scorer] = [self._code, PooledScorer(GYM, self._gym)]
+        own: list[Scorer] = [self._code, self._gym]
         own += [one for one in (self._remote, self._judge) if one is not None]
         self._table |= {one.name: one for one in own} | {BOXED + one.name: BoxedScorer(one) for one in own}
 

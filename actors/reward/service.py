@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -16,7 +16,7 @@ from yarl import URL
 
 from actors.reward.sample import ScorerFailed
 from actors.runtime.deadline import deadline
-from bus.errors import Poison
+from bus.errors import UNREADABLE, Poison
 
 _TRY_AGAIN = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
 
@@ -27,8 +27,8 @@ def shown(url: str) -> str:
 
 
 class Service:
-    """Use as `async with`. `refused`: what is raised when no attempt will do; `limit_bytes`: the longest answer; `headers`: sent
-    with each question."""
+    """Base of those that ask one; use as `async with`. `refused`: what is raised when no attempt will do; `limit_bytes`: of the
+    longest answer; `headers`: sent with each question."""
 
     def __init__(
         self, refused: type[Poison], *, limit_bytes: int, role: str = "", headers: Mapping[str, str] | None = None
@@ -52,8 +52,11 @@ class Service:
         if self._http is not None:
             await self._http.close()
 
-    async def ask(self, url: str, body: object, sample_id: str, deadline_s: float, *, what: str) -> bytes:
-        """The answer's body. Raises DeadlineExceeded naming `what`, ScorerFailed (may work later) or `refused`."""
+    async def ask(
+        self, url: str, body: object, sample_id: str, deadline_s: float, *, what: str, kind: Any = Any, gives: str = "JSON"
+    ) -> Any:
+        """The answer, decoded as `kind`. Raises DeadlineExceeded naming `what`, ScorerFailed (may work later; also where it is no
+        `kind`, and so has no `gives`) or `refused`."""
         who = self._role + shown(url)
         async with deadline(deadline_s, f"{what} of {sample_id} from {shown(url)}"):
             status, answer = await self._post(url, body, who, sample_id)
@@ -64,7 +67,10 @@ class Service:
             raise self._refused(f"{who} answered {status} for {sample_id}: {text!r}")
         if len(answer) > self._limit_bytes:
             raise ScorerFailed(f"{who} answered more than {self._limit_bytes} bytes for {sample_id}")
-        return answer
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except UNREADABLE as error:
+            raise ScorerFailed(f"{who} answered no {gives} for {sample_id} ({error}): {text!r}") from error
 
     async def _post(self, url: str, body: object, who: str, sample_id: str) -> tuple[int, bytes]:
         assert self._http is not None

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from actors.reward.sample import ScorerFailed
 from actors.reward.service import Service, shown
 from actors.runtime.seeds import seed_for
 from bus.errors import Poison
@@ -35,19 +34,12 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-class Teacher:
+class Teacher(Service):
     """One or several servers of one model; a sample always asks the same one. Use as `async with`."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = tuple(f"{url.rstrip('/')}/generate" for url in urls)
-        self._service = Service(TeacherRefused, limit_bytes=MAX_ANSWER_BYTES, role="teacher")
-
-    async def __aenter__(self) -> Self:
-        await self._service.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._service.__aexit__(*exc)
+        super().__init__(TeacherRefused, limit_bytes=MAX_ANSWER_BYTES, role="teacher")
 
     async def logprobs(self, rollout: RolloutDone, deadline_s: float) -> Packed:
         """float32 [n_tokens]. Raises DeadlineExceeded, ScorerFailed (may work later) or TeacherRefused."""
@@ -62,13 +54,9 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": max(0, len(prompt) - 1),
         }
-        raw = await self._service.ask(url, body, task.sample_id, deadline_s, what="teacher's log-probs")
-        who = f"teacher {shown(url)}"
-        try:
-            pairs = msgspec.json.decode(raw, type=_Answer).meta_info.input_token_logprobs
-        except msgspec.MsgspecError as error:
-            text = raw[:200].decode("utf-8", "replace")
-            raise ScorerFailed(f"{who} gave no log-probs for {task.sample_id} ({error}): {text!r}") from error
+        who, what = f"teacher {shown(url)}", "teacher's log-probs"
+        said = await self.ask(url, body, task.sample_id, deadline_s, what=what, kind=_Answer, gives="log-probs")
+        pairs = said.meta_info.input_token_logprobs
         return pack_floats(_checked(pairs, response, prompted=bool(prompt), who=who, of=task.sample_id))
 
 

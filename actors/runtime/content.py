@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from msgspec import UNSET
@@ -92,23 +92,25 @@ def logprobs_fault(values: Sequence[float | None]) -> str:
     return f"log-probability {next(v for v in values if v is None or not LOGPROB_LOW < v <= LOGPROB_HIGH)}"
 
 
-def ints_fit(packed: Packed, vocabulary: int = 0) -> bool:
+def ints_fit(packed: Packed | bytes, vocabulary: int = 0) -> bool:
     """Whether each int32 can be a token id, without a look at one after the other: added to as many lanes of one large number,
     what is missing to 2**31 sets the lane's top bit where an id is too large; a negative one has it already."""
     lanes, ids = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
     return not (ids | ids + lanes * (INT32 - (vocabulary or INT32))) & (lanes << 31)
 
 
-def floats_fit(packed: Packed) -> bool:
+def floats_fit(packed: Packed | bytes) -> bool:
     """The same of float32 log-probabilities: without their signs, the bits of floats are ordered as the floats are."""
     lanes, bits = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
     tops = lanes << 31
     negative = bits & tops
     sizes = bits ^ negative
-    high = sizes + lanes * (INT32 - _TOO_HIGH) & tops
-    return not sizes + lanes * (INT32 - _TOO_LOW) & tops and high & negative == high
+    if sizes + lanes * (INT32 - _TOO_LOW) & tops:
+        return False
+    return negative == tops or not (sizes + lanes * (INT32 - _TOO_HIGH) & tops) & ~negative
 
 
+@lru_cache(maxsize=16)  # chunks are of one size, mostly
 def _lanes(n: int) -> int:
     """1 in each of `n` lanes of 32 bits."""
     power = (n - 1).bit_length() if n else 0

@@ -27,7 +27,7 @@ def run_loop(body: Coroutine[Any, Any, T]) -> T:
 
 def collect_seldom() -> None:
     """For a process that has loaded all it needs, and whose objects end with their last reference: what is here now is left out of
-    every search for cycles, and a search begins when so many young objects more are alive as a few hundred samples have. With
+    every search for cycles, and a search begins when so many young objects more are alive as some hundred samples have. With
     Python's own 700 a worker's searches took 43 us of each sample. Not for a process whose cycles may hold tensors."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)

@@ -22,7 +22,8 @@ LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as sil
 ENDED = ("stopped", "failed")
 
 class ActorFacts(msgspec.Struct, frozen=True):
-    """One actor's last vitals, how old they are, and whether its process is there (None: on another host)."""
+    """One actor's last vitals, how old they are, and whether its process is there (None: not asked of one that was just
+    heard, or on another host)."""
 
     vitals: Vitals
     age_s: float
@@ -132,7 +133,8 @@ def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) ->
             vitals = msgspec.msgpack.decode(body, type=Vitals)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # of a release that speaks otherwise; it shows on the events stream as well
-        found.append(ActorFacts(vitals, silences.get(vitals.actor, 0.0), lives(vitals), late_s))
+        age_s = silences.get(vitals.actor, 0.0)
+        found.append(ActorFacts(vitals, age_s, lives(vitals) if age_s > late_s else None, late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))
 
 

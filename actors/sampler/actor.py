@@ -26,6 +26,7 @@ from bus.messages.base import pack_ints
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.messages.samples import Picture, SampleTask, Sampling
+from bus.streams.hop import id_key
 from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, TAIL, VERDICTS
 
 GROUPS_PER_COMMIT = 16
@@ -271,7 +272,7 @@ class Sampler:
         """(row, attempt, position after it): given-up prompts first, then the data set."""
         while self._again:
             entry_id, prompts = self._again[0]
-            if _after(position.reissued, entry_id) or not prompts:
+            if id_key(position.reissued) >= id_key(entry_id) or not prompts:
                 self._again.pop(0)
                 continue
             row = self._row_of.get(prompts[0])
@@ -322,16 +323,6 @@ class Sampler:
                 )
             )
         return tasks
-
-
-def _after(position: str, entry_id: str) -> bool:
-    """Whether `position` is at or past `entry_id`."""
-
-    def parts(text: str) -> tuple[int, int]:
-        ms, _, seq = text.partition("-")
-        return int(ms), int(seq or 0)
-
-    return parts(position) >= parts(entry_id)
 
 
 async def run(context: Context, spec: SamplerSpec) -> None:

@@ -1,4 +1,4 @@
-"""What the accounts get for trained samples (pure).
+"""What the accounts get for trained samples, and what is told of each (pure).
 
 A token of a trained sample without gradient is booked as dropped under one of three reasons: `outlasted` (over the staleness bound
 although the sample was trained in the first step that could take it: its own generation took too long), `stale` (over the bound
@@ -17,8 +17,10 @@ from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
 from bus import Entry
 from bus.messages.groups import GroupKept, OpenGroup, part_key
+from bus.messages.policy import SamplesTrained, SampleTrained, life_of
 from bus.messages.versions import VersionSpan, staleness
 
+A_MESSAGE = 50  # samples: some 10 kB
 MOST_PARTS = 4096  # looked for; a larger number is no group's
 
 
@@ -140,3 +142,22 @@ def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[s
         if rest:
             left[key] = msgspec.msgpack.encode(msgspec.structs.replace(opened, members=rest, rewards=known))
     return left
+
+
+def trained_samples(
+    batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int
+) -> Iterator[SamplesTrained]:
+    """Messages about all samples of a batch, in training order. `step`: the number of the step just done."""
+    found: list[SampleTrained] = []
+    position = 0
+    for part, group in batch:
+        for scored in group.samples:
+            first = position
+            position += len(scored.rollout.strands)
+            shares = result.shares[first:position]
+            trained = sum(map(sum, result.trained_spans[first:position]))
+            share = round(sum(shares), 6) if shares else -1.0
+            found.append(life_of(scored, judged=part.at, trained=trained, share=share))
+    return (
+        SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE)
+    )

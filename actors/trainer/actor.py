@@ -20,8 +20,8 @@ from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
+from actors.trainer.accounts import trained_samples
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
-from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
 from actors.trainer.checkpoint import (
@@ -47,7 +47,7 @@ from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.spread import lives_of
-from actors.trainer.trained import trained_samples
+from actors.trainer.training import open_backend
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Commit, Guard, Out, ledger
@@ -367,7 +367,7 @@ class Trainer:
 
     async def _save(self, tasks: asyncio.TaskGroup) -> None:
         await self._turns.take()
-        await self._saver.begin(tasks, self._backend.save, version=self._version, metrics={})
+        await self._saver.begin(tasks, self._backend.save, self._version)
         if not self._spec.async_save:
             await self._saver.wait()
 

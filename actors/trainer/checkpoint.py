@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from bus import Bus, Commit
-from bus.errors import CheckpointRefused
+from bus.errors import UNREADABLE, CheckpointRefused
 from bus.ledger import Accounts
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
@@ -56,17 +56,17 @@ class Consumed(msgspec.Struct, frozen=True):
         for reason, (samples, tokens) in other.aged.items():
             before = aged.get(reason, (0, 0))
             aged[reason] = (before[0] + samples, before[1] + tokens)
-        return Consumed(
-            self.group_id,
-            self.samples + other.samples,
-            self.masked_samples + other.masked_samples,
-            self.tokens + other.tokens,
-            self.masked_tokens + other.masked_tokens,
-            self.versions + other.versions,
-            self.members + other.members,
-            aged,
-            self.rewards + other.rewards,
-        )
+        added = ("samples", "masked_samples", "tokens", "masked_tokens", "versions", "members", "rewards")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in added}
+        return msgspec.structs.replace(self, aged=aged, **sums)
+
+
+def merged(known: dict[str, Consumed], more: Iterable[Consumed]) -> dict[str, Consumed]:
+    """`known`, by key, with more taken in."""
+    for item in more:
+        before = known.get(item.group_id)
+        known[item.group_id] = item if before is None else before.with_more(item)
+    return known
 
 
 class BusState(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +100,11 @@ def bus_state_file(save: Path, step: int) -> Path:
     return save / "rollout" / f"bus_state_{step:07d}.msgpack"
 
 
+def steps_in(save: Path) -> list[int]:
+    """Steps of the checkpoints there, in order, whether whole or not."""
+    return sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """All of the file or none of it, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,12 +114,12 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path)
-    fsync_dir(path.parent)
+    fsync(path.parent)
 
 
-def fsync_dir(directory: Path) -> None:
-    """Make renames inside a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file durable, or the names inside a directory."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -127,8 +132,7 @@ def finish(save: Path, state: BusState, *, keep_last: int, retain: int = 0) -> N
     write_durably(bus_state_file(save, state.step), msgspec.msgpack.encode(state))
     write_durably(save / TRACKER, f"{state.step}\n".encode())
     if keep_last > 0:
-        steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
-        for old in steps[:-keep_last]:
+        for old in steps_in(save)[:-keep_last]:
             if old != state.step and not (retain and old % retain == 0):
                 shutil.rmtree(iter_dir(save, old), ignore_errors=True)
                 bus_state_file(save, old).unlink(missing_ok=True)
@@ -163,7 +167,7 @@ def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusS
     file = bus_state_file(save, step)
     try:
         state = msgspec.msgpack.decode(file.read_bytes(), type=BusState)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointRefused(f"checkpoint {step} in {save} has no usable bus state ({error}). {others(save, step)}") from error
     if fingerprint and state.fingerprint != fingerprint:
         raise CheckpointRefused(
@@ -180,7 +184,7 @@ def consumed_before(save: Path, state: BusState) -> tuple[tuple[Consumed, ...], 
     while since > 0:
         try:
             before = msgspec.msgpack.decode(bus_state_file(save, since).read_bytes(), type=BusState)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             break
         consumed, since = before.consumed + consumed, min(before.after, since - 1)
     return consumed, since
@@ -188,8 +192,7 @@ def consumed_before(save: Path, state: BusState) -> tuple[tuple[Consumed, ...], 
 
 def others(save: Path, damaged: int | None) -> str:
     """The end of a refusal: which checkpoints are intact, and how to go on from one."""
-    steps = sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
-    intact = [step for step in steps if step != damaged and _looks_intact(save, step)]
+    intact = [step for step in steps_in(save) if step != damaged and _looks_intact(save, step)]
     if not intact:
         return "No other checkpoint lies there; choose another --load, or an empty --save to start from scratch."
     return f"Intact: {', '.join(map(str, intact))}; write one of these numbers into {save / TRACKER} to go on from it."
@@ -202,7 +205,7 @@ def _looks_intact(save: Path, step: int) -> bool:
         index = json.loads((iter_dir(save, step) / "index.json").read_text())
         sizes = {iter_dir(save, step) / name: int(file["n_bytes"]) for name, file in index["files"].items()}
         return all(path.stat().st_size == size for path, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, *UNREADABLE):
         return False
 
 

@@ -11,8 +11,7 @@ import sys
 
 import msgspec
 
-from actors.trainer.objective_config import ObjectiveConfig
-from actors.trainer.objective_hooks import HookError
+from actors.trainer.objective_config import HookError, ObjectiveConfig
 
 
 def main() -> int:

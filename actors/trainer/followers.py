@@ -85,7 +85,7 @@ class Followers:
         except RankDied as died:
             return died
         except TimeoutError:
-            return None
+            pass
         return None
 
     async def part(self, sent_home: Awaitable[object]) -> None:

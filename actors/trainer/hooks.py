@@ -10,8 +10,7 @@ from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.objective import PreparedBatch, TrainSample, policy_loss, prepare_batch
 from actors.trainer.objective.custom import HOOKS, LOSS, REDUCER
-from actors.trainer.objective_config import ObjectiveConfig
-from actors.trainer.objective_hooks import SIGNATURES, HookError, hooks_of
+from actors.trainer.objective_config import SIGNATURES, HookError, ObjectiveConfig, hooks_of
 
 LENGTHS = (3, 5, 1, 4, 6, 2)  # of the synthetic responses, two to a prompt
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ from actors.runtime.content import header_number
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked, inside_of, remaining
-from actors.trainer.checkpoint import Consumed
+from actors.trainer.checkpoint import Consumed, merged
 from actors.trainer.cut import Part
 from actors.trainer.lending import Arrivals
 from bus import Commit, Entry, Out, ledger
@@ -231,9 +231,7 @@ class Intake:
 
     def _settle(self, consumed: Iterable[Consumed]) -> None:
         items = list(consumed)
-        for item in items:
-            before = self._settled.get(item.group_id)
-            self._settled[item.group_id] = item if before is None else before.with_more(item)
+        merged(self._settled, items)
         for key in list(self._settled)[: -max(SETTLED_KEPT, len(items))]:
             del self._settled[key]
 
@@ -273,10 +271,7 @@ class Intake:
     def adopt(self, consumed: tuple[Consumed, ...], step: int) -> None:
         """At a start: samples that the loaded checkpoint already holds, delivered again, only wait for their
         acknowledgement; those that are not here may still come, from a server that lost its last second."""
-        inside: dict[str, Consumed] = {}
-        for item in consumed:
-            before = inside.get(item.group_id)
-            inside[item.group_id] = item if before is None else before.with_more(item)
+        inside = merged({}, consumed)
         here = {key: found for key, part in self.ready.items() if (found := inside_of(part.group, inside)) is not None}
         self._settle(item for key, item in inside.items() if here.get(key) is not item)
         for key, item in here.items():

@@ -1,4 +1,4 @@
-"""Settings of the objective, sound when they come here (miles_async/settings/rules.py).
+"""Settings of the objective, sound when they come here (miles_async/settings/rules.py), and what the functions are that they name.
 
 Field names follow the Miles flags where a flag exists (`--eps-clip` is `eps_clip`).
 """
@@ -101,7 +101,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Off-policy diagnostics every step (ratio, ESS, mismatch). Off saves a few tensor operations."""
 
     custom_loss_function_path: str | None
-    """Dotted paths of the user's functions, None = none; what they take and return: `objective_hooks.SIGNATURES`."""
+    """Dotted paths of the user's functions, None = none; what they take and return: SIGNATURES."""
     custom_advantage_function_path: str | None
     custom_tis_function_path: str | None
     """In place of correction=tis."""
@@ -149,3 +149,34 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @property
     def needs_rollout_logp(self) -> bool:
         return self.correction != "none" or self.proximal in ("rollout", "interpolate")
+
+
+SIGNATURES = {
+    "custom_loss_function_path": "(args, batch, log_probs [T], reducer) -> (loss [], {name: sum []})",
+    "custom_advantage_function_path": "(args, inputs) -> (advantages [T], returns [T])",
+    "custom_tis_function_path": (
+        "(*, args, pg_loss [T], train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, "
+        "parallel_state, max_seq_lens) -> (pg_loss [T], loss_masks, {name: [T]})"
+    ),
+    "custom_pg_loss_reducer_function_path": (
+        "(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function from [T] to []"
+    ),
+    "custom_reward_post_process_path": "(args, samples) -> (raw rewards, processed rewards)",
+}
+"""Setting -> what its function takes and returns. T: response tokens of a micro-batch, samples back to back."""
+
+
+class HookError(ValueError):
+    """A function of the user's that cannot be loaded, raised, or returned something else than its signature says."""
+
+    def __init__(self, field: str, path: str | None, problem: str) -> None:
+        self.field = field
+        self.path = path or ""
+        self.problem = " ".join(problem.split())[:400].rstrip(".")
+        self.remedy = f"Its signature is {SIGNATURES[field]}; see docs/objective.md."
+        super().__init__(f"{field} = {path!r}: {self.problem}. {self.remedy}")
+
+
+def hooks_of(cfg: ObjectiveConfig) -> dict[str, str]:
+    """Setting -> dotted path, of those that are set."""
+    return {field: getattr(cfg, field) for field in SIGNATURES if getattr(cfg, field)}

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend
-from actors.trainer.checkpoint import iter_dir, latest, write_durably
+from actors.trainer.checkpoint import iter_dir, latest, steps_in, write_durably
 from actors.trainer.convert import to_samples
-from bus.errors import CheckpointRefused
+from bus.errors import UNREADABLE, CheckpointRefused
 from bus.messages.groups import GroupKept
 from bus.messages.policy import StepDone
 
@@ -59,7 +59,7 @@ def read_record(path: Path) -> RecordedBatch:
         raise CheckpointRefused(
             f"recorded batch {path} not readable: {error.strerror}. Train with --save-debug-rollout-data to record."
         ) from error
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise CheckpointRefused(f"recorded batch {path} is damaged: {error}") from error
 
 
@@ -74,8 +74,7 @@ def batch_of(record: RecordedBatch) -> StepBatch:
 def start_of(save: Path, first: int) -> int:
     """The newest checkpoint at or before the weights that step `first` started from; 0 = the initial weights."""
     newest = latest(save)
-    steps = [int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit()]
-    usable = [s for s in steps if s < first and (newest is None or s <= newest)]
+    usable = [s for s in steps_in(save) if s < first and (newest is None or s <= newest)]
     return max(usable, default=0)
 
 

@@ -51,18 +51,7 @@ class Saver:
         self._marks: list[str] = []  # end of the policy log at each kept checkpoint
         self.saved_step = -1
 
-    @property
-    def busy(self) -> bool:
-        return self._task is not None and not self._task.done()
-
-    async def begin(
-        self,
-        tasks: asyncio.TaskGroup,
-        copy: Callable[[Path], Checkpoint],
-        *,
-        version: PolicyVersion,
-        metrics: dict[str, float],
-    ) -> None:
+    async def begin(self, tasks: asyncio.TaskGroup, copy: Callable[[Path], Checkpoint], version: PolicyVersion) -> None:
         """Copy state now, write later. Waits for a save that is still under way. `copy`: the backend's `save`."""
         await self.wait()
         context = self._context
@@ -74,7 +63,7 @@ class Saver:
             await self._failed(version.step, error)
             return
         copied = await self._in_thread(copy, target)
-        bus_state = await self._bus_state(version, metrics)
+        bus_state = await self._bus_state(version)
         fault_point(context.name, "checkpoint_copied")
         self._task = tasks.create_task(self._write(copied, target, bus_state, began), name=f"checkpoint {version.step}")
 
@@ -84,7 +73,7 @@ class Saver:
             with self._context.waiting("the checkpoint being written"):
                 await self._task
 
-    async def _bus_state(self, version: PolicyVersion, metrics: dict[str, float]) -> BusState:
+    async def _bus_state(self, version: PolicyVersion) -> BusState:
         seen = await self._context.bus.snapshot()
         trained: list[Trained] = list(self._intake.uncommitted)
         ledger = dict(seen.ledger)
@@ -102,7 +91,6 @@ class Saver:
             ledger=ledger,
             open_groups=self._intake.still_open(seen.open_groups),
             consumed=tuple(t.consumed for t in trained),
-            metrics=metrics,
             after=max(0, self.saved_step),
         )
 

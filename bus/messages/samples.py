@@ -188,6 +188,8 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     @property
     def routed(self) -> tuple[Routed, ...]:
         """Experts of its trajectories, of those where they are known."""
+        if self.episode is msgspec.UNSET:
+            return () if self.response.experts is msgspec.UNSET else (self.response.experts,)
         return tuple(s.response.experts for s in self.strands if s.response.experts is not msgspec.UNSET)
 
     @property
@@ -208,9 +210,9 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
             id=self.task.sample_id,
             group=self.task.group_id,
             version=made[-1].version if made else -1,
-            tokens=sum(span.n for span in made),
+            tokens=sum([span.n for span in made]),
             knob=self.task.knob_epoch,
-            asides=" ".join(one.ref for one in self.routed if one.ref),
+            asides=" ".join([one.ref for one in self.routed if one.ref]),
         )
 
 

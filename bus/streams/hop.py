@@ -30,8 +30,8 @@ class Placed(msgspec.Struct, frozen=True):
 
     def size(self, fields: Sequence[Any]) -> int:
         """Accounted bytes, as of the entry that it becomes with these fields."""
-        named = fields[fields.index("asides") + 1] if "asides" in fields else ""
-        return len(self.body) + claimed_bytes(*named.split())
+        named = fields[fields.index("asides") + 1].split() if "asides" in fields else ()
+        return len(self.body) + (claimed_bytes(*named) if named else 0)
 
 
 def text_of(value: bytes | str | int) -> str:

@@ -349,7 +349,8 @@ def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> E
         else:
             fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
     size = claimed_bytes(blob) if blob else len(body)
-    size += claimed_bytes(*fields.get("asides", "").split())
+    if "asides" in fields:
+        size += claimed_bytes(*fields["asides"].split())
     return Entry(
         id=text_of(entry_id),
         stream=stream,

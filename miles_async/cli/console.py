@@ -14,15 +14,13 @@ from miles_async.settings.runs import RunRef
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --port, --read-only and the shared options."""
-    parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: 8420, or any where that is taken)")
     parser.add_argument("--read-only", action="store_true", help="nothing can be changed from the page")
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when the operator left."""
-    args.run = args.run or args.name
     asyncio.run(_console(chosen_run(args), args.port, args.read_only))
     return 0
 

@@ -1,7 +1,6 @@
 """What several commands share: options that say which run and how to reach its bus, one connection to it, one answer."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,8 +14,10 @@ if TYPE_CHECKING:
 DEFAULT_RUNS_DIR = "runs"
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """`--run NAME`, `--runs-dir DIR`, `--bus-url URL` (also `--bus URL`)."""
+def add_run_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """`--run NAME`, `--runs-dir DIR`, `--bus-url URL` (also `--bus URL`); with `positional` RUN as well."""
+    if positional:
+        parser.add_argument("positional_run", nargs="?", metavar="RUN", help="name of the run; as --run")
     group = parser.add_argument_group("which run")
     group.add_argument("--run", metavar="NAME", help="name of the run (default: the newest in --runs-dir)")
     group.add_argument(
@@ -42,12 +43,15 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 def chosen_run(args: argparse.Namespace) -> RunRef:
     """The run that the shared options name. Raises SettingsError when there is none."""
-    return find_run(run=args.run, runs_dir=args.runs_dir, bus_url=args.bus_url)
+    name = args.run or getattr(args, "positional_run", None)
+    return find_run(run=name, runs_dir=args.runs_dir, bus_url=args.bus_url)
 
 
 def on_bus(args: argparse.Namespace, body: Callable[["Bus", RunRef], Awaitable[int]], *, look: bool = True) -> int:
     """Run `body` on the bus of the chosen run and return its exit status. Raises what `attached` raises: status 2. `look`: it
     changes nothing, so a run that has ended can be asked too."""
+    import asyncio
+
     from miles_async.console.attach import attached
 
     ref = chosen_run(args)

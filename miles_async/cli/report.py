@@ -13,15 +13,13 @@ from miles_async.settings.runs import find_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, others to lie over it, and the shared options."""
-    parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
+    add_run_options(parser, positional=True)
     parser.add_argument("others", nargs="*", metavar="OTHER", help="runs to compare it with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of into the run's folder")
-    add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print where it is."""
-    args.run = args.run or args.name
     ref = chosen_run(args)
     if ref.run_dir is None:
         raise SettingsError(

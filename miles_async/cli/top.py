@@ -20,15 +20,13 @@ LOOK_S = 1.0  # a terminal is drawn anew at each look
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --read-only and the shared options."""
-    parser.add_argument("name", nargs="?", metavar="RUN", help="name of the run; as --run")
     parser.add_argument("--read-only", action="store_true", help="nothing can be changed from here")
     parser.add_argument("--plain", action="store_true", help="lines instead of a screen")
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when the operator left, or the run has ended."""
-    args.run = args.run or args.name
     if not args.plain:
         _check_terminal()
     ref = chosen_run(args)

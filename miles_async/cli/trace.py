@@ -5,7 +5,6 @@ After the run has ended it is told from the run's metrics.jsonl.
 """
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when something is on record, 2 when nothing is."""
     ref = chosen_run(args)
-    found = asyncio.run(_follow(ref, args.sample_id))
+    found = _by_files(ref, args.sample_id) or _by_streams(ref, args.sample_id)
     if args.as_json:
         print_json(found)
     elif found.found:
@@ -40,20 +39,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _follow(ref: RunRef, sample_id: str) -> "Trace":
-    from bus.errors import BusUnreachable
-    from miles_async.console.attach import attached
-    from miles_async.console.trace import trace, trace_file
+def _by_files(ref: RunRef, sample_id: str) -> "Trace | None":
+    """Where the run's own Redis is gone and its files tell the end: what that kept has nothing to add."""
+    from miles_async.console.trace import trace_file
 
     socket = Path(ref.bus_url.partition("?")[0].removeprefix("unix://"))
-    if ref.run_dir is not None and ref.bus_url.startswith("unix://") and not socket.exists():
-        told = trace_file(ref.run_dir, sample_id)
-        if {"checkpoint", "dropped"} & {moment.what for moment in told.moments}:
-            return told  # its life is over: what the run's Redis kept has nothing to add
-    try:
+    if ref.run_dir is None or not ref.bus_url.startswith("unix://") or socket.exists():
+        return None
+    told = trace_file(ref.run_dir, sample_id)
+    return told if {"checkpoint", "dropped"} & {moment.what for moment in told.moments} else None
+
+
+def _by_streams(ref: RunRef, sample_id: str) -> "Trace":
+    import asyncio
+
+    from bus.errors import BusUnreachable
+    from miles_async.console.attach import attached
+    from miles_async.console.trace import trace_file
+    from miles_async.console.trace_live import trace
+
+    async def follow() -> "Trace":
         async with attached(ref, look=True) as bus:
-            run_dir = ref.run_dir or Path("runs") / bus.config.run
-            return await trace(bus, sample_id, run_dir)
+            return await trace(bus, sample_id, ref.run_dir or Path("runs") / bus.config.run)
+
+    try:
+        return asyncio.run(follow())
     except BusUnreachable:
         if ref.run_dir is None or not (ref.run_dir / "metrics.jsonl").exists():
             raise

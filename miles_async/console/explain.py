@@ -103,6 +103,7 @@ MEANING = {
     "truncated": "a response was cut at the length limit",
     "reward_not_finite": "a reward is NaN, infinite or too large",
     "nothing_to_train": "no token of the group may be trained",
+    "reward_version": "scored under an earlier reward_version: a step takes one alone",
     "judge_raised": "the filter raised an exception",
     "lost_poison": "a sample could not be generated or scored in all its attempts",
     "lost_malformed": "a message of the group could not be read",

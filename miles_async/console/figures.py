@@ -27,39 +27,21 @@ TRAINER = {
 """What the trainer says of a step, by the words that are shown."""
 
 
-class TimeSplit(msgspec.Struct, frozen=True):
-    """Seconds of one step on the trainer: waiting for rollouts, training, and the rest (publishing, checkpoints)."""
-
-    wait_s: float
-    train_s: float
-    publish_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.wait_s + self.train_s + self.publish_s
-
-
-def time_split(step: Step) -> TimeSplit:
-    """The split of one step. What the trainer does not name counts as publishing, but not the time
-    that it was away."""
+def time_split(step: Step) -> tuple[float, float, float]:
+    """Seconds of one step on the trainer: waiting for rollouts, training, and the rest (publishing, checkpoints). What the
+    trainer does not name counts as publishing, but not the time that it was away."""
     wait, train = step.get("perf/wait_s"), step.get("perf/train_s")
     publish = step.metrics.get("perf/publish_s")
     if publish is None:
         publish = max(0.0, step.gap_s - wait - train) if step.gap_s and not step.resumed else 0.0
-    return TimeSplit(wait, train, float(publish))
+    return wait, train, float(publish)
 
 
 def shares(steps: Sequence[Step]) -> tuple[float, float, float]:
     """(waiting, training, publishing) as shares of the time of these steps; zeros without any."""
-    splits = [time_split(s) for s in steps]
-    total = sum(s.total_s for s in splits)
-    if total <= 0:
-        return 0.0, 0.0, 0.0
-    return (
-        sum(s.wait_s for s in splits) / total,
-        sum(s.train_s for s in splits) / total,
-        sum(s.publish_s for s in splits) / total,
-    )
+    wait, train, publish = (sum(part) for part in zip((0.0, 0.0, 0.0), *map(time_split, steps), strict=True))
+    total = wait + train + publish
+    return (wait / total, train / total, publish / total) if total > 0 else (0.0, 0.0, 0.0)
 
 
 def throughput(steps: Sequence[Step]) -> float:
@@ -74,13 +56,7 @@ def throughput(steps: Sequence[Step]) -> float:
 
 def derived(step: Step) -> dict[str, float]:
     """Numbers that a step does not record as such: the split of its time, tokens a second, dropped groups by reason."""
-    split = time_split(step)
-    found = {
-        "wait_s": split.wait_s,
-        "train_s": split.train_s,
-        "publish_s": split.publish_s,
-        "tokens_per_s": throughput([step]),
-    }
+    found = dict(zip(("wait_s", "train_s", "publish_s"), time_split(step), strict=True)) | {"tokens_per_s": throughput([step])}
     return found | {DROPPED + reason: float(n) for reason, n in step.dropped.items()}
 
 

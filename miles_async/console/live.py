@@ -54,7 +54,7 @@ async def run_console(
         if live:
             hub = Hub(bus, feed, folder, total_steps=total_steps, refresh_s=LOOK_S)
             tasks.create_task(hub.run(stop))
-            tasks.create_task(_picture(hub, console, following))
+            tasks.create_task(_picture(Page(hub, seen_in=folder), console, following))
         elif mode != "none":
             tasks.create_task(_until_first_step(bus, feed, stop, say))
 
@@ -90,15 +90,15 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
         say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said) or 'no actor has spoken yet'}")
 
 
-async def _picture(hub: Hub, console: Console, following: asyncio.Task[None]) -> None:
+async def _picture(page: Page, console: Console, following: asyncio.Task[None]) -> None:
     """Drawn anew at each look of the hub, the first at once, the last when all of the logs was followed; a bus that does not
     answer shows as such."""
-    with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live, Page(hub) as page:
+    with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live, page:
         live.update(page.whole(*console.size), refresh=True)
         while not following.done():
             await page.follow(LOOK_S)
             live.update(page.whole(*console.size), refresh=True)
-        await hub.look()
+        await page.hub.look()
         await page.follow(0.0)
         live.update(page.whole(*console.size), refresh=True)
 

@@ -18,7 +18,7 @@ from bus.knobs.live import propose, read_history, revert
 from miles_async.cli.bus_verbs import letter_json
 from miles_async.cli.samples import choose, kept
 from miles_async.cli.tune import author, changes_text, document, shown_value
-from miles_async.console.trace import trace
+from miles_async.console.trace_live import trace
 from miles_async.console.web.curves import whole_run
 from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import SettingsError

@@ -21,10 +21,10 @@ from miles_async.settings import (
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
 from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.runs import check_bus_url
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 Rule = Callable[[Flat], None]
 
@@ -265,17 +265,6 @@ def inner_deadlines_are_shorter(s: Flat) -> None:
 
 def bus_url_is_understood(s: Flat) -> None:
     check_bus_url(s.bus_url)
-
-
-def check_bus_url(url: str | None) -> None:
-    """Refuse an address of no known scheme; a password in it is not shown."""
-    if url is not None and not url.startswith(BUS_SCHEMES):
-        raise refusal(
-            "bus_url",
-            url.rpartition("@")[2],
-            "not an address of a Redis",
-            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
-        )
 
 
 def run_name_is_a_plain_name(s: Flat) -> None:

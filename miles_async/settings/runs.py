@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.rules import check_bus_url
+from miles_async.settings.errors import SettingsError, nearest, refusal
 
 RUN_FILE = "run.json"
+BUS_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "rediss+sentinel://", "unix://")  # as bus/client.py has them
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,3 +92,14 @@ def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:
             remedy=nearest(run, known) or f"Runs there: {', '.join(known[:5])}.",
         )
     return read_run_file(runs_dir / (run or known[0]) / RUN_FILE)
+
+
+def check_bus_url(url: str | None) -> None:
+    """Refuse an address of no known scheme; a password in it is not shown."""
+    if url is not None and not url.startswith(BUS_SCHEMES):
+        raise refusal(
+            "bus_url",
+            url.rpartition("@")[2],
+            "not an address of a Redis",
+            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
+        )

@@ -189,6 +189,8 @@ async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_
     first, last = [r for r in read_records(tmp_path) if r["kind"] == "sample"]
     assert (first["sample"], last["sample"]) == ("g1/0", "g1/1")
     assert first["prompt"] == "1+1=" and len(first["response"]) > 0
+    with (tmp_path / samples.FILE).open("ab") as file:
+        file.write(b'{"sample":"\xff","step":1,"reward":1}\n')
     [*lines] = read_samples([tmp_path / samples.FILE])
     assert [line["sample"] for line in lines] == ["g1/0", "g1/1"] and lines[0]["step"] == 1
     history = history_of([first])
@@ -222,8 +224,11 @@ def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoi
     assert last_trained(tmp_path) == [] and list(lines_with(tmp_path / trained.FILE, [b"g"])) == []
     append_trained(tmp_path, map(line, range(5)))
     with (tmp_path / trained.FILE).open("ab") as file:
-        file.write(b'{"kind":"trained","sample":"g0000009/0","wa')  # a crash
-    assert last_trained(tmp_path) == [line(4)]
+        file.write(b'{"kind":"trained","text":"\xff"}\n')  # no UTF-8
+    assert last_trained(tmp_path) == [line(4)] and [*lines_with(tmp_path / trained.FILE, [b"\xff"])] == []
+    with (tmp_path / trained.FILE).open("ab") as file:
+        file.write(b'{"kind":"trained","entry":"trained@5-0"}\n{"kind":"trained","sample":"g0000009/0","wa')  # a crash
+    assert [one["entry"] for one in last_trained(tmp_path)] == ["trained@5-0"]
     append_trained(tmp_path, [line(7)])
     asked = [b'"g0000003/0"', b'"g0000007/0"', b'"g0000009/0"', b"@7-0"]
     assert list(lines_with(tmp_path / trained.FILE, asked)) == [line(3), line(7)]

@@ -349,6 +349,8 @@ async def test_the_service_gets_prompt_response_and_label_and_its_json_is_the_va
         (400, b"bad", RemoteRefused, "answered 400"),
         (302, b"", RemoteRefused, "answered 302"),
         (200, b"<html>", ScorerFailed, "answered no JSON"),
+        (200, b'{"score": "\xff"}', ScorerFailed, "answered no JSON"),
+        (200, b"[" * 100_000, ScorerFailed, "answered no JSON"),
         (200, b"1" * 5_000_000, ScorerFailed, "more than 4194304 bytes"),
     ],
 )

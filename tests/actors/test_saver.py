@@ -139,7 +139,7 @@ async def trained_once(redis_url: str, run_name: str, save: Path) -> AsyncIterat
 
 async def saved(saver: Saver, files: Files, step: int = 1) -> None:
     async with asyncio.TaskGroup() as tasks:
-        await saver.begin(tasks, files.copy, version=PolicyVersion(step + 1, step), metrics={})
+        await saver.begin(tasks, files.copy, PolicyVersion(step + 1, step))
 
 
 async def test_a_checkpoint_is_durable_before_anything_is_acknowledged(
@@ -207,11 +207,11 @@ async def test_one_checkpoint_is_written_at_a_time(redis_url: str, run_name: str
                 return super().copy(directory)
 
         async with asyncio.TaskGroup() as tasks:
-            await saver.begin(tasks, Files(look).copy, version=PolicyVersion(2, 1), metrics={})
-            second = tasks.create_task(saver.begin(tasks, Second().copy, version=PolicyVersion(3, 2), metrics={}))
+            await saver.begin(tasks, Files(look).copy, PolicyVersion(2, 1))
+            second = tasks.create_task(saver.begin(tasks, Second().copy, PolicyVersion(3, 2)))
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert saver.busy and not second.done()
+            assert saver._task is not None and not saver._task.done() and not second.done()
             go_on.set()
         assert durable == [1] and latest(tmp_path) == 2
 

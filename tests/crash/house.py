@@ -15,10 +15,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -90,6 +91,11 @@ FOUND = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
 """Where actors look for packages: this checkout first."""
 
 
+def usual() -> dict[str, str]:
+    """Environment of a command."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
+
+
 class NoServer:
     """Redis is somebody else's to stop."""
 
@@ -122,25 +128,30 @@ class Run:
         """Run the command. `fault`: see actors.runtime.faultpoints; each strikes once per test."""
         file = self.home / "run.toml"
         file.write_text(toml_of(self._tables))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
-        environment.pop("MILES_ASYNC_FAULT", None)
+        environment = usual()
         if fault:
             self._faults = fault.split(",")
             (self.home / "faults").mkdir(exist_ok=True)
             environment |= {"MILES_ASYNC_FAULT": fault, "MILES_ASYNC_FAULT_ONCE": str(self.home / "faults")}
-        words = ["miles_async", "train", str(file), *flags]
         with (self.home / "launcher.log").open("ab") as log:
-            if self._warm is not None and not wrap:
-                self.launcher = Warmed(self._warm, words, env=environment, cwd=self.home, log=log)
-                return
-            self.launcher = subprocess.Popen(
-                [*wrap, sys.executable, "-m", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=self.home,
-            )
+            self.launcher = self._started(wrap, ["train", str(file), *flags], environment, log, log)
+
+    def _started(
+        self, wrap: Sequence[str], words: Sequence[str], env: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
+    ) -> subprocess.Popen[bytes] | Warmed:
+        if self._warm is not None and not wrap:
+            return Warmed(self._warm, ["miles_async", *words], env=env, cwd=self.home, stdout=stdout, stderr=stderr)
+        command = [*wrap, sys.executable, "-m", "miles_async", *words]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=self.home)
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Another miles-async command, in the run's home, with its runs."""
+        words = (*words, "--runs-dir", str(self.dir.parent))
+        with TemporaryFile() as out, TemporaryFile() as err:
+            code = self._started((), words, usual(), out, err).wait(180)
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(words, code, out.read().decode(), err.read().decode())
 
     @property
     def to_come(self) -> list[str]:

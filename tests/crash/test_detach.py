@@ -22,17 +22,6 @@ pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 LONG: Tables = {"rollout": {"num_rollout": 100_000}}
 
 
-def command(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
-    """A miles-async command about the run."""
-    return subprocess.run(
-        [sys.executable, "-m", "miles_async", *words, "--runs-dir", str(run.dir.parent)],
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def recorded(run: Run) -> list[int]:
     """Steps in metrics.jsonl, in its order."""
     lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
@@ -79,14 +68,14 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
     go_on(run)
     assert run.output().count("\nstep ") == shown
     assert_complete(run)
-    assert command(run, "doctor").stdout.count("no launcher") == 0
+    assert run.command("doctor").stdout.count("no launcher") == 0
 
     run.launcher.kill()
     run.launcher.wait(10)
     go_on(run)
     assert_complete(run)
-    until("the doctor to miss the launcher", lambda: "error    no launcher: pid" in command(run, "doctor").stdout)
-    stopped = command(run, "stop", "--wait", "60")
+    until("the doctor to miss the launcher", lambda: "error    no launcher: pid" in run.command("doctor").stdout)
+    stopped = run.command("stop", "--wait", "60")
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.strip() == "r has stopped. The same miles-async train command resumes it."
     assert not run.processes()
@@ -106,15 +95,15 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
 def assert_ended_run_can_be_asked(run: Run) -> None:
     """All that look at a run look at an ended one too, and change nothing of what it left."""
     before = contents(run.dir / "redis")
-    status = command(run, "status")
+    status = run.command("status")
     assert status.returncode == 0 and "trainer" in status.stdout, status.stderr
     assert "not running" in status.stderr and status.stderr.count("\n") == 1
-    assert command(run, "ledger", "--check").returncode == 0
-    assert "initial values" in command(run, "tune", "--log").stdout
-    assert "no dead letters" in command(run, "bus", "dead", "list").stdout
-    assert "trained in step 1" in command(run, "trace", first_group(run)).stdout
-    assert command(run, "report").returncode == 0
-    refused = command(run, "tune", "lr=1e-4")
+    assert run.command("ledger", "--check").returncode == 0
+    assert "initial values" in run.command("tune", "--log").stdout
+    assert "no dead letters" in run.command("bus", "dead", "list").stdout
+    assert "trained in step 1" in run.command("trace", first_group(run)).stdout
+    assert run.command("report").returncode == 0
+    refused = run.command("tune", "lr=1e-4")
     assert refused.returncode == 2 and "is not running" in refused.stderr
     assert contents(run.dir / "redis") == before
 

@@ -12,7 +12,7 @@ import pytest
 from tests.crash.conftest import Launch
 from tests.crash.house import REPO, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
-from tests.crash.test_detach import command, go_on
+from tests.crash.test_detach import go_on
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
@@ -45,7 +45,7 @@ def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> Non
     until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
     assert {name: pids for name, pids in actors(run).items() if pids} == before
     go_on(run)
-    stopped = command(run, "stop", "--wait", "60")
+    stopped = run.command("stop", "--wait", "60")
     assert stopped.returncode == 0, stopped.stderr
     assert run.join() == 0, "the launcher ends with the actors"
     assert not run.processes()

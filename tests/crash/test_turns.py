@@ -13,9 +13,9 @@ from tests.system.test_weight_transports import story
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 CASES = [
-    pytest.param("trainer:turn_taken:2", id="the-trainer-before-its-memory-is-back"),
+    pytest.param("trainer:turn_taken:2", id="the-trainer-before-it-is-back"),
     pytest.param("trainer:before_turn_given:2", id="the-trainer-after-it-left-the-device"),
-    pytest.param("generation-1:released:2", id="a-worker-after-it-gave-its-memory"),
+    pytest.param("generation-1:released:2", id="a-worker-after-it-gave-its-memory"),  # also in tests/system/test_colocate.py
 ]
 
 

@@ -234,6 +234,7 @@ BROKEN: list[tuple[str, list[bytes], int, type[Exception], str]] = [
     ("done without finish", [event(2, PAIRS[:2]), DONE], 200, EngineUnavailable, r"without a finish reason"),
     ("tokens missing", [event(3, PAIRS[:1])], 200, AnswerBroken, r"lost 2 tokens"),
     ("not json", [b"data: <html>\n\n"], 200, AnswerBroken, r"not understood"),
+    ("no UTF-8", [b'data: {"meta_info": {"weight_version": "\xff"}}\n\n'], 200, AnswerBroken, r"not understood"),
     ("error event", [b'data: {"error": {"message": "too long"}}\n\n', DONE], 200, RequestRefused, r"g7/3: too long"),
     ("refused", [b'{"error": {"message": "too\\nlong"}}'], 400, RequestRefused, r"HTTP 400\): too long"),
     ("server error", [b"oops"], 500, EngineUnavailable, r"HTTP 500\): oops"),

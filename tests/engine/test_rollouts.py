@@ -29,9 +29,9 @@ from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost,
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
 from miles_async.launcher.try_hooks import Ask, problem_of
+from tests.actors.agent_house import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.actors.agent_house import make_chat
 from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
 from tests.engine.scripted import sample
 from tests.engine.workers import order

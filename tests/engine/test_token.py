@@ -15,8 +15,7 @@ from actors.generation.engine import EngineUnavailable, GenerateRequest
 from actors.generation.process import EngineProcess
 from actors.generation.routed import RoutedEngine
 from actors.generation.sglang_client import SGLangClient
-from actors.router.actor import RouterSpec, run
-from actors.router.probe import answers
+from actors.router.actor import RouterSpec, answers, run
 from actors.runtime.child import Child, free_port
 from bus.private import write_secret
 from tests.actors.house import open_bus, running

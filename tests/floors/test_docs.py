@@ -10,6 +10,7 @@ from typing import get_args
 
 from bus.messages.samples import LostReason
 from miles_async.cli.app import COMMANDS
+from miles_async.console.explain import MEANING
 from tests.floors.tree import ROOT, each, parse
 
 PAGES = sorted(path.relative_to(ROOT) for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"))
@@ -89,6 +90,7 @@ def test_each_term_is_defined_once() -> None:
 
 def test_every_reason_for_a_lost_sample_is_in_the_glossary() -> None:
     found = text_of(Path("docs/glossary.md"))
+    assert [reason for reason in MEANING if f"`{reason}" not in found] == []
     assert [reason for reason in get_args(LostReason) if f"`lost_{reason}`" not in found] == []
 
 

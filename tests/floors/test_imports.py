@@ -197,8 +197,12 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
             ("torch", "numpy", "transformers", "aiohttp", "pytest", "hypothesis", "actors", "miles_async"),
         ),
         ("import miles_async.settings.load", ("torch", "numpy", "redis", "aiohttp", "transformers", "bus", "actors")),
+        (  # what is asked about a run that has ended is answered at once
+            "import bus, miles_async.cli.app, miles_async.cli.trace, miles_async.console.trace, miles_async.console.show",
+            ("torch", "numpy", "redis", "hiredis", "asyncio", "rich", "aiohttp", "miles_async.settings.rules"),
+        ),
     ],
-    ids=["bus", "settings"],
+    ids=["bus", "settings", "trace"],
 )
 def test_a_floor_stands_alone(statement: str, hidden: tuple[str, ...]) -> None:
     done = imported_with_hidden(statement, *hidden)

@@ -65,6 +65,19 @@ async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
     assert "it holds 1 entry" in found["silent actor"]
 
 
+@pytest.mark.parametrize(("silent_s", "named"), [(12, False), (40, True)])
+async def test_a_silent_actor_whose_process_is_there_may_be_one_of_a_busy_machine(redis_url, run_name, silent_s, named):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        silent = bus.clock.wall() - silent_s
+        await story.alive(vitals("launcher", wall=silent))
+        await story.alive(vitals("filter", "filter", wall=silent))
+        found = await faults(bus)
+    assert ({"no launcher", "silent actor", "no actor"} <= found.keys()) == named
+    assert named or found == {}
+
+
 @pytest.mark.parametrize(("skew_s", "word"), [(90, "ahead of"), (-90, "behind"), (2, "")])
 async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, word):
     async with Bus(config(redis_url, run_name)) as bus:

@@ -49,9 +49,11 @@ OTHER_PROGRAMS = {
     "mkdocs": "tests/miles_async/test_site.py builds the site",
     "ulimit": "changes the shell",
 }
+NO_REDIS = not (shutil.which("redis-server") and shutil.which("redis-cli"))  # a run has its own then
 AFTER_TOO = ("status", "doctor", "ledger", "trace", "samples", "report")
 BY_CHANCE = re.compile(
-    r"^(starting recorder|finished at|run quickstart has ended|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|group kept|valkey)"
+    r"^(starting recorder|run quickstart has|finished at|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|"
+    r"group kept|valkey)"
 )
 """What a page shows and another run need not print: other settings, another end, drops."""
 
@@ -156,10 +158,11 @@ def test_commands_of_other_programs_are_there(tmp_path: Path) -> None:
             assert program in (*OTHER_PROGRAMS, "python", "redis-cli", "redis-server"), command
 
 
+@pytest.mark.skipif(NO_REDIS, reason="no redis-server and redis-cli on the path")
 def test_redis_is_started_and_asked_as_written(tmp_path: Path) -> None:
     """On a socket in place of all addresses."""
     [start] = [c.line for c in COMMANDS if c.line.startswith("redis-server --")]
-    asked = {c.line for c in COMMANDS if c.line.startswith("redis-cli ")}
+    asked = {c.line for c in COMMANDS if c.line.startswith("redis-cli ") and " -s " not in c.line}
     socket = tmp_path / "redis.sock"
     env = {**os.environ, "MILES_ASYNC_BUS_PASSWORD": "secret", "REDISCLI_AUTH": "secret"}
     words = f"exec {start} --port 0 --unixsocket {socket} --dir {tmp_path}"
@@ -181,7 +184,7 @@ def shell(here: Path, line: str) -> subprocess.CompletedProcess[str]:
         (here / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
         (here / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": FOUND}
-    return subprocess.run(["bash", "-c", line], cwd=here, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(["bash", "-c", line], cwd=here, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=240)
 
 
 async def trained(bus: Bus) -> list[str]:
@@ -324,6 +327,10 @@ def test_commands_about_a_run_answer_as_the_pages_show(desk: Desk) -> None:
     asking = dict(desk.left)
     desk.try_all("whatif", "status", "doctor", "bus", "ledger", "trace", "samples", "report", "completion")
     desk.try_all("tune")
+    for line in [c.line for c in COMMANDS if c.line.startswith("redis-cli -s") and not NO_REDIS]:
+        done = shell(desk.here, line)
+        if done.returncode != 0 or not done.stdout.strip() or "ERR" in done.stdout:
+            desk.wrong.append(f"{line}: {done.stdout}{done.stderr}")
     until("the worker's samples", lambda: "activated" in desk.said("worker"))
     [address] = re.findall(r"http://\S+", desk.said("console"))
     with build_opener(HTTPCookieProcessor()).open(address) as page:

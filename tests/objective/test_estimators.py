@@ -24,7 +24,7 @@ from actors.trainer.objective.corrections import interpolated_proximal
 from actors.trainer.objective.losses import POLICY_LOSSES, binary_divergence
 from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
-from actors.trainer.objective.scan import reverse_scan
+from actors.trainer.objective.segments import reverse_scan
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from tests.declared import objective_of
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from actors.trainer.objective.advantages import AdvantageInputs, advantage_of
-from actors.trainer.objective.opd import opd_penalty
+from actors.trainer.objective.advantages import AdvantageInputs, advantage_of, opd_penalty
 from actors.trainer.objective.segments import sample_index, whiten
 from tests.declared import objective_of
 
@@ -52,14 +53,9 @@ def run_estimator(case, dtype, ragged):
     advantages, returns = advantage_of(cfg.advantage_estimator)(cfg, inputs)
     got = {"returns": returns}
     if p.get("use_opd"):
-        advantages, got["opd_reverse_kl"] = opd_penalty(
-            advantages,
-            mask,
-            p["opd_kl_coef"],
-            student=student,
-            teacher=inputs.teacher_logp,
-            reverse_kl=packed(x.get("opd_reverse_kl"), dtype),
-        )
+        if "opd_reverse_kl" in x:
+            inputs = replace(inputs, teacher_logp=student - packed(x["opd_reverse_kl"], dtype))
+        advantages, got["opd_reverse_kl"] = opd_penalty(inputs, advantages, p["opd_kl_coef"])
     if p.get("normalize_advantages"):
         advantages = whiten(advantages, mask)
     got["advantages"] = advantages

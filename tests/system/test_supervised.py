@@ -12,7 +12,7 @@ from bus.messages.policy import PolicyAnnounced
 from tests.crash.conftest import Launch
 from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
-from tests.system.test_train import command, records
+from tests.system.test_train import records
 from tests.system.test_weight_transports import story, ways
 
 pytestmark = pytest.mark.timeout(1200)
@@ -41,7 +41,7 @@ def test_responses_of_the_data_are_learned_and_every_sample_is_accounted_for(run
     steps = [e["step"] for e in records(run, "eval")]
     assert len(steps) >= 2 and steps[-1] == 6
     for words in (("--count", "1"), ("--eval", "few", "--step", "0", "--worst")):
-        shown = command(run, "samples", "--run", "r", *words)
+        shown = run.command("samples", "--run", "r", *words)
         assert shown.returncode == 0 and "model:" in shown.stdout, shown.stderr
     batch = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
     for group in batch.groups:

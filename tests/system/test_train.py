@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.crash.conftest import Launch
-from tests.crash.house import REPO, evaluating, merged
+from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
 from tests.crash.test_detach import assert_ended_run_can_be_asked, contents
 
 pytestmark = pytest.mark.timeout(1200)
-
-def command(run, *words: str) -> subprocess.CompletedProcess[str]:
-    """A miles-async command in the run's home."""
-    return subprocess.run(
-        [sys.executable, "-m", "miles_async", *words],
-        cwd=run.home,
-        env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
 
 
 def records(run, kind: str) -> list[dict]:
@@ -59,7 +46,7 @@ def test_a_run_from_prompt_to_gradient_and_back(run_of: Launch, toy: Path) -> No
     report = (run.dir / "report.html").read_text()
     assert 'id="data"' in report and "http://" not in report.replace("http://www.w3.org", "")
 
-    replayed = command(run, "replay", "--run", "r", "--runs-dir", str(run.home / "runs"), "--from", "3", "--to", "4")
+    replayed = run.command("replay", "--run", "r", "--from", "3", "--to", "4")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "all steps equal bit for bit" in replayed.stdout
 

@@ -150,12 +150,12 @@ def saved(backend: RankedBackend, directory: Path) -> Checkpoint:
     return checkpoint
 
 
-def state_of(backend: RankedBackend) -> TrainingState:
-    """All its training state, whole."""
+def state_of(backend: RankedBackend) -> dict[str, dict[str, torch.Tensor]]:
+    """All its training state, whole, by file."""
     with TemporaryDirectory() as directory:
         state = saved(backend, Path(directory)).saving.state
     assert isinstance(state, TrainingState)
-    return state
+    return state.tensors
 
 
 def backend_config(path: Path, *, objective: dict[str, Any] | None = None, **settings: Any) -> BackendConfig:

@@ -16,6 +16,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors
+from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER
 from bus.errors import CheckpointRefused
 from tests.trainer.conftest import saved, state_of
 
@@ -101,7 +102,7 @@ def test_the_first_rollouts_may_be_the_critics_alone(make_backend: Backend, make
 
     def weights() -> tuple[str, str]:
         snapshot = state_of(backend)
-        return hash_tensors(snapshot.weights), hash_tensors(snapshot.critic)
+        return hash_tensors(snapshot[MODEL]), hash_tensors(snapshot[CRITIC])
 
     policy, critic = weights()
     for step in range(2):
@@ -148,8 +149,8 @@ def test_restored_training_is_the_same_to_the_last_bit(
         other.train_step(make_batch(k, step=k))
     assert other.weights_hash() == backend.weights_hash()
     got, want = state_of(other), state_of(backend)
-    assert hash_tensors(got.critic_optimizer) == hash_tensors(want.critic_optimizer)
-    assert hash_tensors(got.optimizer) == hash_tensors(want.optimizer)
+    assert hash_tensors(got[CRITIC_OPTIMIZER]) == hash_tensors(want[CRITIC_OPTIMIZER])
+    assert hash_tensors(got[OPTIMIZER]) == hash_tensors(want[OPTIMIZER])
 
 
 def test_the_weights_hash_sees_the_critic(make_backend: Backend) -> None:

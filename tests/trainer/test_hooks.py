@@ -17,7 +17,7 @@ from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.hooks import install, probe, synthetic_samples
 from actors.trainer.objective import ObjectiveConfig, check, policy_loss, prepare_batch
 from actors.trainer.objective.custom import HOOKS
-from actors.trainer.objective_hooks import SIGNATURES, HookError
+from actors.trainer.objective_config import SIGNATURES, HookError
 from actors.trainer.torch_backend import TorchBackend
 from tests.declared import objective_of
 

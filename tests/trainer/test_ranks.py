@@ -6,11 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,9 +22,12 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors, read_index
-from actors.trainer.training.ranked import RankedBackend
-from actors.trainer.training.wire import decode, encode, pack_step, unpack_step
+from actors.trainer.training.ranked import Follower, RankedBackend
+from actors.trainer.training.ranks import Ranks
+from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER, StateFiles
+from actors.trainer.training.wire import Save, Step, decode, encode
 from bus.errors import CheckpointRefused
+from bus.messages.samples import Picture
 from tests import sights
 from tests.trainer.conftest import backend_config, published, saved, served, state_of
 from tests.trainer.own_core import FULL
@@ -59,7 +66,7 @@ def pair() -> Iterator[TorchBackend]:
 def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
     """Gradients of the first step, read off Adam's first moment."""
     state = state_of(backend)
-    moments = state.optimizer | {f"{n}/critic": t for n, t in state.critic_optimizer.items()}
+    moments = state[OPTIMIZER] | {f"{n}/critic": t for n, t in state[CRITIC_OPTIMIZER].items()}
     return {n.split("/", 1)[1]: t / 0.1 for n, t in moments.items() if n.startswith("exp_avg/")}
 
 
@@ -212,8 +219,8 @@ def test_checkpoints_move_between_one_and_two_ranks(
     pair.setup(make_config(seed=4, **settings))
     pair.load(tmp_path / "one")
     assert pair.weights_hash() == one.weights_hash()
-    assert hash_tensors(state_of(pair).optimizer) == hash_tensors(state_of(one).optimizer)
-    assert hash_tensors(state_of(pair).critic_optimizer) == hash_tensors(state_of(one).critic_optimizer)
+    assert hash_tensors(state_of(pair)[OPTIMIZER]) == hash_tensors(state_of(one)[OPTIMIZER])
+    assert hash_tensors(state_of(pair)[CRITIC_OPTIMIZER]) == hash_tensors(state_of(one)[CRITIC_OPTIMIZER])
 
     for k in (1, 2):
         pair.train_step(make_batch(k, step=k))
@@ -226,8 +233,8 @@ def test_checkpoints_move_between_one_and_two_ranks(
     one.load(tmp_path / "two")
     one.train_step(make_batch(3, step=3))
     got, want = state_of(pair), state_of(one)
-    for name, p in (want.weights | want.critic).items():
-        torch.testing.assert_close((got.weights | got.critic)[name], p, rtol=1e-4, atol=1e-5)
+    for name, p in (want[MODEL] | want[CRITIC]).items():
+        torch.testing.assert_close((got[MODEL] | got[CRITIC])[name], p, rtol=1e-4, atol=1e-5)
 
 
 def test_what_rank_0_refuses_leaves_the_pair_at_work(
@@ -337,13 +344,34 @@ def test_a_library_that_is_not_installed_is_refused_with_the_way_to_get_it(
 
 def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
     batch = make_batch(3, lr=1e-4)
-    command = pack_step(batch)
-    again = decode(encode(command))
-    assert again == command
-    back = unpack_step(again)  # type: ignore[arg-type]
-    assert msgspec.structs.asdict(pack_step(back)) == msgspec.structs.asdict(command)
+    for sample in batch.samples[:2]:
+        sample.pictures = ((Picture(blob="b", at=1, n=4, grid=(1, 4, 4)), b"png"),)
+    sent = encode(Step.of(batch))
+    assert sent.count(b"png") == 1, "a picture that samples share"
+    again = decode(sent)
+    assert isinstance(again, Step)
+    back = again.arrived()
+    assert (back.step, back.seed, back.knobs) == (batch.step, batch.seed, batch.knobs)
+    np.testing.assert_equal(list(map(asdict, back.samples)), list(map(asdict, batch.samples)))
+    assert encode(Step.of(back)) == encode(Step.of(batch))
     with pytest.raises(msgspec.MsgspecError):
         decode(b"\x80\x04K\x01.")
+
+
+def test_a_follower_lets_go_of_its_copy_of_a_checkpoint_when_that_is_written(tmp_path: Path) -> None:
+    """Of a sharded library it is all of a rank's weights and moments in host memory."""
+    copies: list[weakref.ref[StateFiles]] = []
+
+    class Library:
+        def save(self, directory: Path) -> StateFiles:
+            made = StateFiles(None, directory)
+            copies.append(weakref.ref(made))
+            return made
+
+    Follower(Ranks())._obey(cast("Any", Library()), Save(str(tmp_path)))
+    for writing in [thread for thread in threading.enumerate() if thread.name == "checkpoint"]:
+        writing.join(STOP_DEADLINE_S)
+    assert copies[0]() is None
 
 
 def test_a_follower_alone_refuses_to_run() -> None:

@@ -24,6 +24,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors, read_tensors, write_tensors
+from actors.trainer.training.state import MODEL, OPTIMIZER
 from bus.errors import CheckpointRefused
 from tests.declared import backend_of
 from tests.trainer.conftest import files_of, published, saved, served, state_of
@@ -55,7 +56,7 @@ def test_a_copy_is_not_touched_by_later_steps(tmp_path: Path, make_backend: Back
     backend = make_backend()
     copied, snapshot, before = served(backend), state_of(backend), backend.weights_hash()
     backend.train_step(make_batch(0))
-    assert hash_tensors(copied) == hash_tensors(snapshot.weights) == before != backend.weights_hash()
+    assert hash_tensors(copied) == hash_tensors(snapshot[MODEL]) == before != backend.weights_hash()
 
 
 def test_a_version_written_over_another_one_is_an_error(tmp_path: Path, make_backend: Backend) -> None:
@@ -97,7 +98,7 @@ def test_restored_training_is_the_same_to_the_last_bit(
     for k in (3, 4):
         other.train_step(make_batch(k, step=k))
     assert other.weights_hash() == backend.weights_hash()
-    assert hash_tensors(state_of(other).optimizer) == hash_tensors(state_of(backend).optimizer)
+    assert hash_tensors(state_of(other)[OPTIMIZER]) == hash_tensors(state_of(backend)[OPTIMIZER])
 
 
 def test_a_snapshot_before_the_first_step_is_complete(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
@@ -159,12 +160,12 @@ def test_a_checkpoint_with_a_broken_file_is_refused_before_anything_changes(
     backend.train_step(make_batch(0))
     saved(backend, tmp_path / "c")
     backend.train_step(make_batch(1, step=1))
-    before = backend.weights_hash(), hash_tensors(state_of(backend).optimizer), backend.core.optimizer.steps
+    before = backend.weights_hash(), hash_tensors(state_of(backend)[OPTIMIZER]), backend.core.optimizer.steps
     harm(tmp_path / "c" / name)
     with pytest.raises(CheckpointRefused) as refusal:
         backend.load(tmp_path / "c")
     assert "\n" not in str(refusal.value) and str(tmp_path / "c") in str(refusal.value)
-    assert before == (backend.weights_hash(), hash_tensors(state_of(backend).optimizer), backend.core.optimizer.steps)
+    assert before == (backend.weights_hash(), hash_tensors(state_of(backend)[OPTIMIZER]), backend.core.optimizer.steps)
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(

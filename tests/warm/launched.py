@@ -45,9 +45,11 @@ def warmed(socket: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Warmed:
-    """`python -m words`, with its output in `log`. It ends with this process."""
+    """`python -m words`, with its output in files. It ends with this process."""
 
-    def __init__(self, socket: Path, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: IO[Any]) -> None:
+    def __init__(
+        self, socket: Path, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: IO[Any], stderr: IO[Any]
+    ) -> None:
         self.args, self.returncode = list(words), None
         told = warmed(socket, env)
         with open(os.devnull) as null:
@@ -57,7 +59,7 @@ class Warmed:
                 env=told,
                 paths=[str(cwd), *told["PYTHONPATH"].split(os.pathsep)],
                 cwd=str(cwd),
-                handles=[null.fileno(), log.fileno(), log.fileno()],
+                handles=[null.fileno(), stdout.fileno(), stderr.fileno()],
             )
         assert held is not None, "the warm server is gone"
         self._held = held

@@ -31,8 +31,9 @@ def main(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     templates: dict[str, socket.socket] = {}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen(64)
+    os.rename(f"{path}.new", path)  # who sees it is answered
     while 0 not in select.select([0, listener], [], [])[0]:
         asking, _ = listener.accept()
         data, handles, _, _ = socket.recv_fds(asking, MOST, 3)

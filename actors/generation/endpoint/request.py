@@ -13,6 +13,7 @@ import msgspec
 
 from actors.generation.endpoint.calls import Call, without
 from actors.generation.rollouts.session import Segment
+from bus.errors import UNREADABLE
 from bus.messages.samples import Sampling
 
 MOST_ANSWERS = 16  # `n` of one call
@@ -63,7 +64,7 @@ def read(raw: bytes) -> ChatBody:
     """A body. Raises BadRequest."""
     try:
         body = _decode(raw)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"the body cannot be read: {error}") from error
     refused = [
         *(name for name in ("frequency_penalty", "presence_penalty", "logit_bias") if getattr(body, name)),

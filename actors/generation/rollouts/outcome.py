@@ -34,7 +34,7 @@ class Outcome:
 def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     """Trajectories with the journal that they must agree with. Raises Poison, which names what does not fit."""
     name = running.task.sample_id
-    if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
+    if not isinstance(found, list) or [t for t in found if not isinstance(t, Trajectory)]:
         raise Poison(f"the rollout program returned {found!r:.100} for {name}, which is no list of trajectories")
     kept: dict[int, int] = {}
     strands = [_strand(trajectory, running, kept, vocabulary) for trajectory in found]
@@ -42,7 +42,7 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     if not strands:
         return Outcome(Response(), "length", UNSET, discarded)
     last, prompt = found[-1], strands[-1].prompt_tokens
-    ends: Literal["stop", "length"] = next((s.finish for s in reversed(last.segments) if s.kind == "model"), "stop")
+    ends: Literal["stop", "length"] = ([s.finish for s in last.segments if s.kind == "model"] or ["stop"])[-1]
     own = prompt is running.task.prompt_tokens or prompt == running.task.prompt_tokens
     plain = own and len(found) == 1 == len(running.turns) and not (last.metadata or last.response or last.reward is not None)
     if plain:

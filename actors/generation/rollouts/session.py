@@ -46,8 +46,8 @@ class Task(msgspec.Struct, frozen=True):
 class Segment:
     """Consecutive tokens of one kind. Those of the model come from `Session.generate` only, the others from `env`.
 
-    spans: the versions that made them, over all tokens of the model; empty for env. finish: `stop`: a stop token or text (which ends
-    with the last one here) or `watch`; `length`: no room is left. call: number of the call that made it; -1 for env.
+    spans: the versions that made them, over all tokens of the model; empty for env. finish: `stop`: a stop token or text
+    (which ends with the last one here) or `watch`; `length`: no room is left. call: number of the call that made it; -1 for env.
     """
 
     __slots__ = ("_logprobs", "_tokens", "call", "finish", "kind", "spans")

@@ -1,7 +1,7 @@
 """Texts that end a turn: looked for in what the tokens say, which the engine need not know.
 
-Always true: a turn ends with the token that completes the first of its stops; tokens that came behind it in the same chunk are thrown
-away and counted as discarded.
+Always true: a turn ends with the token that completes the first of its stops; tokens that came behind it in the same chunk are
+thrown away and counted as discarded.
 """
 
 from __future__ import annotations

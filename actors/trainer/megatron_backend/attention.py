@@ -18,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from actors.trainer.megatron_backend.packing import PackedSamples
+from actors.trainer.megatron_backend.packing import PackedSamples, zigzag
 from actors.trainer.torch_backend.attention import attend, pad, unpad
 from actors.trainer.torch_backend.layout import Layout
 
@@ -75,18 +75,3 @@ def bounded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, *, ca
         seen = seen.triu(-window)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
     return unpad((weights @ v).flatten(1, 2).transpose(1, 2), layout)
-
-
-def zigzag(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(place of each token of the whole stream in the ranks' concatenated streams, int64 [T]; those of `rank`'s tokens in the whole
-    stream, int64 [T / size])."""
-    ends = cu_seqlens.to(torch.int64)
-    starts, lengths = ends[:-1], ends.diff()
-    of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ends.device), lengths)
-    position, piece = torch.arange(of.numel(), device=ends.device) - starts[of], lengths[of] // (2 * size)
-    number = position // piece
-    owner = torch.minimum(number, 2 * size - 1 - number)
-    place = starts[of] // size + position % piece + torch.where(number < size, 0, piece)
-    order = owner * (of.numel() // size) + place
-    mine = torch.nonzero(owner == rank).squeeze(1)
-    return order, mine[place[mine].argsort()]

@@ -7,7 +7,7 @@ chunks wear while they score; always true: outside `wearing` the chunks hold the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -33,21 +33,21 @@ from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import export_files
-from actors.trainer.training.base import CoreBase
+from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.export import gathered
 from actors.trainer.training.files import Identity, hash_tensors
 from actors.trainer.training.offload import Offload
-from actors.trainer.training.old_actors import OldActors, worn
+from actors.trainer.training.old_actors import OldActors, copies, worn
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.routes import Routes, RouteShape, mode_of
 from actors.trainer.training.state import no_optimizer
 from actors.trainer.training.step import settle_objective
-from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
+from actors.trainer.training.verbs import Core, Packed, PolicyLoss, Rates, ValueLoss, Work
 
 HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 
 
-class MegatronCore(CoreBase):
+class MegatronCore(Core):
     """Built once per process; `ranks` must be connected."""
 
     @classmethod
@@ -74,11 +74,11 @@ class MegatronCore(CoreBase):
         with on_device():
             self.model = setup.Model(config, own, self.groups)
             self.device, self.cost = self.model.device, self.model.cost
-        self.former = OldActors(on_host=True)
+        self.old_actors = OldActors(on_host=True)
         self.others: dict[str, dict[str, Tensor]] = {}
         for which, directory in self._others():
             self.model.load(directory)
-            self.others[which] = _to_host(self.model.weights())
+            self.others[which] = copies(self.model.weights(), on_host=True)
         self.model.load(config.hf_checkpoint)
         self.fp8 = scheme_of(self.model.source)
         self.offload = Offload(config.offload_train_target, config.offload_dir)
@@ -162,31 +162,20 @@ class MegatronCore(CoreBase):
         unknown = all(routing is None or routing.table is None for routing, _ in micros)
         return self.schedule.replay.passing("record" if records and unknown else "play", micros)
 
-    def former_steps(self) -> tuple[int, ...]:
-        return self.former.steps
-
-    def former_weights(self, step: int) -> AbstractContextManager[None]:
-        return self.former.wearing(step, self.model.weights())
-
-    def keep_weights(self, step: int, *, depth: int) -> None:
-        self.former.keep(step, self.model.weights(), depth=depth)
+    def own_weights(self) -> Mapping[str, Tensor]:
+        return self.model.weights()
 
     def refresh_reference(self) -> None:
         if "ref_logp" in self.others:
-            self.others["ref_logp"] = _to_host(self.model.weights())
+            self.others["ref_logp"] = copies(self.model.weights(), on_host=True)
 
-    @contextmanager
-    def _wearing(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
-        if weights is None:
-            yield
-            return
-        with worn(self.model.weights(), weights, on_host=True):
-            yield
+    def _wearing(self, weights: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        return nullcontext() if weights is None else worn(self.model.weights(), weights, on_host=True)
 
     # -- backward and update ------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Watch
+        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Stopwatch
     ) -> None:
         self._call_hook("before_train_step")
         with watch.phase("forward_backward"), on_device():
@@ -256,7 +245,7 @@ class MegatronCore(CoreBase):
         if fresh:
             self.update.begin_anew()
         self.update.steps = 0 if fresh else msgspec.convert(said, Counters).optimizer_steps
-        self.former.clear()
+        self.old_actors.clear()
 
     # -- the device, and others who want it ----------------------------------------------------------------------------
 
@@ -265,7 +254,7 @@ class MegatronCore(CoreBase):
         full = self.schedule.config.recompute_granularity == "full"
         return () if full else ("set --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",)
 
-    def _resident(self) -> Iterator[Tensor]:
+    def resident(self) -> Iterator[Tensor]:
         yield from self.model.weights().values()
         for chunk in self.model.chunks:
             yield from (b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
@@ -273,7 +262,3 @@ class MegatronCore(CoreBase):
 
     def close(self) -> None:
         self.groups.close()
-
-
-def _to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p.detach().to("cpu", copy=True) for name, p in weights.items()}

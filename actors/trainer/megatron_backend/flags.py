@@ -15,39 +15,12 @@ from actors.trainer.megatron_backend.families import describe
 RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """flag -> field of TransformerConfig, where the names differ"""
 OF_TRANSFORMER = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "normalization",
-    ),
-    *(
-        "add_qkv_bias",
-        "qk_layernorm",
-        "rotary_interleaved",
-        "multi_latent_attention",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-    ),
-    *(
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-        "moe_router_topk",
-    ),
-    *(
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_enable_expert_bias",
-        "moe_router_topk_scaling_factor",
-    ),
-    *("moe_router_num_groups", "moe_router_group_topk", *RENAMED),
-)
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization",
+    "add_qkv_bias", "qk_layernorm", "rotary_interleaved", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", *RENAMED,
+)  # fmt: skip
 _DEFAULTS = {"moe_router_score_function": "softmax"}
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 

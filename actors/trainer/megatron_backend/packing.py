@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from actors.trainer.backend import BatchSample
-from actors.trainer.torch_backend.layout import Layout, PackedBatch
+from actors.trainer.torch_backend.layout import Layout, PackedBatch, spread_of, starts_of
 from actors.trainer.training.routes import Routes, Routing
 
 
@@ -91,35 +91,28 @@ class StreamBatch(PackedBatch):
         """The given samples, in the given order."""
         plain = super().micro_batch(positions, torch.device("cpu"))
         size, rank = self._cp
-        ids = np.fromiter(positions, dtype=np.int64, count=len(positions))
         real = np.diff(plain.layout.cu_seqlens.numpy()).astype(np.int64)
         unit = 2 * size if size > 1 else 1
         padded = -(-real // unit) * unit
         whole = math.lcm(self._block * size, unit)
         tail = -int(padded.sum()) % whole
         lengths = np.append(padded, tail) if tail else padded
-        starts = np.cumsum(lengths) - lengths
         total = int(lengths.sum())
-        sample_of = np.repeat(np.arange(lengths.size), lengths)
-        position = np.arange(total) - starts[sample_of]
+        _, position = spread_of(lengths)
+        of_real, step = spread_of(real)
+        at = starts_of(lengths)[of_real] + step
         tokens = np.zeros(total, np.int64)
-        of_real = np.repeat(np.arange(ids.size), real)
-        at = starts[of_real] + np.arange(of_real.size) - (np.cumsum(real) - real)[of_real]
         tokens[at] = plain.input_ids[0].numpy()
         rows = at[plain.rows.numpy()] if of_real.size else plain.rows.numpy()
         targets, warm, held = plain.targets, plain.temperature, None
         routing = plain.routing and plain.routing.placed(torch.from_numpy(at), total)
         if size > 1:
-            piece = lengths[sample_of] // (2 * size)
-            number = position // np.maximum(piece, 1)
-            owner = np.minimum(number, 2 * size - 1 - number)
-            place = starts[sample_of] // size + position % np.maximum(piece, 1) + np.where(number < size, 0, piece)
-            mine = owner == rank
-            order = np.argsort(place[mine], kind="stable")
-            tokens, position = tokens[mine][order], position[mine][order]
+            order, mine = (x.numpy() for x in zigzag(torch.from_numpy(np.append(0, np.cumsum(lengths))), size, rank))
+            tokens, position = tokens[mine], position[mine]
             if routing is not None and routing.table is not None:
-                routing.table = routing.table[torch.from_numpy(np.flatnonzero(mine)[order])]
-            keep = np.flatnonzero(mine[rows])
+                routing.table = routing.table[torch.from_numpy(mine)]
+            owner, place = np.divmod(order, max(1, total // size))
+            keep = np.flatnonzero(owner[rows] == rank)
             rows, held = place[rows[keep]], torch.from_numpy(keep)
             targets = targets[held]
             warm = warm if isinstance(warm, float) else warm[held]
@@ -138,13 +131,28 @@ class StreamBatch(PackedBatch):
         )
 
 
+def zigzag(cu_seqlens: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(place of each token of the whole stream in the ranks' concatenated streams, int64 [T]; those of `rank`'s tokens in the whole
+    stream, int64 [T / size])."""
+    ends = cu_seqlens.to(torch.int64)
+    starts, lengths = ends[:-1], ends.diff()
+    of = torch.repeat_interleave(torch.arange(lengths.numel(), device=ends.device), lengths)
+    position, piece = torch.arange(of.numel(), device=ends.device) - starts[of], lengths[of] // (2 * size)
+    number = position // piece
+    owner = torch.minimum(number, 2 * size - 1 - number)
+    place = starts[of] // size + position % piece + torch.where(number < size, 0, piece)
+    order = owner * (of.numel() // size) + place
+    mine = torch.nonzero(owner == rank).squeeze(1)
+    return order, mine[place[mine].argsort()]
+
+
 def _packed(lengths: np.ndarray, device: torch.device) -> PackedSamples:
     longest = int(lengths.max(initial=1))
     ends = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
     slots = None
     if not (lengths == longest).all():
-        of = np.repeat(np.arange(lengths.size), lengths)
-        slots = _to(torch.from_numpy(of * longest + np.arange(of.size) - (np.cumsum(lengths) - lengths)[of]), device)
+        of, position = spread_of(lengths)
+        slots = _to(torch.from_numpy(of * longest + position), device)
     ends = _to(ends, device)
     return PackedSamples(
         qkv_format="thd",

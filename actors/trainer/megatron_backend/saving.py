@@ -6,9 +6,7 @@ Always true: nothing of a running training changes before a checkpoint is found 
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from actors.runtime.checksum import checksum_of
 from actors.runtime.run import Refused
+from actors.trainer.checkpoint import fsync
 from actors.trainer.megatron_backend import torch_dist
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.training.files import FileEntry, Identity, fsync_dir, read_index, shape_fingerprint, write_bytes
-from actors.trainer.training.state import COMPLETE
+from actors.trainer.training.files import FileEntry, Identity, export_at, read_index, shape_fingerprint
 from bus.errors import CheckpointRefused
 
 CONVERT = """import sys
@@ -62,11 +60,7 @@ class Shards:
 
     def _entry(self, name: str) -> FileEntry:
         path = self._directory / name
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        fsync(path)
         return FileEntry(path.stat().st_size, checksum_of(path))
 
     def finish(self) -> dict[str, FileEntry]:
@@ -74,22 +68,15 @@ class Shards:
 
     def write_hf(self, directory: Path) -> None:
         """By a process of its own, out of the checkpoint's files: there may be no rank that holds the whole model."""
-        if directory.exists() and not (directory / COMPLETE).is_file():
-            raise FileExistsError(errno.EEXIST, "it exists and is no earlier export", str(directory))
-        part = directory.with_name(f".{directory.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        words = [sys.executable, "-c", CONVERT, str(self._directory), str(part), self._source]
-        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        try:
-            done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=CONVERT_S)
-        except subprocess.TimeoutExpired as error:
-            raise OSError(f"{directory} wasn't converted in {CONVERT_S} s") from error
-        if done.returncode:
-            raise OSError(f"{directory}: {done.stderr.strip().splitlines()[-1:]}")
-        write_bytes(part / COMPLETE, b"", durable=True)
-        shutil.rmtree(directory, ignore_errors=True)
-        part.rename(directory)
-        fsync_dir(directory.parent)
+        with export_at(directory) as part:
+            words = [sys.executable, "-c", CONVERT, str(self._directory), str(part), self._source]
+            hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            try:
+                done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=CONVERT_S)
+            except subprocess.TimeoutExpired as error:
+                raise OSError(f"{directory} wasn't converted in {CONVERT_S} s") from error
+            if done.returncode:
+                raise OSError(f"{directory}: {done.stderr.strip().splitlines()[-1:]}")
 
 
 def identity_of(arch: Architecture) -> Identity:

@@ -20,40 +20,23 @@ from actors.trainer.megatron_backend.mapping import canonical
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CONTENTS = ".metadata"
+_CHECKPOINT = "torch.distributed.checkpoint"
 _KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        *(
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-        ),
-        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "torch": {
-        "Size",
-        *(f"{kind}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)),
-        "bfloat16",
-        "bool",
-    }
-    | {"float8_e4m3fn", "float8_e5m2"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "builtins": {"set", "frozenset", "list", "dict"},
-    "pathlib": {"PosixPath"},
+    module: set(names.split())
+    for module, names in {
+        f"{_CHECKPOINT}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex "
+        "TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
+        f"{_CHECKPOINT}.filesystem": "_StorageInfo _StoragePrefix",
+        f"{_CHECKPOINT}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+        "torch": "Size float8 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bfloat16 bool "
+        "float8_e4m3fn float8_e5m2",
+        "torch.serialization": "_get_layout",
+        "collections": "OrderedDict defaultdict",
+        "builtins": "set frozenset list dict",
+        "pathlib": "PosixPath",
+    }.items()
 }
-
 
 NotPlain = pickle.UnpicklingError
 """What torch raises for a pickle that holds more than plain values and tensors."""
@@ -100,19 +83,8 @@ def contents(directory: Path) -> dict[str, Any]:
         keys, places = table.state_dict_metadata, table.storage_data
     except Refused as err:
         raise Refused(f"{path} {err}; it isn't opened") from None
-    except (
-        OSError,
-        NotPlain,
-        EOFError,
-        AttributeError,
-        ImportError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ) as err:
-        raise Refused(
-            f"{path} is no table of contents of a torch_dist checkpoint ({type(err).__name__}: {err})"
-        ) from None
+    except (OSError, NotPlain, EOFError, AttributeError, ImportError, TypeError, ValueError, IndexError) as err:
+        raise Refused(f"{path} is no table of contents of a torch_dist checkpoint ({type(err).__name__}: {err})") from None
     needed: dict[str, int] = defaultdict(int)
     for place in places.values():
         needed[place.relative_path] = max(needed[place.relative_path], place.offset + place.length)

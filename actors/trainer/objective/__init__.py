@@ -15,14 +15,13 @@ The trainer's loop is
 
 from actors.trainer.objective.advantages import MissingInputError
 from actors.trainer.objective.inputs import LossInputs
-from actors.trainer.objective.loss import policy_loss
+from actors.trainer.objective.loss import policy_loss, value_loss
 from actors.trainer.objective.metrics import finish, flatten, merge, unflatten
 from actors.trainer.objective.prepare import prepare_batch
 from actors.trainer.objective.prepared import PreparedBatch, filled
 from actors.trainer.objective.rules import ObjectiveConfigError, check
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.schedules import learning_rate
-from actors.trainer.objective.supervised import value_loss
 from actors.trainer.objective_config import ObjectiveConfig
 
 __all__ = ("LossInputs", "MissingInputError", "ObjectiveConfig", "ObjectiveConfigError", "PreparedBatch", "TrainSample", "check",

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.objective.kl import masked_kl
-from actors.trainer.objective.scan import reverse_scan
-from actors.trainer.objective.segments import keep, segment_sum
+from actors.trainer.objective.segments import keep, reverse_scan, segment_sum
 from actors.trainer.objective_config import ObjectiveConfig
 from actors.trainer.objective_estimators import ESTIMATORS
 
@@ -118,3 +117,12 @@ def advantage_of(estimator: str) -> Callable[[ObjectiveConfig, AdvantageInputs],
     """The function that an estimator's record names."""
     found: Callable[[ObjectiveConfig, AdvantageInputs], tuple[Tensor, Tensor]] = globals()[ESTIMATORS[estimator].advantage]
     return found
+
+
+def opd_penalty(x: AdvantageInputs, advantages: Tensor, coef: float) -> tuple[Tensor, Tensor]:
+    """On-policy distillation as a penalty on any estimator's advantage: A_t - coef * rk_t -> (new advantages [T], rk [T]);
+    rk = student - teacher, 0 at masked tokens. Applied before whitening; returns never change. Reference A6 and section 4.5."""
+    if x.teacher_logp is None or x.old_logp is None:
+        raise MissingInputError("use_opd needs teacher and student log-probs; none was given. Set opd_teacher_load.")
+    rk = keep(x.mask, (x.old_logp - x.teacher_logp).to(advantages.dtype))
+    return advantages - coef * rk, rk

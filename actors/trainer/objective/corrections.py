@@ -30,7 +30,14 @@ class CorrectionInputs:
     index: Tensor
     counts: Tensor
     weight_mean: float = 1.0
-    segment_sum: Callable[[Tensor, Tensor, int], Tensor] = segment_sum
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Of x [T], by sample [S]."""
+        return segment_sum(x, self.index, self.counts.numel())
+
+    def means(self, x: Tensor) -> Tensor:
+        """The same over trained tokens; x is 0 at the others."""
+        return self.sums(x) / self.counts.clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +96,9 @@ def opsm_mask(advantages: Tensor, log_ratio: Tensor, x: CorrectionInputs, delta:
     Masked tokens count neither in the mean nor in the share. Reference A14.
     """
     with torch.no_grad():
-        drift = -x.segment_sum(log_ratio.detach(), x.index, x.counts.numel()) / x.counts.clamp(min=1)
+        drift = -x.means(log_ratio.detach())
         drop = (advantages < 0) & (drift[x.index] > delta)
-        share = x.segment_sum((drop & x.mask).to(log_ratio.dtype), x.index, x.counts.numel()) / x.counts.clamp(min=1)
-        return ~drop, share
+        return ~drop, x.means((drop & x.mask).to(log_ratio.dtype))
 
 
 CORRECTIONS: dict[str, Callable[[ObjectiveConfig, CorrectionInputs], Correction]] = {

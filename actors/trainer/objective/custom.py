@@ -2,7 +2,7 @@
 
 A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
 leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
-setting. Values lie on the device of the step. Signatures: `objective_hooks.SIGNATURES`; they follow reference section 3.
+setting. Values lie on the device of the step. Signatures: `objective_config.SIGNATURES`; they follow reference section 3.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from actors.trainer.objective.inputs import LossInputs
 from actors.trainer.objective.reductions import reduce_sum
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import keep
-from actors.trainer.objective_config import ObjectiveConfig
-from actors.trainer.objective_hooks import HookError
+from actors.trainer.objective_config import HookError, ObjectiveConfig
 
 HOOKS: dict[str, Callable[..., Any]] = {}
 """dotted path -> function."""
@@ -34,30 +33,33 @@ REWARDS = "custom_reward_post_process_path"
 
 
 def _call(field: str, cfg: ObjectiveConfig, *args: Any, **named: Any) -> Any:
-    path = getattr(cfg, field)
     try:
-        return HOOKS[path](*args, **named)
+        return HOOKS[getattr(cfg, field)](*args, **named)
     except Exception as error:  # the user's code may raise anything
-        raise HookError(field, path, f"raised {type(error).__name__}: {error}") from error
+        raise _wrong(field, cfg, f"raised {type(error).__name__}: {error}") from error
+
+
+def _wrong(field: str, cfg: ObjectiveConfig, problem: str) -> HookError:
+    return HookError(field, getattr(cfg, field), problem)
 
 
 def _tensor(x: Any, what: str, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> Tensor:
     """`x`, if it is a floating tensor of that shape."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or tuple(x.shape) != shape:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise HookError(field, getattr(cfg, field), f"{what} is {got}, expected a float tensor {list(shape)}")
+        raise _wrong(field, cfg, f"{what} is {got}, expected a float tensor {list(shape)}")
     return x
 
 
 def _pair(x: Any, what: str, n: int, field: str, cfg: ObjectiveConfig) -> Sequence[Any]:
     if not isinstance(x, tuple) or len(x) != n:
-        raise HookError(field, getattr(cfg, field), f"returned {type(x).__name__}, expected a tuple {what}")
+        raise _wrong(field, cfg, f"returned {type(x).__name__}, expected a tuple {what}")
     return x
 
 
 def _metrics(x: Any, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> dict[str, Tensor]:
     if not isinstance(x, dict) or not all(isinstance(name, str) for name in x):
-        raise HookError(field, getattr(cfg, field), f"metrics are {type(x).__name__}, expected a dict of tensors by name")
+        raise _wrong(field, cfg, f"metrics are {type(x).__name__}, expected a dict of tensors by name")
     return {name: _tensor(v, f"metric {name!r}", shape, field, cfg).detach() for name, v in x.items()}
 
 
@@ -76,9 +78,7 @@ def post_processed_rewards(
     for what, column in zip(("raw", "processed"), result, strict=True):
         values = column.tolist() if isinstance(column, Tensor) else column
         if not isinstance(values, list | tuple) or len(values) != len(shown):
-            raise HookError(
-                REWARDS, cfg.custom_reward_post_process_path, f"{what} rewards are not {len(shown)} numbers in a list"
-            )
+            raise _wrong(REWARDS, cfg, f"{what} rewards are not {len(shown)} numbers in a list")
         known = {i: _finite(v, what, cfg) for i, v in zip(shown, values, strict=True)}
         columns.append([known.get(i) for i in range(len(samples))])
     return columns[0], columns[1]
@@ -87,9 +87,7 @@ def post_processed_rewards(
 def _finite(x: Any, what: str, cfg: ObjectiveConfig) -> float | None:
     value = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
     if value is not None and not isinstance(value, int | float):
-        raise HookError(
-            REWARDS, cfg.custom_reward_post_process_path, f"a {what} reward is {type(value).__name__}, expected a number"
-        )
+        raise _wrong(REWARDS, cfg, f"a {what} reward is {type(value).__name__}, expected a number")
     return float(value) if value is not None and math.isfinite(value) else None
 
 
@@ -100,7 +98,7 @@ def advantages(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor
     named = zip(("advantages", "returns"), parts, strict=True)
     found = [keep(x.mask, _tensor(v, name, shape, ADVANTAGE, cfg).detach().double()) for name, v in named]
     if not torch.isfinite(torch.stack(found)).all():
-        raise HookError(ADVANTAGE, cfg.custom_advantage_function_path, "a trained token's value is not finite")
+        raise _wrong(ADVANTAGE, cfg, "a trained token's value is not finite")
     return found[0], found[1]
 
 
@@ -134,10 +132,10 @@ def corrected(
     )
     weighted, kept, metrics = _pair(result, "(pg_loss, loss_masks, metrics)", 3, TIS, cfg)
     if not isinstance(kept, list | tuple) or len(kept) != len(mb.lengths):
-        raise HookError(TIS, cfg.custom_tis_function_path, f"loss_masks are not a list of {len(mb.lengths)} tensors")
+        raise _wrong(TIS, cfg, f"loss_masks are not a list of {len(mb.lengths)} tensors")
     for n, mask in zip(mb.lengths, kept, strict=True):
         if not isinstance(mask, Tensor) or tuple(mask.shape) != (n,):
-            raise HookError(TIS, cfg.custom_tis_function_path, f"a loss mask is not a tensor [{n}] like the one given")
+            raise _wrong(TIS, cfg, f"a loss mask is not a tensor [{n}] like the one given")
     shape = (loss.numel(),)
     still = torch.cat([m != 0 for m in kept]) & known if kept else known
     return _tensor(weighted, "pg_loss", shape, TIS, cfg), still, _metrics(metrics, shape, TIS, cfg)
@@ -151,21 +149,13 @@ def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Ten
     per_token = cfg.calculate_per_token_loss
     own = _call(REDUCER, cfg, _total_lengths(mb), list(mb.lengths), masks, per_token)
     if not callable(own):
-        raise HookError(
-            REDUCER,
-            cfg.custom_pg_loss_reducer_function_path,
-            f"returned {type(own).__name__}, expected a function from a tensor [T] to one []",
-        )
+        raise _wrong(REDUCER, cfg, f"returned {type(own).__name__}, expected a function from a tensor [T] to one []")
 
     def reduce(x: Tensor) -> Tensor:
         try:
             value = own(keep(mask, x))
         except Exception as error:
-            raise HookError(
-                REDUCER,
-                cfg.custom_pg_loss_reducer_function_path,
-                f"its reducer raised {type(error).__name__}: {error}",
-            ) from error
+            raise _wrong(REDUCER, cfg, f"its reducer raised {type(error).__name__}: {error}") from error
         return _tensor(value, "the reduced loss", (), REDUCER, cfg)
 
     return reduce

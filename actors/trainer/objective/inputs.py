@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from actors.trainer.objective.segments import segment_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +51,6 @@ class LossInputs:
     """float [T]: what a token counts in metrics, which are means whatever the loss is; None: `weights`"""
     prompt_lengths: tuple[int, ...] = ()
     """[S] prompt tokens, 0 where unknown"""
-    segment_sum: Callable[[Tensor, Tensor, int], Tensor] = segment_sum
-    """Per-sample sums. A context-parallel trainer passes one that also adds over its ranks, with gradient."""
 
     @property
     def metric_weights(self) -> Tensor:

@@ -82,12 +82,11 @@ def token_terms(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> TokenTerms:
             usable=usable,
             index=mb.index,
             counts=mb.counts,
-            segment_sum=mb.segment_sum,
         ),
     )
     t = TokenTerms(part.loss, part.loss, part.clipped, part.log_ratio, old, usable, usable)
     if cfg.use_opsm:
-        inputs = CorrectionInputs(log_ratio, usable, mb.index, mb.counts, segment_sum=mb.segment_sum)
+        inputs = CorrectionInputs(log_ratio, usable, mb.index, mb.counts)
         kept, share = opsm_mask(advantages, log_ratio, inputs, cfg.opsm_delta)
         t.loss = keep(kept, t.loss)
         if cfg.reduction == "per_sample":
@@ -108,7 +107,7 @@ def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) ->
         _correct_by_hook(cfg, mb, t, rollout, known)
         return
     with torch.no_grad():
-        x = CorrectionInputs(gap, known, mb.index, mb.counts, norm.weight_mean, mb.segment_sum)
+        x = CorrectionInputs(gap, known, mb.index, mb.counts, norm.weight_mean)
         result = CORRECTIONS[cfg.correction](cfg, x)
         t.raw_rows |= result.metrics
         if cfg.correction == "mis" and cfg.diagnostics:
@@ -218,3 +217,22 @@ def _diagnostics(mb: LossInputs, t: TokenTerms, norm: Norm, sums: dict[str, Tens
     forward = keep(t.usable & torch.isfinite(forward), forward)
     t.raw_rows["forward_logp_abs_diff"] = forward  # of the trainer's own pass, whatever the denominator is made of
     sums["forward_logp_max_diff"] = forward.amax() if forward.numel() else forward.sum()
+
+
+def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """max((c - R)^2, (v - R)^2), c = v_old + clamp(v - v_old, +-clip), no factor 1/2 -> (loss, clipped bool), [T]."""
+    step = values - old
+    bounded = old + step.clamp(-clip, clip)
+    return torch.maximum((bounded - returns).square(), (values - returns).square()), step.abs() > clip
+
+
+def value_loss(clip: float, values: Tensor, mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Critic loss of one micro-batch: (loss [], sums). values float [T] with gradient; mb.old_values and mb.returns."""
+    if mb.old_values is None or mb.returns is None:
+        raise ValueError("value_loss needs old_values and returns for the micro-batch, none were given.")
+    m = mb.mask
+    loss, clipped = clipped_value_loss(keep(m, values), keep(m, mb.old_values), keep(m, mb.returns), clip)
+    total = reduce_sum(loss, m, mb.weights)
+    share = reduce_sum(clipped.to(loss.dtype), m, mb.metric_weights)
+    sums = {"value_loss": total.detach(), "value_clipfrac": share}
+    return total * (norm.scale / norm.divisor), sums

@@ -30,7 +30,6 @@ class Terms:
     usable: Tensor
     index: Tensor
     counts: Tensor
-    segment_sum: Callable[[Tensor, Tensor, int], Tensor] = segment_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def ppo(cfg: ObjectiveConfig, t: Terms) -> TokenLoss:
 
 def sequence_log_ratio(t: Terms) -> Tensor:
     """Mean log-ratio of the trained tokens of each sample, broadcast to its tokens [T]; gradient through the mean."""
-    mean = t.segment_sum(t.log_ratio, t.index, t.counts.numel()) / t.counts.clamp(min=1)
+    mean = segment_sum(t.log_ratio, t.index, t.counts.numel()) / t.counts.clamp(min=1)
     return keep(t.usable, mean[t.index])
 
 

@@ -25,12 +25,10 @@ def level_ratio(level: str, x: CorrectionInputs) -> Tensor:
     """rho [T] at a level; meaningless at masked tokens."""
     if level == "token":
         return ratio_of(x.log_ratio)
-    total = x.segment_sum(keep(x.mask, x.log_ratio), x.index, x.counts.numel())
-    if level == "geometric":
-        total = total / x.counts.clamp(min=1)
-    elif level != "sequence":
+    if level not in ("sequence", "geometric"):
         raise ValueError(f"level {level!r} is unknown. Choose token, sequence or geometric.")
-    return ratio_of(total)[x.index]
+    of_sample = x.sums if level == "sequence" else x.means
+    return ratio_of(of_sample(keep(x.mask, x.log_ratio)))[x.index]
 
 
 def _bounds(cfg: ObjectiveConfig) -> tuple[float, float]:
@@ -64,7 +62,7 @@ def rejection(cfg: ObjectiveConfig, x: CorrectionInputs) -> tuple[Tensor, dict[s
     accepted = x.mask & (rho >= lower) & (rho <= upper)
     if cfg.rs_veto_threshold:
         worst = x.mask & (x.log_ratio < math.log(cfg.rs_veto_threshold))
-        vetoed = (x.segment_sum(worst.to(dtype), x.index, x.counts.numel()) > 0)[x.index]
+        vetoed = (x.sums(worst.to(dtype)) > 0)[x.index]
         metrics["mis_rs_catastrophic_token_fraction"] = worst.to(dtype)
         metrics["mis_rs_catastrophic_seq_fraction"] = vetoed.to(dtype)
         accepted = accepted & ~vetoed
@@ -79,8 +77,7 @@ def norm_sums(cfg: ObjectiveConfig, x: CorrectionInputs) -> Tensor:
     """
     _, weights, _ = bounded_weights(cfg, x)
     if cfg.tis_level == "sequence":
-        means = x.segment_sum(weights, x.index, x.counts.numel()) / x.counts.clamp(min=1)
-        return torch.stack([means.double().sum(), (x.counts > 0).double().sum()])
+        return torch.stack([x.means(weights).double().sum(), (x.counts > 0).double().sum()])
     if cfg.tis_level == "geometric":
         raise ValueError("tis_batch_normalize is undefined for tis_level=geometric. Choose token or sequence.")
     return torch.stack([weights.double().sum(), x.mask.double().sum()])
@@ -96,9 +93,8 @@ def norm_factor(sums: Tensor) -> float:
 def divergence_metrics(log_ratio: Tensor, x: CorrectionInputs) -> dict[str, Tensor]:
     """k1 and k3 of rollout against old, token and sequence chi-square, per token [T] (sequence values broadcast)."""
     limit2 = log_ratio.clamp(-20.0, 20.0) * 2
-    size = x.counts.numel()
-    token_chi2 = x.segment_sum(keep(x.mask, torch.exp(limit2)), x.index, size) / x.counts.clamp(min=1) - 1
-    total = x.segment_sum(keep(x.mask, log_ratio), x.index, size)
+    token_chi2 = x.means(keep(x.mask, torch.exp(limit2))) - 1
+    total = x.sums(keep(x.mask, log_ratio))
     return {
         "mis_kl": -log_ratio,
         "mis_k3_kl": ratio_of(log_ratio, RAW_LIMIT) - log_ratio - 1,
@@ -109,10 +105,7 @@ def divergence_metrics(log_ratio: Tensor, x: CorrectionInputs) -> dict[str, Tens
 
 def perplexity_metrics(old: Tensor, rollout: Tensor, x: CorrectionInputs) -> dict[str, Tensor]:
     """Log-perplexities of both policies per sample, broadcast to tokens, and their gap. Inputs clean, [T]."""
-    size = x.counts.numel()
-    count = x.counts.clamp(min=1)
-    train = -x.segment_sum(keep(x.mask, old), x.index, size) / count
-    roll = -x.segment_sum(keep(x.mask, rollout), x.index, size) / count
+    train, roll = -x.means(keep(x.mask, old)), -x.means(keep(x.mask, rollout))
     gap = train - roll
     per_sample = {
         "mis_training_log_ppl": train,

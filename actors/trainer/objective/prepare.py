@@ -15,11 +15,10 @@ from torch import Tensor
 
 from actors.trainer.objective import custom
 from actors.trainer.objective import metrics as metric
-from actors.trainer.objective.advantages import AdvantageInputs, MissingInputError, advantage_of
+from actors.trainer.objective.advantages import AdvantageInputs, MissingInputError, advantage_of, opd_penalty
 from actors.trainer.objective.kl import masked_kl
-from actors.trainer.objective.opd import opd_penalty
 from actors.trainer.objective.prepared import PreparedBatch
-from actors.trainer.objective.rewards import normalize_group_rewards
+from actors.trainer.objective.rewards import GroupRewards, normalize_group_rewards
 from actors.trainer.objective.samples import (
     FLOAT_FIELDS,
     UNKNOWN_VERSION,
@@ -43,7 +42,6 @@ def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
         "old_logp": cfg.needs_old_logp,
         "ref_logp": cfg.needs_ref_logp,
         "teacher_logp": cfg.needs_student_logp,
-        "opd_reverse_kl": cfg.use_opd,
         "values": cfg.estimator.critic,
     }
 
@@ -103,11 +101,8 @@ def prepare_batch(
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.int64)
     index = sample_index(lengths)
     mask = pack_masks(samples, flags)
-    fields = {}
-    for name in FLOAT_FIELDS:
-        packed = pack_floats(samples, name, dtype, flags)
-        if packed is not None:
-            fields[name] = packed
+    packed = {name: pack_floats(samples, name, dtype, flags) for name in FLOAT_FIELDS}
+    fields = {name: x for name, x in packed.items() if x is not None}
 
     unrewarded = set(baseline.missing)
     drop = torch.tensor([i in unrewarded for i in range(len(samples))], dtype=torch.bool)
@@ -144,17 +139,7 @@ def prepare_batch(
         fields=fields,
         staleness=age,
         flags=flags.by_reason,
-        metrics=_metrics(
-            baseline.groups,
-            baseline.zero_variance_groups,
-            baseline.single_groups,
-            rewards,
-            counts,
-            lengths,
-            age,
-            mask,
-            baseline.non_positive_mean_groups,
-        ),
+        metrics=_metrics(baseline, rewards, counts, lengths, age, mask),
         prompt_lengths=tuple(s.prompt_length or 0 for s in samples),
         offsets=starts(lengths),
     )
@@ -236,44 +221,26 @@ def _advantages(
         mask=mask,
         index=index,
         lengths=lengths,
-        old_logp=fields.get("old_logp"),
-        ref_logp=fields.get("ref_logp"),
-        teacher_logp=fields.get("teacher_logp"),
-        values=fields.get("values"),
+        **{name: fields.get(name) for name in ("old_logp", "ref_logp", "teacher_logp", "values")},
     )
     estimate = custom.advantages if cfg.custom_advantage_function_path else advantage_of(cfg.advantage_estimator)
     advantages, returns = estimate(cfg, inputs)
     if cfg.use_opd:
-        advantages, _ = opd_penalty(
-            advantages,
-            mask,
-            cfg.opd_kl_coef,
-            student=fields.get("old_logp"),
-            teacher=fields.get("teacher_logp"),
-            reverse_kl=fields.get("opd_reverse_kl"),
-        )
+        advantages, _ = opd_penalty(inputs, advantages, cfg.opd_kl_coef)
     return advantages, returns
 
 
 def _metrics(
-    groups: int,
-    flat: int,
-    single: int,
-    rewards: Sequence[float | None],
-    counts: Tensor,
-    lengths: Tensor,
-    age: Tensor | None,
-    mask: Tensor,
-    non_positive: int,
+    groups: GroupRewards, rewards: Sequence[float | None], counts: Tensor, lengths: Tensor, age: Tensor | None, mask: Tensor
 ) -> dict[str, float]:
     """Health of the batch. Staleness is a mean over trained tokens."""
     known = [r for r in rewards if r is not None and r == r]
     trained = [n for n, c in zip(lengths.tolist(), counts.tolist(), strict=True) if c > 0]
     out = {
         "reward_mean": sum(r / len(known) for r in known),
-        "zero_variance_share": (flat + single) / max(groups, 1),
-        "single_groups": float(single),
-        "non_positive_mean_groups": float(non_positive),
+        "zero_variance_share": (groups.zero_variance_groups + groups.single_groups) / max(groups.groups, 1),
+        "single_groups": float(groups.single_groups),
+        "non_positive_mean_groups": float(groups.non_positive_mean_groups),
         "trained_tokens": float(counts.sum()),
         "trained_samples": float(len(trained)),
         "response_length": float(lengths.sum()) / max(lengths.numel(), 1),

@@ -16,24 +16,10 @@ from torch import Tensor
 
 from actors.trainer.objective.segments import keep
 
-
-def per_sample(denominators: Tensor, constant: float) -> Tensor:
-    """Weight of one token of each sample: 1 / max(D, 1). float [S] -> float [S]."""
-    return 1.0 / denominators.clamp(min=1)
-
-
-def per_token(denominators: Tensor, constant: float) -> Tensor:
-    return torch.ones_like(denominators)
-
-
-def constant_divisor(denominators: Tensor, constant: float) -> Tensor:
-    return torch.full_like(denominators, 1.0 / constant)
-
-
 REDUCERS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "per_sample": per_sample,
-    "per_token": per_token,
-    "constant": constant_divisor,
+    "per_sample": lambda totals, constant: 1.0 / totals.clamp(min=1),
+    "per_token": lambda totals, constant: torch.ones_like(totals),
+    "constant": lambda totals, constant: torch.full_like(totals, 1.0 / constant),
 }
 """name -> (mask totals of the rollout of each sample [S], constant) -> weight of a token of each sample [S]."""
 

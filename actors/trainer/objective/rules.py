@@ -7,9 +7,8 @@ from actors.trainer.objective.corrections import CORRECTIONS
 from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective.kl import KL_ESTIMATORS
 from actors.trainer.objective.losses import POLICY_LOSSES
-from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_config import ObjectiveConfig, hooks_of
 from actors.trainer.objective_estimators import ESTIMATORS
-from actors.trainer.objective_hooks import hooks_of
 
 
 class ObjectiveConfigError(ValueError):

@@ -16,7 +16,7 @@ ArrayLike = Any
 """Tensor, numpy array, memoryview with a format, or sequence of numbers; one entry per response token."""
 
 UNKNOWN_VERSION = -(2**62)
-FLOAT_FIELDS = ("rollout_logp", "old_logp", "ref_logp", "teacher_logp", "opd_reverse_kl", "values")
+FLOAT_FIELDS = ("rollout_logp", "old_logp", "ref_logp", "teacher_logp", "values")
 
 
 @dataclass(slots=True)
@@ -41,7 +41,6 @@ class TrainSample:
     old_logp: ArrayLike | None = None
     ref_logp: ArrayLike | None = None
     teacher_logp: ArrayLike | None = None
-    opd_reverse_kl: ArrayLike | None = None
     values: ArrayLike | None = None
     spans: Sequence[tuple[int, int]] | None = None
     """[(policy version, tokens), ...] covering the response; None: of unknown age, so stale if a bound is set"""

@@ -7,6 +7,7 @@ or the follower. Always true: after `load` (and only if it did not raise) everyt
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,19 @@ from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.routes import mode_of
-from actors.trainer.training.state import Scalars, StateFiles, TrainingState, read_state
+from actors.trainer.training.state import (
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    MODEL,
+    OLD_ACTORS,
+    OPTIMIZER,
+    REFERENCE,
+    Scalars,
+    Shapes,
+    StateFiles,
+    TrainingState,
+    read_state,
+)
 from actors.trainer.training.step import settle_objective
 
 log = logging.getLogger(__name__)
@@ -150,17 +163,13 @@ class Core(Passes):
             self.shards.shard(module, self.dtype)
         module.to(self.device)
 
-    def critic_rate(self, step: int) -> float | None:
-        return self.critic.rate(step) if self.critic else None
-
     # -- the device, and others who want it ------------------------------------------------------------------------
 
     @property
     def less_memory(self) -> tuple[str, ...]:
         return () if self.own.gradient_checkpointing else ("set --gradient-checkpointing",)
 
-    def _resident(self) -> Iterator[Tensor]:
-        """What lies on the device between steps; host copies (former actors) stay."""
+    def resident(self) -> Iterator[Tensor]:
         critic = self.critic
         models = (self.policy, self.reference, self.teacher, critic.model if critic else None)
         for model in models:
@@ -173,10 +182,6 @@ class Core(Passes):
         yield from (t for t in self.old_actors.tensors().values() if t.device.type == self.device.type)
 
     # -- copies -------------------------------------------------------------------------------------------------
-
-    @property
-    def exporters(self) -> tuple[int, ...]:
-        return (0,)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -199,27 +204,27 @@ class Core(Passes):
         n_params = sum(p.numel() for p in self.weights.params.values())
         return Identity(model_type=self.policy.hf.config.model_type, n_params=n_params, fingerprint=shape_fingerprint(self.shapes))
 
+    def _held(self) -> dict[str, Mapping[str, Tensor]]:
+        """What a checkpoint holds, by file; of the optimizers nothing where they are left out."""
+        critic, optimizers = self.critic, not self.config.no_save_optim
+        return {
+            MODEL: self.weights.params,
+            OPTIMIZER: self.optimizer.state() if optimizers else {},
+            REFERENCE: self._moving_reference(),
+            OLD_ACTORS: self.old_actors.tensors(),
+            CRITIC: critic.weights.params if critic else {},
+            CRITIC_OPTIMIZER: critic.optimizer.state() if critic and optimizers else {},
+        }
+
     def _copied(self) -> TrainingState | None:
         """All training state, whole and float32; None on other ranks than 0."""
-        weights = self._whole(self.weights.params, torch.float32)
-        leave_out = self.config.no_save_optim
-        optimizer = self._whole({} if leave_out else self.optimizer.state(), torch.float32)
-        reference = self._whole(self._moving_reference(), torch.float32)
-        old_actors = self._whole(self.old_actors.tensors(), torch.float32)
-        critic = self.critic
-        critic_weights = self._whole(critic.weights.params if critic else {}, torch.float32)
-        critic_optimizer = self._whole(critic.optimizer.state() if critic and not leave_out else {}, torch.float32)
+        tensors = {file: self._whole(held, torch.float32) for file, held in self._held().items()}
         if self.ranks.rank != 0:
             return None
+        leave_out, critic = self.config.no_save_optim, self.critic
         export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
         return TrainingState(
-            model_type=self.policy.hf.config.model_type,
-            weights=weights,
-            optimizer=optimizer,
-            reference=reference,
-            old_actors=old_actors,
-            critic=critic_weights,
-            critic_optimizer=critic_optimizer,
+            tensors,
             beside=export(torch.float32),
             dtype=self.dtype,
             hf_beside=export(self.dtype),
@@ -261,31 +266,39 @@ class Core(Passes):
             model_type=self.policy.hf.config.model_type,
             shapes=self.shapes,
             optimizer=self.config.optimizer,
-            optimizer_names=self.optimizer.expected(1),
-            moving_reference=bool(self._moving_reference()),
-            critic_shapes=self.critic.shapes if self.critic else {},
-            critic_optimizer_names=self.critic.optimizer.expected(1) if self.critic else frozenset(),
             needs_optim="optim" not in drops and not self.config.no_save_optim,
+            expected=self._expected,
         )
+
+    def _expected(self, scalars: Scalars) -> dict[str, Shapes]:
+        """Tensors of a checkpoint that this run takes up, by file, with their shapes."""
+        critic, shapes = self.critic, self.shapes
+        return {
+            MODEL: shapes,
+            OPTIMIZER: _moments(self.optimizer, shapes, scalars.optimizer_steps),
+            REFERENCE: shapes if self._moving_reference() else {},
+            OLD_ACTORS: {f"{step}/{name}": shape for step in scalars.old_actors for name, shape in shapes.items()},
+            CRITIC: critic.shapes if critic else {},
+            CRITIC_OPTIMIZER: _moments(critic.optimizer, critic.shapes, scalars.critic_steps) if critic else {},
+        }
 
     @torch.no_grad()
     def load(self, directory: Path, read: TrainingState | None, drops: tuple[str, ...] = ()) -> None:
         """Take over rank 0's verified state, which alone has read it; on other ranks `read` is None."""
         state, fresh = read, "optim" in drops
         scalars = msgspec.json.decode(self.ranks.broadcast(msgspec.json.encode(state.scalars) if state else None), type=Scalars)
-        weights, moments = (state.weights, state.optimizer) if state else ({}, {})
-        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, weights, moments)
+        given: Mapping[str, Mapping[str, Tensor]] = defaultdict(dict, state.tensors if state else {})
+        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, given[MODEL], given[OPTIMIZER])
         for name, ref in self._moving_reference().items():
-            ref.copy_(self.shards.part(state.reference[name] if state else None, ref))
+            ref.copy_(self.shards.part(given[REFERENCE].get(name), ref))
         self.old_actors.clear()
         if self.objective.keep_old_actor:
-            own = self.policy.named_weights()
+            own, former = self.policy.named_weights(), given[OLD_ACTORS]
             for step in scalars.old_actors:
-                given = {n: state.old_actors[f"{step}/{n}"] if state else None for n in own}
-                self.old_actors.put(step, {n: self.shards.part(given[n], p) for n, p in own.items()})
-        if self.critic is not None:
-            weights, moments = (state.critic, state.critic_optimizer) if state else ({}, {})
-            self._take(self.critic.weights, self.critic.optimizer, 0 if fresh else scalars.critic_steps, weights, moments)
+                self.old_actors.put(step, {n: self.shards.part(former.get(f"{step}/{n}"), p) for n, p in own.items()})
+        if (critic := self.critic) is not None:
+            steps = 0 if fresh else scalars.critic_steps
+            self._take(critic.weights, critic.optimizer, steps, given[CRITIC], given[CRITIC_OPTIMIZER])
         if "rng" in drops:
             return
         torch.set_rng_state(_rng(scalars.rng_cpu))
@@ -317,6 +330,11 @@ def narrow(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in `dtype`; buffers stay, since rotary frequencies need float32."""
     for p in module.parameters():
         p.data = p.data.to(dtype)
+
+
+def _moments(optimizer: Optimizer, shapes: Shapes, steps: int) -> dict[str, tuple[int, ...]]:
+    """What an optimizer has after so many steps, with its shapes."""
+    return {key: shapes[key.split("/", 1)[1]] for key in optimizer.expected(steps)}
 
 
 def _rng(text: str) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
-from actors.trainer.objective import learning_rate
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.model import load_backbone
 from actors.trainer.torch_backend.optim import Optimizer, Weights
@@ -85,17 +84,8 @@ class CriticTraining:
     """The critic, its float32 weights and its optimizer; lives beside the policy's in `Core`."""
 
     def __init__(self, config: BackendConfig, place: Place, *, masters: bool, checkpointing: bool) -> None:
-        self._config = config
         self.model = load_critic(config.critic_load or config.hf_checkpoint, gradient_checkpointing=checkpointing)
         place(self.model)
         self.weights = Weights(self.model.named_weights(), masters=masters)
         self.optimizer = Optimizer(self.weights, msgspec.structs.replace(config, optimizer="adam"))
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
-
-    def rate(self, step: int) -> float:
-        """Learning rate of rollout batch `step`: the policy's schedule with critic_lr as its peak."""
-        c = self._config
-        peak = c.lr if c.critic_lr is None else c.critic_lr
-        return learning_rate(
-            step, lr=peak, style=c.lr_decay_style, total=c.num_rollout, warmup=c.lr_warmup_iters, min_lr=min(c.min_lr, peak)
-        )

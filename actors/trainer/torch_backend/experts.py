@@ -70,9 +70,9 @@ class Replay:
         self._routers: dict[int, Router] = {n: gate for n, gate in enumerate(gates) if isinstance(gate, Router)}
 
     @contextmanager
-    def playing(self, routing: Routing | None) -> Iterator[None]:
+    def playing(self, routing: Routing) -> Iterator[None]:
         """Routers choose what `routing` knows, also in what computes again inside the body."""
-        if routing is None or (told := routing.on(self._device)) is None:
+        if (told := routing.on(self._device)) is None:
             yield
             return
         table, tally = told

@@ -66,8 +66,8 @@ class PackedBatch:
         self.prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
         self.response = np.array([len(s.response_tokens) for s in samples], dtype=np.int64)
         self.total = self.prompt + self.response
-        self.first = _starts(self.total)
-        self.first_response = _starts(self.response)
+        self.first = starts_of(self.total)
+        self.first_response = starts_of(self.response)
         parts = [part for s in samples for part in (s.prompt_tokens, s.response_tokens)]
         self.tokens = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int64)
         # 0 asks for greedy sampling; its log-probs are reported at temperature 1.
@@ -83,10 +83,10 @@ class PackedBatch:
         """The given samples, in the given order."""
         ids = np.fromiter(positions, dtype=np.int64, count=len(positions))
         inputs = np.maximum(self.total[ids] - 1, np.minimum(self.total[ids], 1))
-        start = _starts(inputs)
-        of, position = _spread(inputs)
+        start = starts_of(inputs)
+        of, position = spread_of(inputs)
         first = self.first[ids]
-        of_response, step = _spread(self.response[ids])
+        of_response, step = spread_of(self.response[ids])
         place = self.prompt[ids][of_response] + step
         longest = int(inputs.max(initial=1))
         cu_seqlens = np.append(start, inputs.sum()).astype(np.int32)
@@ -111,14 +111,15 @@ class PackedBatch:
         return _to(values[of_response], device)
 
 
-def _starts(lengths: np.ndarray) -> np.ndarray:
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Where each begins, laid one after the other."""
     return np.cumsum(lengths) - lengths
 
 
-def _spread(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def spread_of(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(sample of each token, its position inside the sample), both int64 [sum of lengths]."""
     of = np.repeat(np.arange(lengths.size), lengths)
-    return of, np.arange(of.size) - _starts(lengths)[of]
+    return of, np.arange(of.size) - starts_of(lengths)[of]
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

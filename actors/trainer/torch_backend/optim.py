@@ -17,8 +17,6 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig
 from actors.trainer.torch_backend.muon import Muon
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-
 
 def decays(name: str, param: Tensor) -> bool:
     """Whether weight decay applies: matrices, not gains and biases."""
@@ -80,7 +78,6 @@ class Optimizer:
     def __init__(self, weights: Weights, config: BackendConfig) -> None:
         if config.optimizer not in ("adam", "muon"):
             raise Refused(f"optimizer={config.optimizer!r} is unknown. Choose adam or muon.")
-        self._names: dict[Tensor, str] = {p: name for name, p in weights.params.items()}
         muon = {n: p for n, p in weights.params.items() if config.optimizer == "muon" and is_hidden_matrix(n, p)}
         rest = {n: p for n, p in weights.params.items() if n not in muon}
         groups = [
@@ -99,6 +96,14 @@ class Optimizer:
         if muon:
             self._parts.append(Muon(muon.values(), lr=config.lr, weight_decay=config.weight_decay))
         self.steps = 0
+        names = {p: name for name, p in weights.params.items()}
+        self._moments: dict[str, tuple[torch.optim.Optimizer, Tensor, str]] = {
+            f"{kind}/{names[p]}": (part, p, kind)
+            for part in self._parts
+            for kind in (("momentum_buffer",) if isinstance(part, Muon) else ("exp_avg", "exp_avg_sq"))
+            for group in part.param_groups
+            for p in group["params"]
+        }
 
     def step(self, lr: float) -> None:
         """One update at rate `lr`."""
@@ -110,36 +115,18 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """`<state name>/<parameter name>` -> tensor shaped like the parameter; empty before the first step."""
-        return {
-            f"{kind}/{self._names[p]}": entry[kind]
-            for part in self._parts
-            for p, entry in part.state.items()
-            for kind in STATE_NAMES
-            if kind in entry
-        }
+        return {key: part.state[p][kind] for key, (part, p, kind) in self._moments.items() if kind in part.state.get(p, ())}
 
     def expected(self, steps: int) -> set[str]:
         """Names `state` has after `steps` steps."""
-        if steps == 0:
-            return set()
-        return {
-            f"{kind}/{self._names[p]}"
-            for part in self._parts
-            for kind in (("momentum_buffer",) if isinstance(part, Muon) else ("exp_avg", "exp_avg_sq"))
-            for group in part.param_groups
-            for p in group["params"]
-        }
+        return set(self._moments) if steps else set()
 
     def restore(self, steps: int, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave after `steps` steps; tensors are used as they are (device, sharding)."""
         self.steps = steps
         for part in self._parts:
             part.state.clear()
-            if steps == 0:
-                continue
-            for group in part.param_groups:
-                for p in group["params"]:
-                    entry = {k: state[f"{k}/{self._names[p]}"] for k in STATE_NAMES if f"{k}/{self._names[p]}" in state}
-                    if not isinstance(part, Muon):
-                        entry["step"] = torch.tensor(float(steps), dtype=torch.float32, device=p.device)
-                    part.state[p] = entry
+        for key, (part, p, kind) in self._moments.items() if steps else ():
+            part.state[p][kind] = state[key]
+            if not isinstance(part, Muon):
+                part.state[p]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=p.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,14 +19,13 @@ from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.sight import Gallery
-from actors.trainer.training.base import CoreBase
-from actors.trainer.training.old_actors import OldActors
+from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.routes import Routes
-from actors.trainer.training.verbs import Packed, PolicyLoss, Rates, ValueLoss, Watch, Work
+from actors.trainer.training.verbs import Core, Packed, PolicyLoss, Rates, ValueLoss, Work
 
 
-class Passes(CoreBase):
-    """The half of `Core` that computes; the other half loads and stores what is named here."""
+class Passes(Core):
+    """The half of the torch `Core` that computes; the other half loads and stores what is named here."""
 
     policy: Policy
     reference: Policy | None
@@ -34,20 +33,11 @@ class Passes(CoreBase):
     critic: CriticTraining | None
     weights: Weights
     optimizer: Optimizer
-    old_actors: OldActors
     compiles: bool  # layers run as torch compiled them
     vision: Vision | None
     """of a model that reads pictures"""
     replay: Replay | None
     """of the policy's routers, where they are told; None: they choose"""
-
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def n_ranks(self) -> int:
-        return self.ranks.size
 
     @property
     def equal_passes(self) -> bool:
@@ -58,9 +48,9 @@ class Passes(CoreBase):
         return float(self.ranks.size)  # FSDP averages gradients over ranks
 
     def pack(self, samples: Sequence[BatchSample]) -> PackedBatch:
-        if self.replay is None:
-            return PackedBatch(samples, gallery=Gallery(samples, self.vision) if self.vision else None)
-        return PackedBatch(samples, Routes(samples, self.replay.shape, records=self.config.use_routing_replay))
+        replay = self.replay
+        routes = Routes(samples, replay.shape, records=self.config.use_routing_replay) if replay else None
+        return PackedBatch(samples, routes, gallery=Gallery(samples, self.vision) if self.vision else None)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -102,19 +92,13 @@ class Passes(CoreBase):
         assert policy is not None
         return lambda micro: policy(micro)[0]
 
-    def former_steps(self) -> tuple[int, ...]:
-        return self.old_actors.steps
-
-    def former_weights(self, step: int) -> AbstractContextManager[None]:
-        return self.old_actors.wearing(step, self.policy.named_weights())
-
-    def keep_weights(self, step: int, *, depth: int) -> None:
-        self.old_actors.keep(step, self.policy.named_weights(), depth=depth)
+    def own_weights(self) -> Mapping[str, Tensor]:
+        return self.policy.named_weights()
 
     # -- backward and update ------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Watch
+        self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Stopwatch
     ) -> None:
         for weights, _ in self._learners(learns).values():
             weights.clear()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.runtime.checksum import PIECE, checksum, checksum_of
-from bus.errors import CheckpointRefused
+from actors.trainer.checkpoint import fsync
+from bus.errors import UNREADABLE, CheckpointRefused
 
 INDEX = "index.json"
+COMPLETE = ".complete"
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -126,17 +131,23 @@ def write_index(directory: Path, identity: Identity, files: dict[str, FileEntry]
     """After all files: with this the directory is a checkpoint, durably. Raises OSError."""
     index = Index(files=files, **msgspec.structs.asdict(identity))
     write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)
-    fsync_dir(directory)
-    fsync_dir(directory.parent)
+    fsync(directory)
+    fsync(directory.parent)
 
 
-def fsync_dir(directory: Path) -> None:
-    """Make names inside a directory durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+@contextmanager
+def export_at(directory: Path) -> Iterator[Path]:
+    """A folder, not there yet, to write a Hugging Face export into; after the body it stands at `directory`, at once and with
+    `.complete` in it, in place of an earlier export. FileExistsError for any other directory."""
+    if directory.exists() and not (directory / COMPLETE).is_file():
+        raise FileExistsError(errno.EEXIST, "it exists and is no earlier export", str(directory))
+    part = directory.with_name(f".{directory.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    yield part
+    write_bytes(part / COMPLETE, b"", durable=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.rename(part, directory)
+    fsync(directory.parent)
 
 
 def read_index(directory: Path) -> Index:
@@ -146,7 +157,7 @@ def read_index(directory: Path) -> Index:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
     except OSError as error:
         raise _refused(directory, f"{INDEX} cannot be read ({error.strerror}): it was never finished") from error
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise _refused(directory, f"{INDEX} is damaged ({error})") from error
     for name, entry in index.files.items():
         if "/" in name or name in ("", ".", ".."):

@@ -7,7 +7,7 @@ the device with several. Always true: outside `wearing` the model holds its own 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -25,33 +25,24 @@ class OldActors:
         """Steps whose weights are here, oldest first."""
         return tuple(sorted(self._kept))
 
-    @torch.no_grad()
     def keep(self, step: int, weights: Mapping[str, Tensor], *, depth: int) -> None:
         """Copy `weights`, which hold `step` updates, and forget what is out of reach of the next step. `depth`: how many steps
         back a token may have been made, as the live bound has it, so depth copies beside the present weights."""
-        if depth < 1:
-            self._kept.clear()
-            return
-        self._kept[step] = {name: self._copy(p) for name, p in weights.items()}
-        for old in [s for s in self._kept if s > step or s <= step - depth]:
-            del self._kept[old]
+        if depth > 0:
+            self.put(step, weights)
+        self._kept = {s: kept for s, kept in self._kept.items() if step - depth < s <= step}
 
-    def _copy(self, p: Tensor) -> Tensor:
-        return _copied(p, on_host=self._on_host)
-
-    @contextmanager
-    def wearing(self, step: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def wearing(self, step: int, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The model computes with the weights of `step` while the body runs; `weights` are its own."""
-        with worn(weights, self._kept[step], on_host=self._on_host):
-            yield
+        return worn(weights, self._kept[step], on_host=self._on_host)
 
     def tensors(self) -> dict[str, Tensor]:
         """All copies as "step/name", for a checkpoint."""
         return {f"{step}/{name}": t for step in self.steps for name, t in self._kept[step].items()}
 
     def put(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """A copy out of a checkpoint."""
-        self._kept[step] = {name: self._copy(t) for name, t in weights.items()}
+        """Copy the weights of a step."""
+        self._kept[step] = copies(weights, on_host=self._on_host)
 
     def clear(self) -> None:
         """Forget all."""
@@ -62,7 +53,7 @@ class OldActors:
 def worn(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], *, on_host: bool) -> Iterator[None]:
     """A model computes with `others` while the body runs; `weights` are its own, kept in the meantime in host memory or where they
     are."""
-    own = {name: _copied(p, on_host=on_host) for name, p in weights.items()}
+    own = copies(weights, on_host=on_host)
     try:
         _copy_into(weights, others)
         yield
@@ -70,8 +61,9 @@ def worn(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], *, on_host
         _copy_into(weights, own)
 
 
-def _copied(p: Tensor, *, on_host: bool) -> Tensor:
-    return p.detach().to("cpu", copy=True) if on_host else p.detach().clone()
+def copies(weights: Mapping[str, Tensor], *, on_host: bool) -> dict[str, Tensor]:
+    """Of tensors by name, in host memory or where they are."""
+    return {n: p.detach().to("cpu", copy=True) if on_host else p.detach().clone() for n, p in weights.items()}
 
 
 @torch.no_grad()

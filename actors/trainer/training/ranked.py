@@ -15,29 +15,17 @@ import torch
 
 from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
-from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult
+from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch, StepResult, TrainBackend
 from actors.trainer.hooks import install, probe
 from actors.trainer.objective import ObjectiveConfigError
-from actors.trainer.objective_hooks import HookError
+from actors.trainer.objective_config import HookError
 from actors.trainer.training.export import gathered
 from actors.trainer.training.offload import NoRoom
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.saving import Checkpoint, write_apart
 from actors.trainer.training.step import CONTENT, REFUSALS, BatchFault, as_line, examine, settle_objective, train_batch
 from actors.trainer.training.verbs import Core, Saving
-from actors.trainer.training.wire import (
-    Command,
-    Do,
-    Export,
-    Load,
-    Save,
-    Setup,
-    Step,
-    decode,
-    encode,
-    pack_step,
-    unpack_step,
-)
+from actors.trainer.training.wire import Command, Do, Export, Load, Save, Setup, Step, decode, encode
 from actors.trainer.transports.flat import NamedTensors
 
 log = logging.getLogger(__name__)
@@ -62,10 +50,8 @@ def core_of(library: str) -> Callable[[BackendConfig, Ranks], Core]:
         raise Refused(f"train backend {library} cannot be loaded: {error.__cause__}. {remedy}.") from error
 
 
-class RankedBackend:
-    """Implements `TrainBackend`. `library`: see `core_of`."""
-
-    unchanged = ""
+class RankedBackend(TrainBackend):
+    """Of a library: see `core_of`."""
 
     def __init__(self, library: str) -> None:
         self._library = library
@@ -82,8 +68,7 @@ class RankedBackend:
         return self._core
 
     def setup(self, config: BackendConfig) -> None:
-        """Load everything; may be called again, which starts anew. Waits for all ranks. Raises Refused for what cannot be
-        trained: hooks are tried and settings checked before any model loads."""
+        """Waits for all ranks. Hooks are tried and settings checked before any model loads."""
         try:
             probe(config.objective)
             settle_objective(config)
@@ -100,11 +85,11 @@ class RankedBackend:
         self._core = _load(self._library, config, self._ranks)
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchRefused, StaleTokenError (a bug; nothing changed) and NoRoom (a
-        step may be half done: the process is over)."""
+        """Raises BatchRefused, StaleTokenError (a bug; nothing changed) and NoRoom (a step may be half done: the process is
+        over)."""
         core = self.core
         if not self._ranks.alone:
-            self._tell(pack_step(batch))
+            self._tell(Step.of(batch))
         made = core.updates
         try:
             return _train(core, batch)
@@ -116,7 +101,7 @@ class RankedBackend:
             raise BatchRefused(as_line(error), half_done=core.updates != made) from error
 
     def refuses(self, batch: StepBatch) -> str:
-        """Why a batch cannot be trained; of several ranks the first looks alone, and runs no model."""
+        """Of several ranks the first looks alone, and runs no model."""
         try:
             examine(self.core, batch, forward=self._ranks.alone)
         except (*REFUSALS, *CONTENT) as error:
@@ -124,47 +109,39 @@ class RankedBackend:
         return ""
 
     def export(self, limit_bytes: int) -> Generator[NamedTensors]:
-        """The weights as engines load them, of all ranks, in buckets of at most `limit_bytes`; in this thread, to the end."""
         core = self.core
         self._tell(Export(limit_bytes))
         return gathered(core, self._ranks, limit_bytes)
 
     def beside(self) -> dict[str, bytes]:
-        """config.json and other small files of a published version."""
         return self.core.beside()
 
     def save(self, directory: Path) -> Checkpoint:
-        """All training state of all ranks, copied; its files are written beside the training."""
         core = self.core
         self._tell(Save(str(directory)))
         return Checkpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
 
     def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
-        """Restore a checkpoint; CheckpointRefused, before anything changes, when it does not fit or is damaged."""
         read = self.core.read(directory, drops)
         self._tell(Load(str(directory), drops))
         self.core.load(directory, read, drops)
 
     def sleep(self) -> None:
-        """Training state of all ranks off their devices."""
         core = self.core
         self._tell(Do("sleep"))
         core.sleep()
 
     def wake(self) -> None:
-        """Training state of all ranks back. Raises NoRoom."""
         assert self._core is not None
         self._tell(Do("wake"))
         self._core.wake()
 
     def weights_hash(self) -> str:
-        """XXH3-128 over the float32 weights, names, types and shapes."""
         core = self.core
         self._tell(Do("weights_hash"))
         return core.weights_hash()
 
     def close(self) -> None:
-        """Send the followers home and part. Not needed with one process; harmless twice."""
         core, self._core = self._core, None
         if core is not None:
             self._tell(STOP)
@@ -212,15 +189,16 @@ class Follower:
     def _obey(self, core: Core, command: Command) -> None:
         match command:
             case Step():
-                _train(core, unpack_step(command))
+                _train(core, command.arrived())
             case Load(directory=directory, drops=drops):
                 core.load(Path(directory), None, drops)
             case Export(limit_bytes=limit_bytes):
                 for _ in gathered(core, self._ranks, limit_bytes):
                     pass
             case Save(directory=directory):
-                self._saving = core.save(Path(directory))
-                write_apart(self._saving, self._ranks)
+                saving = core.save(Path(directory))
+                self._saving = saving if saving.meets else None  # else it is the writing thread's alone, and goes with it
+                write_apart(saving, self._ranks)
             case Do(verb="finish"):
                 assert self._saving is not None
                 self._saving.finish()

@@ -54,8 +54,7 @@ class Checkpoint:
         write_index(self._directory, self._identity, self._files | self.saving.finish())
 
     def write_hf(self, directory: Path) -> None:
-        """In a thread, after `write`: the model alone, in the type that engines serve, as a Hugging Face directory with tokenizer;
-        all at once. Raises OSError, FileExistsError for a directory that is no earlier export."""
+        """In a thread, after `write`."""
         self.saving.write_hf(directory)
 
 

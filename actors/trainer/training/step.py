@@ -37,9 +37,10 @@ from actors.trainer.objective import (
     value_loss,
 )
 from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, value_metrics
-from actors.trainer.objective_hooks import HookError
+from actors.trainer.objective_config import HookError
 from actors.trainer.selfcheck import measure
-from actors.trainer.training.verbs import Packed, Rates, Verbs, Watch, Work
+from actors.trainer.training.clockwork import Stopwatch
+from actors.trainer.training.verbs import Core, Packed, Rates, Work
 
 REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
 """Raised from the batch alone, before anything changed, so on every rank or on none; they say what it is themselves."""
@@ -82,9 +83,9 @@ def settle_objective(config: BackendConfig) -> ObjectiveConfig:
     return objective
 
 
-def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
+def train_batch(core: Core, batch: StepBatch) -> StepResult:
     """Train on one rollout batch; the same call on every rank with the same batch."""
-    watch = core.watch()
+    watch = Stopwatch(core.device)
     torch.manual_seed(batch.seed)
     cfg = core.objective_for(batch.knobs)
     rates = core.rates(batch.step, batch.knobs)
@@ -125,7 +126,7 @@ def train_batch(core: Verbs, batch: StepBatch) -> StepResult:
     return result
 
 
-def examine(core: Verbs, batch: StepBatch, *, forward: bool) -> None:
+def examine(core: Core, batch: StepBatch, *, forward: bool) -> None:
     """What `train_batch` does before it changes anything, and the loss, sample by sample: raises what it would raise. `forward`:
     the models run too; else their numbers are taken as 0."""
     cfg = core.objective_for(batch.knobs)
@@ -143,7 +144,7 @@ def examine(core: Verbs, batch: StepBatch, *, forward: bool) -> None:
         policy_loss(cfg, prepared.micro_batch((i,), logp, entropy=torch.zeros_like(logp)), norm)
 
 
-def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Packed, work: list[Work]) -> None:
+def _own_passes(core: Core, cfg: ObjectiveConfig, batch: StepBatch, packed: Packed, work: list[Work]) -> None:
     """Fill old_logp, ref_logp, teacher_logp and values of every sample where the objective needs them. Uses the
     micro-batches of the gradient pass, so that equal weights give equal numbers to the last bit (KL to the reference is
     exactly 0 at step 1)."""
@@ -153,7 +154,7 @@ def _own_passes(core: Verbs, cfg: ObjectiveConfig, batch: StepBatch, packed: Pac
             setattr(s.train, name, values[packed.first_response[i] : packed.first_response[i] + packed.response[i]])
 
 
-def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[Work], depth: int) -> list[str]:
+def _old_actor_passes(core: Core, batch: StepBatch, packed: Packed, work: list[Work], depth: int) -> list[str]:
     """Replace old_logp of tokens made before this step by those of the weights that made them; then keep this step's
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
     lost = []
@@ -180,7 +181,7 @@ def _old_actor_passes(core: Verbs, batch: StepBatch, packed: Packed, work: list[
 
 
 def _planned(
-    core: Verbs, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]
+    core: Core, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]
 ) -> tuple[RolloutPlan, list[Work]]:
     """The plan of a rollout batch, and this rank's micro-batches of each step."""
     plan = plan_steps(
@@ -198,13 +199,13 @@ def _planned(
 
 
 def _one_step(
-    core: Verbs,
+    core: Core,
     cfg: ObjectiveConfig,
     prepared: PreparedBatch,
     step: StepPlan,
     mine: Work,
     rates: Rates,
-    watch: Watch,
+    watch: Stopwatch,
     tally: _Tally,
 ) -> None:
     """One optimizer step over `step`'s samples, of which `mine` are this rank's."""
@@ -262,7 +263,7 @@ def _one_step(
     tally.metrics.append(report | norms)
 
 
-def _over_ranks(core: Verbs, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+def _over_ranks(core: Core, totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """The step's sums over all ranks, on the CPU."""
     here = {name: value.cpu() for name, value in totals.items()}
     if core.n_ranks == 1:
@@ -293,14 +294,14 @@ def _second_model(prepared: PreparedBatch, rates: Rates) -> dict[str, float]:
 
 
 def _result(
-    core: Verbs,
+    core: Core,
     packed: Packed,
     prepared: PreparedBatch,
     samples: Sequence[TrainSample],
     plan: RolloutPlan,
     tally: _Tally,
     rates: Rates,
-    watch: Watch,
+    watch: Stopwatch,
 ) -> StepResult:
     steps = plan.steps
     trimmed = {prepared.sample_ids[i] for i in plan.trimmed}  # listed under one reason only

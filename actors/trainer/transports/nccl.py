@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from actors.runtime.broadcast import join_group, leave_group, open_store
+from actors.runtime.whole import called
 from actors.trainer.transports.flat import FlatBuffers, PassingBuckets
 from bus.errors import Transient
 from bus.messages.weights import WeightPlan
@@ -157,28 +157,6 @@ class NcclSender:
 def in_daemon(call: Callable[[], None]) -> asyncio.Future[None]:
     """A blocking call in a thread of its own that does not keep the process alive: one that hangs in a group whose peers
     are gone ends by its deadline, and nobody should wait for that at the end of a run."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
+    future = asyncio.wrap_future(called(call, ()))
     future.add_done_callback(lambda f: f.cancelled() or f.exception())  # heard, also when nobody awaits it any more
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def body() -> None:
-        error: BaseException | None = None
-        try:
-            call()
-        except Exception as raised:  # noqa: BLE001 - handed to whoever awaits
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, error)
-        except RuntimeError:
-            return  # the loop has ended
-
-    threading.Thread(target=body, name="broadcast", daemon=True).start()
     return future

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.runtime.snapshot import ActorFacts
 from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.doctor.finding import PATIENCE_S, Finding, Level
 from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, waiting_since
@@ -13,8 +14,15 @@ from miles_async.console.text import duration, human_bytes, plural, shorten
 
 CLOCK_S = 5.0  # a clock may differ by so much
 LOOP_S, LOOP_STARTS = 180.0, 3  # so many restarts of an actor within this time are a loop
+HUNG_S = 30.0  # a process that is there may be silent for so long: a busy machine lets it wait
 DISK_BYTES, DISK_ERROR_BYTES = 2e9, 2e8
 MEMORY_SHARE, MEMORY_ERROR_SHARE = 0.05, 0.02
+
+
+def _waits_its_turn(actor: ActorFacts, scene: Scene) -> bool:
+    """Whether it is silent, but its process is there, not stopped, and not silent for long."""
+    stopped = actor.vitals.actor in scene.stopped
+    return actor.life == "late" and actor.process is True and not stopped and actor.age_s <= HUNG_S
 
 
 def missing_rooms(scene: Scene) -> Iterator[Finding]:
@@ -37,6 +45,8 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
             if s.length and role in BY_NAME[s.name].readers
         ]
         known = snapshot.of_role(role)
+        if any(_waits_its_turn(a, scene) for a in known):
+            continue
         age = min((a.age_s for a in known), default=0.0)
         last = (
             "; " + ", ".join(f"{a.vitals.actor} {a.vitals.state} {duration(a.age_s)} ago" for a in known[:3])
@@ -53,7 +63,7 @@ def no_launcher(scene: Scene) -> Iterator[Finding]:
     """A launcher that is gone although it did not say that it ends: nobody starts again what dies."""
     for launcher in scene.snapshot.of_role("launcher"):
         left = [a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"]
-        if launcher.life not in ("late", "dead") or not left:
+        if launcher.life not in ("late", "dead") or not left or _waits_its_turn(launcher, scene):
             continue
         gone = f"no launcher: pid {launcher.vitals.pid} on {launcher.vitals.host} has been silent for {duration(launcher.age_s)}"
         if scene.snapshot.policy.finished:
@@ -77,7 +87,7 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
             yield Finding(
                 "error", "actor failed", vitals.actor, f"{vitals.actor} failed: {vitals.note or 'see its log'}", age
             )
-        if life not in ("late", "dead"):
+        if life not in ("late", "dead") or _waits_its_turn(actor, scene):
             continue
         if vitals.actor in scene.stopped:
             text = (

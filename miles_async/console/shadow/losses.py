@@ -20,12 +20,12 @@ from typing import Any, Self
 import msgspec
 
 from actors.trainer.backend import BackendConfig, StepBatch, TrainBackend
-from actors.trainer.backends import open_backend
 from actors.trainer.checkpoint import iter_dir
 from actors.trainer.hooks import install
 from actors.trainer.objective import finish, policy_loss, prepare_batch
 from actors.trainer.objective.loss import ObjectiveConfig
 from actors.trainer.record import RecordedBatch, batch_of
+from actors.trainer.training import open_backend
 from actors.trainer.training.step import settle_objective
 from miles_async.console.shadow.compare import Row
 from miles_async.console.shadow.paired import Paired

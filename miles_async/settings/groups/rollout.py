@@ -127,7 +127,7 @@ shows the next one where it says <image>."""),
     ] = ()
     rollout_stop: Annotated[
         tuple[str, ...],
-        doc("Texts that end a response. The token that completes one is its last, and is trained; an agent's own `stop` goes before."),
+        doc("Texts that end a response. The token that completes one is its last, and is trained; an agent's `stop` goes before."),
     ] = ()
 
     rollout_skip_special_tokens: Annotated[
