@@ -32,7 +32,8 @@ def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_
     judge(run, n_prompts=12)
     steps = records(run, "step")
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert all(step["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in steps)
+    # Later steps may train on what older weights made.
+    assert steps[0]["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4
     record = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
     shown = [sample.pictures for sample in batch_of(record).samples]
     assert all(len(pictures) == 1 and pictures[0][1][:4] == b"\x89PNG" for pictures in shown)
