@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.system.test_train import records
 pytestmark = pytest.mark.timeout(600)
 
 
-async def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_path: Path) -> None:
+def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     sights.make_model(tmp_path / "model")
     sights.write_rows(tmp_path / "rows.jsonl", 12)
@@ -31,8 +32,9 @@ async def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch
     judge(run, n_prompts=12)
     steps = records(run, "step")
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert all(step["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in steps)
+    # Later steps may train on what older weights made.
+    assert steps[0]["metrics"]["train/train_rollout_logprob_abs_diff"] < 1e-4
     record = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
     shown = [sample.pictures for sample in batch_of(record).samples]
     assert all(len(pictures) == 1 and pictures[0][1][:4] == b"\x89PNG" for pictures in shown)
-    assert await FileBlobs(run.dir / "blobs").list_ids() == []
+    assert asyncio.run(FileBlobs(run.dir / "blobs").list_ids()) == []

@@ -28,8 +28,10 @@ from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIM
 from actors.trainer.training.wire import Save, Step, decode, encode
 from bus.errors import CheckpointRefused
 from bus.messages.samples import Picture
-from tests.trainer.conftest import published, saved, served, state_of
+from tests import sights
+from tests.trainer.conftest import backend_config, published, saved, served, state_of
 from tests.trainer.own_core import FULL
+from tests.trainer.test_pictures import batch_of, decoder_of
 
 Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
@@ -382,3 +384,20 @@ def test_a_follower_alone_refuses_to_run() -> None:
         check=False,
     )
     assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_two_ranks_have_the_gradient_of_one_where_only_some_samples_show_pictures(pair: TorchBackend, tmp_path: Path) -> None:
+    sights.make_model(tmp_path)
+    batch = batch_of(decoder_of(tmp_path))
+    settings: dict[str, Any] = {"clip_grad": 0.0, "max_tokens_per_gpu": 16}
+    pair.setup(backend_config(tmp_path, **settings))
+    one = TorchBackend()
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("WORLD_SIZE", "1")
+        one.setup(backend_config(tmp_path, **settings))
+    a, b = pair.train_step(batch), one.train_step(batch)
+    assert a.trained_tokens == b.trained_tokens and len(a.packing) > 2
+    got, want = gradients(pair), gradients(one)
+    assert any(name.startswith("visual.") for name in want) and got.keys() == want.keys()
+    for name, grad in want.items():
+        assert (got[name] - grad).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name

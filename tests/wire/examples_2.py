@@ -33,6 +33,7 @@ from bus.messages.samples import (
     Episode,
     Mark,
     Parked,
+    Picture,
     PrefixResume,
     Response,
     RolloutDone,
@@ -86,8 +87,9 @@ LIFE = SampleTrained(
     trained=2,
     share=0.125,
 )
+PICTURE = Picture(at=1, n=2, grid=(1, 2, 4), blob="file:ab12:300")
 EXAMPLES: tuple[Message, ...] = (
-    _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01")),
+    _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01"), inputs=(PICTURE,)),
     _more(RolloutDone, running=12, episode=EPISODE),
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),

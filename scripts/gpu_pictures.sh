@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# A tiny model that reads pictures, end to end on a GPU: SGLang looks and generates, the torch trainer learns. A few minutes, no network.
+#
+#   scripts/gpu_pictures.sh OUT [miles-async train flags]
+#
+# PYTHON (default python3) must have torch, torchvision, Pillow, SGLang, transformers and this project's other requirements.
+# Prints, step by step, the mean difference of log-probs between engine and trainer, and the reward.
+set -euo pipefail
+out=${1:?usage: scripts/gpu_pictures.sh OUT [flags]}
+shift
+mkdir -p "$out/model"
+out=$(cd "$out" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/gpu_env.sh
+source scripts/gpu_env.sh
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+"$PYTHON" - "$out" <<'PY'
+import sys
+from pathlib import Path
+
+from tests import sights
+
+out = Path(sys.argv[1])
+sights.make_model(out / "model")
+sights.write_rows(out / "rows.jsonl", 24)
+PY
+status=0
+timeout "${SMOKE_DEADLINE_S:-540}" "$PYTHON" -m miles_async train --hf-checkpoint "$out/model" --name pictures --runs-dir "$out/runs" \
+    --prompt-data "$out/rows.jsonl" --label-key label --apply-chat-template --multimodal-keys '{"image": "images"}' --rm-type contains \
+    --num-rollout "${SMOKE_STEPS:-12}" --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 2 --lr 0.003 \
+    --console plain --no-report --num-generation-workers 1 --engine sglang --rollout-gpu-ids 0 --sglang-attention-backend triton \
+    --sglang-sampling-backend pytorch --sglang-mem-fraction-static 0.3 --sglang-cuda-graph-max-bs 64 --sglang-dtype bfloat16 "$@" \
+    2>&1 | tee "$out/pictures.log" || status=$?
+"$PYTHON" - "$out/runs/pictures/metrics.jsonl" <<'PY'
+import json, sys
+
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    if row["kind"] == "step":
+        shown = ("train/train_rollout_logprob_abs_diff", "rollout/raw_reward")
+        print(row["step"], {name: row["metrics"].get(name) for name in shown})
+PY
+exit "$status"
