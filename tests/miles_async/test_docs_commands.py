@@ -84,7 +84,8 @@ def test_every_command_is_understood_by_its_parser(tmp_path: Path, monkeypatch: 
 
 
 FOREIGN = {
-    "SGLang": "custom-weight-loader disable-fast-image-processor disable-radix-cache enable-deterministic-inference enable-memory-saver enable-prefill-delayer "
+    "SGLang": "custom-weight-loader disable-fast-image-processor disable-radix-cache "
+    "enable-deterministic-inference enable-memory-saver enable-prefill-delayer "
     "enable-return-routed-experts enable-weights-cpu-backup dist-init-addr",
     "Miles": "async-max-concurrent-samples async-unused-samples-handler",
     "Redis": "appendonly bind maxmemory-policy requirepass",
