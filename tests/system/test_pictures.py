@@ -18,7 +18,7 @@ from tests.system.test_train import records
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_path: Path) -> None:
+def test_pictures_are_trained_from_and_gone_with_their_group(run_of: Launch, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     sights.make_model(tmp_path / "model")
     sights.write_rows(tmp_path / "rows.jsonl", 12)
@@ -29,7 +29,7 @@ def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_
     run = run_of(settings)
     run.start()
     assert run.join() == 0, run.story()
-    judge(run, n_prompts=12)
+    facts = judge(run, n_prompts=12)
     steps = records(run, "step")
     assert [step["step"] for step in steps] == [1, 2, 3]
     # Later steps may train on what older weights made.
@@ -37,4 +37,5 @@ def test_pictures_are_trained_from_and_gone_when_the_run_is(run_of: Launch, tmp_
     record = read_record(Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", "0")))
     shown = [sample.pictures for sample in batch_of(record).samples]
     assert all(len(pictures) == 1 and pictures[0][1][:4] == b"\x89PNG" for pictures in shown)
-    assert asyncio.run(FileBlobs(run.dir / "blobs").list_ids()) == []
+    still_open = {sample.rpartition("/")[0] for sample in facts.open_samples}
+    assert len(asyncio.run(FileBlobs(run.dir / "blobs").list_ids())) <= len(still_open)  # one picture each
