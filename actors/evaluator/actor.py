@@ -187,7 +187,7 @@ class Evaluator:
                 top_k=data.top_k,
                 max_new_tokens=data.max_response_len,
                 stop_token_ids=self._spec.stop_token_ids,
-                stop=self._spec.rollout_stop,
+                stop=self._spec.rollout_stop or msgspec.UNSET,
                 seed=seed_for(self._context.spec.run_seed, data.name, sample_id) & 0x7FFFFFFF,
             ),
             step=issued.step,

@@ -134,7 +134,7 @@ class Vision:
             import PIL.Image  # noqa: F401
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-            own = {"size": SGLANG_SIZE} if config["model_type"] == "qwen2_vl" else {}
+            own: dict[str, Any] = {"size": SGLANG_SIZE} if config["model_type"] == "qwen2_vl" else {}
             self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(directory, **own)
         except ImportError as error:
             raise Refused(f"pictures need Pillow: {error}. pip install 'miles-async[vision]'.") from error

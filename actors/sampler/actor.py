@@ -311,7 +311,7 @@ class Sampler:
                         top_k=spec.top_k,
                         max_new_tokens=int(knobs.rollout_max_response_len),
                         stop_token_ids=spec.stop_token_ids,
-                        stop=spec.rollout_stop,
+                        stop=spec.rollout_stop or msgspec.UNSET,
                         seed=seed_for(self._context.spec.run_seed, sample_id, group.attempt) & 0x7FFFFFFF,
                     ),
                     attempt=group.attempt,

@@ -27,7 +27,7 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
-    stop: tuple[str, ...] = ()  # texts that end a turn too; the token that completes one is the turn's last
+    stop: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # texts that end a turn too, with the token that completes one
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):

@@ -76,9 +76,9 @@ class Eyes:
                     self._kept.pop(next(iter(self._kept)))
                 self._kept[key] = torch.from_numpy(pixels), grid
             made.append(self._kept[key])
-        waiting, places, at = iter(grid for _, grid in made), [], 0
-        token = self.vision.token
-        for grid in waiting:
+        places: list[Picture] = []
+        token, at = self.vision.token, 0
+        for _, grid in made:
             at = next((i for i in range(at, len(ids)) if ids[i] == token), len(ids))
             n = grid[0] * grid[1] * grid[2] // self.vision.merge**2
             if list(ids[at : at + n]) != [token] * n:

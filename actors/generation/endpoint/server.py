@@ -128,7 +128,7 @@ class Endpoint:
         if overruled:
             self._count("sampling_overruled")
         number, episode.answers = episode.answers, episode.answers + 1
-        stream = _Stream(http, self._model, number, body, sampling.stop) if body.stream else None
+        stream = _Stream(http, self._model, number, body, sampling.stop or ()) if body.stream else None
         current = asyncio.current_task()
         assert current is not None
         episode.handlers.add(current)
@@ -169,7 +169,7 @@ class Endpoint:
             segment = await episode.session.generate(place.tokens, sampling, watch=hear if stream is not None else None)
         ended = bool(segment.tokens) and segment.tokens[-1] in sampling.stop_token_ids
         text = self._chat.decode(segment.tokens[:-1] if ended else segment.tokens)
-        text = text[: min((at for stop in sampling.stop if (at := text.find(stop)) >= 0), default=len(text))]
+        text = text[: min((at for stop in sampling.stop or () if (at := text.find(stop)) >= 0), default=len(text))]
         calls = parse(text, episode.kind, body.offered) if body.offered else []
         message = wire.message_of(text, calls, f"{number}_{index}")
         if calls and "tool_calls" not in message:

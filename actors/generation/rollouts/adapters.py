@@ -48,7 +48,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
             "top_k": task.sampling.top_k,
             "max_new_tokens": task.sampling.max_new_tokens,
             "stop_token_ids": list(task.sampling.stop_token_ids),
-            "stop": list(task.sampling.stop),
+            "stop": list(task.sampling.stop or ()),
         }
         if needed == 1:
             whole = SimpleNamespace(args=args, sample=sample, sampling_params=params, evaluation=bool(task.eval_name))
