@@ -38,6 +38,7 @@ from bus.messages.samples import (
     Response,
     RolloutDone,
     SampleTask,
+    Sampling,
     Scored,
     Strand,
 )
@@ -89,7 +90,14 @@ LIFE = SampleTrained(
 )
 PICTURE = Picture(at=1, n=2, grid=(1, 2, 4), blob="file:ab12:300")
 EXAMPLES: tuple[Message, ...] = (
-    _more(SampleTask, pinned=7, given_tokens=pack_ints([5, 6]), given_mask=memoryview(b"\x00\x01"), inputs=(PICTURE,)),
+    _more(
+        SampleTask,
+        pinned=7,
+        given_tokens=pack_ints([5, 6]),
+        given_mask=memoryview(b"\x00\x01"),
+        inputs=(PICTURE,),
+        sampling=Sampling(temperature=0.75, stop_token_ids=(2,), stop=("</a>",)),
+    ),
     _more(RolloutDone, running=12, episode=EPISODE),
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),
