@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,6 +76,7 @@ class Trainer:
             context,
             self._intake,
             self._in_thread,
+            beside=self._beside,
             save=Path(spec.save),
             save_hf=spec.save_hf or "",
             keep_last=spec.keep_last,
@@ -96,8 +98,15 @@ class Trainer:
         self._step_epoch = 0  # of the knobs that the step under way took
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
+        return await self._explained(asyncio.get_running_loop().run_in_executor(self._thread, call, *args))
+
+    async def _beside(self, call: Any, *args: Any) -> Any:
+        """In another thread than steps: what may meet the other ranks meanwhile."""
+        return await self._explained(asyncio.to_thread(call, *args))
+
+    async def _explained(self, work: Awaitable[Any]) -> Any:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+            return await work
         except RuntimeError as error:  # what torch raises when a peer is gone
             died = await self._followers.explain() if self._spec.ranks > 1 else None
             if died is not None:

@@ -25,7 +25,7 @@ KEPT_STEPS, TRIM_STEPS = 1000, 50  # of the policy log of a run without checkpoi
 
 class Saver:
     """One checkpoint at a time. A failed save keeps the former one, says so, and is tried again at the next interval. `in_thread`
-    runs a call where all of the backend does."""
+    runs a call where all of the backend does, `beside` in another thread."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Saver:
         intake: Intake,
         in_thread: Callable[..., Awaitable[Any]],
         *,
+        beside: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         save: Path,
         keep_last: int,
         retain: int = 0,
@@ -41,7 +42,7 @@ class Saver:
     ) -> None:
         self._context = context
         self._intake = intake
-        self._in_thread = in_thread
+        self._in_thread, self._beside = in_thread, beside
         self._save = save
         self._save_hf = save_hf
         self._keep_last = keep_last
@@ -97,8 +98,8 @@ class Saver:
     async def _write(self, copied: Checkpoint, target: Path, state: BusState, began: float) -> None:
         context = self._context
         try:
-            await asyncio.to_thread(copied.write)
-            await (self._in_thread if copied.meets else asyncio.to_thread)(copied.finish)
+            await self._beside(copied.write)
+            await (self._in_thread if copied.meets else self._beside)(copied.finish)
             fault_point(context.name, "checkpoint_half")
             await asyncio.to_thread(finish, self._save, state, keep_last=self._keep_last, retain=self._retain)
         except OSError as error:

@@ -82,7 +82,7 @@ class ScriptedSession:
         spans = (VersionSpan(7, 7, len(ids)),)
         segment = Segment("model", ids, [-0.5 - i for i in range(len(ids))], spans, finish, call)  # type: ignore[arg-type]
         self.made.append(segment)
-        return until(self._chat.decode, segment, sampling.stop)
+        return until(self._chat.decode, segment, sampling.stop) if sampling.stop else segment
 
     async def save(self) -> None: ...
 

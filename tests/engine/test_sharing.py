@@ -25,6 +25,7 @@ from tests.engine.models import Oracle
 from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
 
 TAGS = ("kv_cache", "cuda_graph", "weights")
+pytestmark = pytest.mark.usefixtures("cold_engine")  # engines are found by the words of their processes
 Models = Callable[[str], tuple[Path, Path]]
 
 
@@ -96,7 +97,6 @@ async def _no() -> bool:
     return False
 
 
-@pytest.mark.usefixtures("cold_engine")
 @pytest.mark.timeout(180)
 async def test_an_engine_that_does_not_give_its_memory_is_ended(
     redis_url: str, run_name: str, tmp_path: Path, models: Models

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.megatron_backend.weights import export_hf
+from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import _planned
 from tests.megatron.models import make, tensors
@@ -34,7 +35,7 @@ def packed(path: str) -> tuple[Tensor, dict[str, Tensor]]:
         logp = core.score("old_logp", batch, [work])
         core.forward_backward(
             work, lambda ids, logp, entropy: logp.sum() + BENT * entropy.sum(), lambda *_: torch.zeros([]),
-            learns=True, entropy_gradient=True, watch=core.watch(),
+            learns=True, entropy_gradient=True, watch=Stopwatch(core.device),
         )  # fmt: skip
         with torch.no_grad():
             for weight in core.model.bare[0].parameters():

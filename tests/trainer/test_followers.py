@@ -35,3 +35,15 @@ async def test_ranks_that_others_start_meet_where_they_are_told(tmp_path: Path, 
         done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", CONNECT], capture_output=True, text=True, timeout=60)
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode and re.search(r"RanksApart: rank 1 of the trainer's 2 found not all of them at 127\.0\.0\.1:\d+", said)
+
+
+def test_a_follower_alone_refuses_to_run() -> None:
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "actors.trainer.follower"],
+        env=env,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr

@@ -374,18 +374,6 @@ def test_a_follower_lets_go_of_its_copy_of_a_checkpoint_when_that_is_written(tmp
     assert copies[0]() is None
 
 
-def test_a_follower_alone_refuses_to_run() -> None:
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "actors.trainer.follower"],
-        env=env,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
-
-
 def test_two_ranks_have_the_gradient_of_one_where_only_some_samples_show_pictures(pair: TorchBackend, tmp_path: Path) -> None:
     sights.make_model(tmp_path)
     batch = batch_of(decoder_of(tmp_path))

@@ -102,7 +102,10 @@ class Simulation:
         left = EVENTS_A_SAMPLE * self._knobs.size * (steps + warm + self._bound + 1)
         while self._starts <= steps + warm:
             self._fill()
+            starts = self._starts
             self._cut()
+            if self._starts > starts:
+                continue  # a step that takes no time has freed credits already
             end, worker = self._engines.next_end()
             at = min(end, self._events[0][0] if self._events else NEVER)
             left -= 1
