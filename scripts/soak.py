@@ -5,8 +5,8 @@
 
 Every disturbance is drawn from the seed and the number of the piece. Between two of them the ledger is checked as it is at that
 instant, and what the run uses is measured; at the end of a piece the run is drained and the whole lineage of all pieces is
-judged, as after a case of tests/crash. A piece may itself be killed: the next one kills what it left and goes on. Exit status 1
-when anything did not hold.
+judged, as after a case of tests/crash. A piece may itself be killed: the next one kills what it left and goes on; what that did
+meanwhile for more than a minute, unseen, cannot be judged any more. Exit status 1 when anything did not hold.
 """
 
 from __future__ import annotations
