@@ -20,9 +20,12 @@ def runner() -> asyncio.Runner:
 
 
 def run_loop(body: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, as asyncio.run does."""
-    with runner() as loop:
-        return loop.run(body)
+    """Run to the end, as asyncio.run does. Interrupted before it has begun, it leaves nothing that Python would warn of."""
+    try:
+        with runner() as loop:
+            return loop.run(body)
+    finally:
+        body.close()
 
 
 def collect_seldom() -> None:
