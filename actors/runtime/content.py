@@ -42,6 +42,7 @@ MOST_SAMPLES = 1_000_000  # of one group or evaluation; bit masks and tables are
 LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 LARGEST_REWARD = 3e38  # of float32, in which advantages are trained
 INT32 = 1 << 31
+MOST_LANES = 1 << 20  # bytes looked at as one number: what is kept to look with is as large
 _TOO_LOW, _TOO_HIGH = (struct.unpack("<I", struct.pack("<f", abs(x)))[0] + 1 for x in (LOGPROB_LOW, LOGPROB_HIGH))
 
 
@@ -95,12 +96,16 @@ def logprobs_fault(values: Sequence[float | None]) -> str:
 def ints_fit(packed: Packed | bytes, vocabulary: int = 0) -> bool:
     """Whether each int32 can be a token id, without a look at one after the other: added to as many lanes of one large number,
     what is missing to 2**31 sets the lane's top bit where an id is too large; a negative one has it already."""
+    if len(packed) > MOST_LANES:
+        return all(ints_fit(packed[at : at + MOST_LANES], vocabulary) for at in range(0, len(packed), MOST_LANES))
     lanes, ids = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
     return not (ids | ids + lanes * (INT32 - (vocabulary or INT32))) & (lanes << 31)
 
 
 def floats_fit(packed: Packed | bytes) -> bool:
     """The same of float32 log-probabilities: without their signs, the bits of floats are ordered as the floats are."""
+    if len(packed) > MOST_LANES:
+        return all(floats_fit(packed[at : at + MOST_LANES]) for at in range(0, len(packed), MOST_LANES))
     lanes, bits = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
     tops = lanes << 31
     negative = bits & tops

@@ -120,6 +120,8 @@ def _opened(source: Any, folder: str) -> BinaryIO:
 def _file(name: str, folder: str) -> BinaryIO:
     beside = Path(folder) / name
     path = beside if beside.exists() else Path(name)
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise BadImage(f"picture {name[:80]!r} is no file")
     if (size := path.stat().st_size) > MOST_BYTES:
         raise BadImage(f"picture {name[:80]!r} has {size:,} bytes, at most {MOST_BYTES:,} are taken")
     return path.open("rb")

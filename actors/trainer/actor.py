@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
@@ -241,9 +243,9 @@ class Trainer:
         spec = self._spec
         if spec.replay_from:
             record = await asyncio.to_thread(read_record, path_of(spec.replay_from, self._version.step + 1))
-            bound = self._batches.bound(self._context.knobs)
-            return Batch(groups=record.groups, bound=bound, images=record.images)
-        return await self._batches.next(self._version, check=self._check_bus, idle=lambda: self._give_turn(tasks))
+            return Batch(groups=record.groups, bound=self._batches.bound(self._context.knobs), images=record.images)
+        batch = await self._batches.next(self._version, check=self._check_bus, idle=lambda: self._give_turn(tasks))
+        return batch and msgspec.structs.replace(batch, images=await pictures_of(self._context, batch.groups))
 
     async def _check_bus(self) -> None:
         """A server that came back without what was said here last has lost its last second: start again from the
@@ -264,9 +266,8 @@ class Trainer:
         knobs = self._context.knobs
         step = self._version.step
         values = knobs.live | {"max_weight_staleness": batch.bound}
-        images = await pictures_of(self._context, batch)
         work = StepBatch(
-            samples=to_samples(batch.groups, images),
+            samples=to_samples(batch.groups, batch.images),
             step=step,
             seed=seed_for(self._context.spec.run_seed, "step", step),
             knobs=values,
@@ -329,8 +330,7 @@ class Trainer:
             line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)
             await asyncio.to_thread(write_line, Path(context.spec.run_dir), line)
         if spec.record:
-            images = await pictures_of(context, batch)
-            record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs, images=images)
+            record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs, images=batch.images)
             await asyncio.to_thread(write_record, spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")

@@ -109,6 +109,11 @@ class StepBatch:
     seed: int
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def images(self) -> dict[str, bytes]:
+        """Bytes of its samples' pictures, by blob."""
+        return {picture.blob: data for sample in self.samples for picture, data in sample.pictures}
+
 
 @dataclass(slots=True)
 class StepResult:

@@ -5,6 +5,7 @@ Reads  what the intake holds, the open groups    Owns  what a lowered bound has 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -34,7 +35,7 @@ class Batch(msgspec.Struct, frozen=True):
     bound: int
     keys: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-    images: dict[str, bytes] = {}  # a recorded batch's pictures, by blob
+    images: dict[str, bytes] = {}  # pictures of its prompts, by blob
 
 
 class Batches:
@@ -171,18 +172,20 @@ def reward_version(part: Part) -> int:
     return max((part.group.samples[at].reward_version or 0 for at in part.left), default=0)
 
 
-async def pictures_of(context: Context, batch: Batch) -> dict[str, bytes]:
-    """Bytes of a batch's pictures, by blob. One that is gone is empty: its groups are refused and given up."""
-    tasks = (scored.rollout.task for group in batch.groups for scored in group.samples)
-    blobs = sorted({picture.blob for task in tasks for picture in task.pictures})
-    found = dict(batch.images)
-    for blob in blobs if not found else ():
+async def pictures_of(context: Context, groups: Sequence[GroupKept]) -> dict[str, bytes]:
+    """Bytes of the groups' pictures, by blob. One that is gone is counted and empty: its groups are refused and given up."""
+
+    async def get(blob: str) -> bytes:
         try:
-            found[blob] = await context.bus.blobs.get(blob)
+            return await context.bus.blobs.get(blob)
         except BadMessage as error:
+            context.count("pictures_lost")
             context.log.warning("a picture is gone: %s", error)
-            found[blob] = b""
-    return found
+            return b""
+
+    tasks = (scored.rollout.task for group in groups for scored in group.samples)
+    blobs = sorted({picture.blob for task in tasks for picture in task.pictures})
+    return dict(zip(blobs, await asyncio.gather(*map(get, blobs)), strict=True))
 
 
 def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:

@@ -57,9 +57,8 @@ class RefusedBatches:
         """Give up the entries at fault. Raises RunEnds when there is no telling them apart, InvariantBroken after a step that is
         half done: the trainer starts again from its checkpoint, without them."""
         found: dict[str, str] = {}
-        images = {picture.blob: data for sample in work.samples for picture, data in sample.pictures}
         for key, group in zip(batch.keys, batch.groups, strict=False):  # a recorded batch has no keys
-            alone = replace(work, samples=to_samples((group,), images))
+            alone = replace(work, samples=to_samples((group,), batch.images))
             if why := await self._in_thread(self._backend.refuses, alone):
                 found[key] = why
         if not found or (len(found) == len(batch.keys) > 1):

@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors.runtime.content import INT32, LOGPROB_HIGH, floats_fit, ints_fit, logprobs_fault, tokens_fault
+from actors.runtime.content import INT32, LOGPROB_HIGH, MOST_LANES, floats_fit, ints_fit, logprobs_fault, tokens_fault
 from bus.messages.base import pack_floats, pack_ints
 
 ids = st.integers(-INT32, INT32 - 1) | st.integers(-2, 70)
@@ -36,3 +36,9 @@ def test_token_ids_fit_together_as_each_does_alone(tokens: list[int], vocabulary
 def test_log_probs_fit_together_as_each_does_alone(logprobs: list[float]) -> None:
     packed = pack_floats(logprobs)
     assert floats_fit(packed) == (logprobs_fault(packed.cast("f").tolist()) == "")
+
+
+def test_what_is_longer_than_one_number_is_looked_at_in_pieces() -> None:
+    n = MOST_LANES // 4 + 3
+    assert ints_fit(pack_ints([7] * n), 8) and not ints_fit(pack_ints([7] * (n - 1) + [8]), 8)
+    assert floats_fit(pack_floats([-1.0] * n)) and not floats_fit(pack_floats([-1.0] * (n - 1) + [float("nan")]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_row_whose_picture_cannot_be_shown_is_left_out_with_its_reason(tmp_pat
     good = sights.data_url(sights.square("red"))
     rows: list[tuple[Any, str]] = [
         ("gone.png", "'gone.png' cannot be read: No such file"),
+        ("pipe.png", "'pipe.png' is no file"),
         ("text.png", "not a picture"),
         ("huge.png", "at most 20,971,520 are taken"),
         ("https://example.org/a.png", "Download it: runs read no network"),
@@ -87,6 +89,7 @@ def test_a_row_whose_picture_cannot_be_shown_is_left_out_with_its_reason(tmp_pat
         (7, "a picture is a int"),
         (sights.data_url(sights.square("red", 9, 4000)), "aspect ratio"),
     ]
+    os.mkfifo(tmp_path / "pipe.png")
     given = [{"input": "<image> which?", "images": shown} for shown, _ in rows]
     odd = {"input": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}
     found = load_prompts(data(tmp_path, model, *given, odd, {"input": "<image>?", "images": good}))

@@ -6,6 +6,7 @@ Always true: a placeholder that the model made itself is a token like any other;
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,16 @@ class Eyes:
         except (Refused, OSError, ValueError) as error:
             raise ModelRefused(f"{model_dir}: {' '.join(str(error).split())}") from None
         self._kept: dict[bytes, tuple[Tensor, tuple[int, int, int]]] = {}
+        self._reading = threading.Lock()  # requests are read in several threads
+
+    def _patches(self, key: bytes, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
+        with self._reading:
+            if key not in self._kept:
+                pixels, grid = self.vision.pixels(data)
+                if len(self._kept) >= KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[key] = torch.from_numpy(pixels), grid
+            return self._kept[key]
 
     def view(self, ids: Sequence[int], image_data: Sequence[str]) -> View:
         """A request's pictures (data URLs or base64) at its first placeholders. Raises BadData."""
@@ -70,12 +81,7 @@ class Eyes:
             data = read(source if source.startswith("data:") else f"data:,{source}")  # never a path
             key = hashlib.blake2b(data, digest_size=16).digest()
             digest.update(key)
-            if key not in self._kept:
-                pixels, grid = self.vision.pixels(data)
-                if len(self._kept) >= KEPT:
-                    self._kept.pop(next(iter(self._kept)))
-                self._kept[key] = torch.from_numpy(pixels), grid
-            made.append(self._kept[key])
+            made.append(self._patches(key, data))
         places: list[Picture] = []
         token, at = self.vision.token, 0
         for _, grid in made:

@@ -30,9 +30,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     @staticmethod
     def of(batch: StepBatch) -> Step:
-        images = {picture.blob: data for s in batch.samples for picture, data in s.pictures}
         bare = [replace(s, pictures=tuple((picture, b"") for picture, _ in s.pictures)) for s in batch.samples]
-        return Step(bare, batch.step, batch.seed, dict(batch.knobs), images)
+        return Step(bare, batch.step, batch.seed, dict(batch.knobs), batch.images)
 
     def arrived(self) -> StepBatch:
         """The batch on the other side."""
