@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 
 from bus import Bus
@@ -83,6 +84,11 @@ def _use_of(folder: Path, but: str = "") -> dict[str, int]:
                 n_bytes += os.lstat(os.path.join(root, name)).st_size
                 files += 1
     return {"files": files, "bytes": n_bytes}
+
+
+def write_figures(file: Path, figures: Any) -> None:
+    """As JSON, in which what is not known (nan) is null."""
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
 
 
 class Slope(NamedTuple):

@@ -154,7 +154,8 @@ async def hour(home: Path, minutes: float) -> dict[str, Any]:
                         shared_memory(run.dir).parent,
                     )
                     used.append({"piece": 1, "wall": time.time(), "done": step, **use})
-                    (home / "growth.jsonl").open("ab").write(json.dumps(used[-1]).encode() + b"\n")
+                    with (home / "growth.jsonl").open("ab") as file:
+                        file.write(msgspec.json.encode(used[-1]) + b"\n")
         napping.cancel()
         run.launcher.send_signal(signal.SIGTERM)
         await asyncio.to_thread(run.finish, seconds=300)
@@ -183,7 +184,7 @@ def main() -> int:
     home.mkdir(parents=True, exist_ok=True)
     found = asyncio.run(hour(home, args.minutes))
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+        growth.write_figures(args.out, found)
     print(growth.table(growth.Slope(**row) for row in found["growth"]))
     false, late = found["false_alarms"], found["alarms_while_the_machine_was_late"]
     print(f"{found['minutes']} min, {found['steps']} steps, {found['looks']} looks: {len(false)} false alarms, {len(late)} while "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import shutil
 import signal
@@ -317,7 +316,7 @@ def main() -> int:
         if args.home is None:
             run.clean()
     if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=2) + "\n")
+        growth.write_figures(args.out, figures)
     print(soak_figures.table(figures), growth.table(growth.Slope(**row) for row in figures["growth"]), sep="\n\n")
     for fault in figures["faults"]:
         print(f"VIOLATED {fault}")
