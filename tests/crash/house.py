@@ -253,10 +253,19 @@ class Run:
             return 0
         return int(self.ask(_newest_step))
 
+    def until(self, what: str, seen: Callable[[], bool], *, seconds: float = RUN_DEADLINE_S) -> None:
+        """Poll until `seen`. A launcher that ended before is told at once, with the logs."""
+
+        def ended() -> bool:
+            return self.launcher is not None and self.launcher.poll() is not None
+
+        until(what, lambda: seen() or ended(), seconds=seconds)
+        if not seen():
+            raise Missed(f"{what}: the run ended before\n{self.story()}")
+
     def until_step(self, step: int) -> None:
         """Wait until training has come so far."""
-        until(f"step {step}", lambda: self.step() >= step or self.launcher is None or self.launcher.poll() is not None)
-        assert self.step() >= step, self.story()
+        self.until(f"step {step}", lambda: self.step() >= step)
 
     def saved(self) -> int:
         """Step of the newest durable checkpoint, 0 without one."""

@@ -38,7 +38,7 @@ def refused(run: Run, *words: str) -> None:
 def test_a_checkpoint_cut_short_is_never_chosen(run_of: Launch) -> None:
     run = run_of()
     run.start(fault="trainer:checkpoint_half:2:STOP")
-    until("the second checkpoint to be half written", lambda: run.struck)
+    run.until("the second checkpoint to be half written", lambda: run.struck)
     run.kill_all()
     assert (run.checkpoints / "iter_0000004").exists()
     assert run.saved() == 2
@@ -111,7 +111,7 @@ def test_no_room_for_a_checkpoint_keeps_the_former_one(run_of: Launch) -> None:
     """The trainer may write no file above a size that only its checkpoint exceeds; the run goes on, and ends failed."""
     run = run_of({"rollout": {"num_rollout": 100_000}})
     run.start()
-    until("the first checkpoint", lambda: run.saved() >= 2)
+    run.until("the first checkpoint", lambda: run.saved() >= 2)
     weights = (run.checkpoints / f"iter_{run.saved():07d}").rglob("model.safetensors")
     run.limit_file_size("trainer", 3 * max(file.stat().st_size for file in weights) // 2)
     log = run.dir / "logs" / "trainer.log"
@@ -121,6 +121,6 @@ def test_no_room_for_a_checkpoint_keeps_the_former_one(run_of: Launch) -> None:
     assert "intact" in log.read_text()
     assert run.saved() == saved
     run.limit_file_size("trainer", -1)
-    until("the next checkpoint", lambda: run.saved() > saved)
+    run.until("the next checkpoint", lambda: run.saved() > saved)
     run.drain()
     judge(run, steps=run.saved())

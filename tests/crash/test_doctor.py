@@ -104,7 +104,7 @@ def test_what_is_wrong_with_server_disk_and_content_is_named(run: Run) -> None:
     command(run, "CONFIG", "SET", "appendonly", "yes")
     well(run)
 
-    until("a checkpoint", lambda: run.saved() > 0)
+    run.until("a checkpoint", lambda: run.saved() > 0)
     weights = (run.checkpoints / f"iter_{run.saved():07d}").rglob("model.safetensors")
     size = 3 * max(file.stat().st_size for file in weights) // 2  # which only a checkpoint exceeds
     found = said(run, "checkpoint failed", after=lambda: run.limit_file_size("trainer", size))

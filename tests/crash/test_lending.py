@@ -9,7 +9,6 @@ import pytest
 
 from bus.messages.policy import StepDone, Turn
 from tests.crash.conftest import Launch
-from tests.crash.house import until
 from tests.crash.judge import judge
 from tests.system.test_weight_transports import story
 
@@ -45,7 +44,7 @@ CASES = [
 def test_killed_while_gpus_are_lent(point: str, run_of: Launch) -> None:
     run = run_of(LENDING)
     run.start(fault=f"{point}:KILL")
-    until("the death", lambda: run.struck)
+    run.until("the death", lambda: run.struck)
     run.finish()
     judge(run)
     policy, _ = story(run)

@@ -46,7 +46,7 @@ def test_killed_in_the_middle_of_a_run(run_of: Launch) -> None:
 def test_killed_between_a_checkpoint_and_its_acknowledgement(run_of: Launch) -> None:
     run = run_of()
     run.start(fault="trainer:before_ack:2:STOP")
-    until("the acknowledgement", lambda: run.struck)
+    run.until("the acknowledgement", lambda: run.struck)
     os.kill(run.redis_pid(), signal.SIGKILL)
     os.kill(run.pid("trainer"), signal.SIGCONT)
     run.finish()
@@ -125,7 +125,7 @@ def test_it_comes_back_empty(checkpoint: str, run_of: Launch) -> None:
     run.start()
     run.until_step(3)
     if checkpoint == "with":
-        until("a checkpoint", lambda: run.saved() > 0)
+        run.until("a checkpoint", lambda: run.saved() > 0)
     came_back(run, shutil.rmtree)
     run.finish()
     judge(run, whole_policy=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.crash.conftest import Launch
-from tests.crash.house import LEASE_S, until
+from tests.crash.house import LEASE_S
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
@@ -42,7 +42,7 @@ CASES = [
 def test_stopped_at(point: str, actor: str, run_of: Launch) -> None:
     run = run_of(PEERS)
     run.start(fault=f"{point}:STOP")
-    until(f"the stop at {point}", lambda: run.struck)
+    run.until(f"the stop at {point}", lambda: run.struck)
     pid = run.pid(actor)
     outlast_a_lease()
     os.kill(pid, signal.SIGCONT)

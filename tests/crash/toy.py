@@ -40,6 +40,8 @@ def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = Qwen3ForCausalLM(config)
+        # transformers makes this row 0. Samples hold the token, and the norm behind a row of 0 multiplies its gradient by 1,000.
+        torch.nn.init.normal_(model.get_input_embeddings().weight.data[PAD_ID], std=config.initializer_range)
     model.save_pretrained(model_dir)
     GenerationConfig(pad_token_id=PAD_ID, do_sample=True, max_length=256).save_pretrained(model_dir)
     save_tokenizer(model_dir, ARITHMETIC)

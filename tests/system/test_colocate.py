@@ -10,7 +10,7 @@ import pytest
 from bus.messages.control import Event
 from bus.messages.policy import Restored, StepDone, Turn
 from tests.crash.conftest import Launch
-from tests.crash.house import merged, until
+from tests.crash.house import merged
 from tests.crash.judge import judge
 from tests.system.test_weight_transports import ON_POLICY, story, travelled, ways
 
@@ -70,7 +70,7 @@ def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch)
     patient = {"launch": {"drain_timeout_s": 60.0}, "sglang": {"check_weight_update_equal": True, "use_router": True}}
     run = run_of(merged(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}}), patient))
     run.start(fault="generation-1:released:2:KILL")
-    until("a death in a turn", lambda: run.struck)
+    run.until("a death in a turn", lambda: run.struck)
     run.until_step(2)
     run.drain()
     stopped_at, events_before = run.saved(), len(story(run)[1])

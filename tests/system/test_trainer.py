@@ -10,7 +10,7 @@ import pytest
 
 from actors.trainer.followers import MODULE
 from tests.crash.conftest import Launch
-from tests.crash.house import RUN_DEADLINE_S, Run, until
+from tests.crash.house import RUN_DEADLINE_S, Run
 from tests.crash.judge import judge
 from tests.system.test_train import records
 
@@ -51,11 +51,11 @@ def last_line(run: Run) -> str:
 def test_two_ranks_finish_and_survive_the_death_of_one(run_of: Launch) -> None:
     run = run_of({"perf": {"actor_num_gpus_per_node": 2}, "rollout": {"num_rollout": 5}, "ckpt": {"save_interval": 1}})
     run.start(fault="trainer:before_step:3:STOP", flags=("--ci-test",))
-    until("the third step", lambda: run.struck, seconds=PATIENCE_S)
+    run.until("the third step", lambda: run.struck, seconds=PATIENCE_S)
     [rank] = followers(run)
     os.kill(rank, signal.SIGKILL)
     run.kill("trainer", signal.SIGCONT)
-    until("another rank 1", lambda: bool(followers(run)) and followers(run) != [rank], seconds=PATIENCE_S)
+    run.until("another rank 1", lambda: bool(followers(run)) and followers(run) != [rank], seconds=PATIENCE_S)
     run.finish(seconds=PATIENCE_S)
     assert not followers(run)
     judge(run)

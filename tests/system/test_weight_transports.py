@@ -72,7 +72,7 @@ def test_a_worker_killed_while_weights_are_broadcast_stops_nobody(run_of: Launch
     """Twice: in its first life while it receives, in its second as it is ready to."""
     run = run_of(merged(TWO, {"sglang": {"update_weight_transport": "nccl"}, "rollout": {"num_rollout": 100_000}}))
     run.start(fault="generation-1:receiving:1:KILL,generation-1:ready:2:KILL")
-    until("both deaths", lambda: run.struck)
+    run.until("both deaths", lambda: run.struck)
     run.until_step(run.step() + 2)
     run.drain()
     judge(run, steps=run.saved())
