@@ -39,7 +39,7 @@ def peer(tmp_path: Path, gpus: int, warm: Path | None) -> Iterator[str]:
     """Address of a process that stands for SGLang's scheduler."""
     port = tmp_path / "port"
     env = {**os.environ, VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with open_warm(warm, ["tests.engine.inside_peer", str(port), str(gpus)], env=env, folder=tmp_path):
+    with open_warm(warm, ["tests.engine.inside_peer", str(port), str(gpus)], tmp_path / "printed", env):
         until(lambda: port.exists() and bool(port.read_text()), "the peer listens", 30.0)
         yield f"http://127.0.0.1:{port.read_text()}"
 

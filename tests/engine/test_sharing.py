@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from actors.generation.actor import Worker
@@ -22,7 +21,7 @@ from bus.messages.policy import Turn
 from bus.topology import ACTIVE, PARKED, POLICY, PROMPTS
 from tests.actors.house import messages, open_bus, running, until
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
+from tests.engine.workers import PROMPT, TOKENS, at_work, engines, events, half_way, order, rollouts_of, sample, told
 
 TAGS = ("kv_cache", "cuda_graph", "weights")
 Models = Callable[[str], tuple[Path, Path]]
@@ -36,16 +35,6 @@ async def tell(bus: Bus, holder: Any, number: int, **more: bool) -> None:
 
 async def released(bus: Bus, turn: int) -> bool:
     return any(event.data["turn"] == turn for event in await events(bus, "memory released"))
-
-
-def engines(run_dir: Path) -> list[psutil.Process]:
-    """Those of this run, found by their words: a warm one is another process's child."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it ended while we looked
-            if str(run_dir) in " ".join(process.cmdline()):
-                found.append(process)
-    return found
 
 
 @asynccontextmanager
