@@ -31,7 +31,7 @@ from bus.topology import GROUPS, POLICY
 ACKS_PER_COMMIT = 200
 MALFORMED = "malformed"
 ALREADY_TRAINED = "already_trained"  # said of samples that came again; they count as trained
-SETTLED_KEPT = 4096  # entries; far more than a second's worth
+SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 
 class Intake:
