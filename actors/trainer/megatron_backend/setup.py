@@ -154,7 +154,7 @@ class Model:
         return OptimizerConfig(**{
             **shared, "bf16": self.dtype == torch.bfloat16, "params_dtype": self.dtype, "optimizer_offload_fraction": 1.0,
             "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
-            **_only(given, OPTIMIZER),
+            **_only(given, OPTIMIZER), **({} if torch.cuda.is_available() else {"optimizer_cpu_offload": False}),  # it is there
         })  # fmt: skip
 
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
