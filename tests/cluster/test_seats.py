@@ -43,8 +43,11 @@ def placer_of(cluster: Cluster, tmp_path: Path) -> Callable[..., tuple[RayPlacer
     """A launcher's placer, and the spec of its engine."""
     ray.init(address=cluster.address, namespace="miles_async-r", log_to_driver=False)
     (tmp_path / "engine.token").write_text("t")
-    folders = {"run_dir": str(tmp_path), "model_dir": "/m", "weights_dir": str(tmp_path / "w" / "v"), "blob_dir": ""}
-    place = Place(**folders, stop_token_ids=(), num_rollout=1, fingerprint="", engine_token="t")
+    weights = str(tmp_path / "w" / "v")
+    place = Place(
+        run_dir=str(tmp_path), model_dir="/m", weights_dir=weights, blob_dir="", stop_token_ids=(), num_rollout=1, fingerprint="",
+        engine_token="t",
+    )  # fmt: skip
 
     def make(gpus: int = 8, wait_s: float = 60.0, engines: int = 1) -> tuple[RayPlacer, ActorSpec]:
         settings = settings_from(
