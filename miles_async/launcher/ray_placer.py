@@ -25,7 +25,7 @@ from miles_async.settings.run import RunSettings
 PART_NOTICE_S = 5.0  # from the end of one part of an actor to its own
 LOST = "Ray ended what kept it on its node (its memory monitor does so; ray list actors --detail says why)"
 LEFT_ALONE_S = 5.0  # a worker that somebody asked to end: its node may be about to go
-PASSED = ("MILES_ASYNC_", "PYTHONPATH", "WANDB_", "MLFLOW_")  # variables of the launcher that actors need
+PASSED = ("MILES_ASYNC_", "PYTHONPATH", "WANDB_", "MLFLOW_", "OTEL_")  # variables of the launcher that actors need
 
 
 class RayProcess:

@@ -176,9 +176,15 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal("rm_url", None, f"rm_type {s.rm_type} asks a service", "Set --rm-url http://HOST:PORT/PATH.")
     if s.rm_type in ("judge", "boxed_judge") and s.judge_url is None:
         raise refusal("judge_url", None, f"rm_type {s.rm_type} asks a model", "Set --judge-url http://HOST:PORT/v1.")
-    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url)):
+
+
+def addresses_are_urls(s: Flat) -> None:
+    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url), ("otel_endpoint", s.otel_endpoint)):
         if url is not None and not url.startswith(("http://", "https://")):
             raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
+    if "@" in (s.otel_endpoint or ""):
+        remedy = "Put it into the variable OTEL_EXPORTER_OTLP_HEADERS, as authorization=Basic%20BASE64."
+        raise refusal("otel_endpoint", "(hidden)", "a login in an address is seen by all users of this host", remedy)
 
 
 def groups_are_scored_by_what_can(s: Flat) -> None:
@@ -321,6 +327,7 @@ RULES: tuple[Rule, ...] = (
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
+    addresses_are_urls,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
     *prompts.RULES,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from safetensors.torch import load_file
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.core import MegatronCore
+from actors.trainer.megatron_backend.setup import _attention
 from actors.trainer.training.ranked import RankedBackend
 from actors.trainer.training.saving import Checkpoint
 from bus.errors import CheckpointRefused
@@ -154,6 +157,14 @@ def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
             assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-3, abs=1e-5), (step, name)
     assert [("init", 1), ("pass", 0), ("step", 0), ("pass", 1), ("step", 1), *[("pass", 2)] * 3, ("step", 2)] == SEEN
     torch_backend.close()
+
+
+def test_flash_attention_that_is_not_installed_is_no_kernel_of_transformer_engines(caplog: pytest.LogCaptureFixture) -> None:
+    """A launch script's --attention-backend flash goes on with the kernels that are there, and says so."""
+    assert importlib.util.find_spec("flash_attn") is None, "this test is for a host without it"
+    assert _attention(AttnBackend.flash) == {"attention_backend": AttnBackend.auto}
+    assert "flash-attn is not installed" in caplog.text
+    assert _attention(AttnBackend.fused) == _attention(None) == {}
 
 
 @pytest.mark.parametrize(
