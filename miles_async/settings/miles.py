@@ -18,7 +18,7 @@ OTHERWISE: dict[str, str] = {
     "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "the function takes one table, not (args, sample)",
     "group_rm": "the function takes a list of tables",
-    "dump_details": "the batches, hashes of each step and the environment",
+    "dump_details": "the batches, what each rank trained, hashes of each step and the environment",
     "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",

@@ -308,6 +308,10 @@ def debug_modes_exclude_each_other(s: Flat) -> None:
         pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
             raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
+    train = s.save_debug_train_data
+    if train is not None and not ("{rollout_id}" in train and "{rank}" in train):
+        remedy = "Write {rollout_id} and {rank} into the path."
+        raise refusal("save_debug_train_data", train, "every rollout and rank has a file of its own", remedy)
 
 
 RULES: tuple[Rule, ...] = (
