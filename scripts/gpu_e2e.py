@@ -7,7 +7,7 @@
     exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
     recipes     the files of configs/ with random weights of their shapes, short responses and few steps: that they run
     parallel    trainer sharded over two GPUs, engine over two: the same, taking turns (ipc), and where four are, two others (nccl)
-    repeat      one GPU for both, strictly on-policy, twice at the same time: with --deterministic-mode, then without (what differs
+    repeat      one GPU for both, strictly on-policy, twice: with --deterministic-mode, then without (what differs
                 without it shows that the comparison sees it): steps whose samples, tokens, log-probs, loss, gradient norm and
                 weights are the same to the last bit
     lost        kill -9 of an SGLang server in mid-run: of one of two engines (one GPU, updates from disk), of the only one (nccl).
@@ -90,7 +90,8 @@ async def repeat(b: Any) -> None:
         names = [f"{way}-{n}" for n in range(2)]
         words = [[*_words(b, model, prompts, name, []), *flags, *more] for name in names]
         took = time.monotonic()
-        runs = await asyncio.gather(*(_run(b, w, f"e2e-{name}", 0) for w, name in zip(words, names, strict=True)))
+        # One after the other: two servers that boot on one GPU at a time disturb each other's estimate of its memory.
+        runs = [await _run(b, w, f"e2e-{name}", 0) for w, name in zip(words, names, strict=True)]
         files = [b.scratch / "runs" / f"e2e-{name}" / "determinism.jsonl" for name in names]
         one, two = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
         apart = [{"step": x["step"], "parts": [k for k in x if x[k] != y[k]]} for x, y in zip(one, two, strict=True) if x != y]
