@@ -134,6 +134,12 @@ async def invented(task: Task, session: Session) -> list[Trajectory]:
     return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
 
 
+async def judged_so(task: Task, session: Session) -> list[Trajectory]:
+    """Its reward is what `label` says, as Python."""
+    said = await session.generate(task.prompt)
+    return [Trajectory(task.prompt, [said], reward=eval(task.label))]  # noqa: S307 - the test's own
+
+
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """As written for Miles, but for `args.post`: two answers of the engine with a tool's between them."""
     response: list[int] = []

@@ -318,6 +318,24 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
     assert isinstance(rollout, RolloutLost) and said in letter.error
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [("True", 1.0), ("{'score': 1, 'why': 'right'}", {"score": 1.0}), ("[1.0]", None), ("'1'", None)]
+)
+async def test_a_reward_of_the_program_is_a_number_or_numbers(redis_url: str, run_name: str, given: str, kept: Any) -> None:
+    """Whatever else would cost the sample at its next reader, which could only say that the message is malformed."""
+    path = f"{HERE}.judged_so"
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=path)
+    async with open_bus(redis_url, run_name, groups=("g",)) as bus:
+        await put(bus, PROMPTS, with_stop(task(label=given)))
+        async with running(bus, "w0", body_on(Talker()), spec):
+            rollout = await one_rollout(bus)
+        letters = await messages(bus, DEAD)
+    if kept is not None:
+        assert isinstance(rollout, RolloutDone) and rollout.episode and rollout.episode.reward == kept
+    else:
+        assert "which is no number and no table of numbers" in letters[0].error
+
+
 async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:
     rollout, accounts, dead = await played(redis_url, run_name, "side_by_side")
     assert not dead and STATE["runs"] == 2 and [turn for _, turn, _ in ASKED] == [0, 1]

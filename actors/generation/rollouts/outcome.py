@@ -6,6 +6,7 @@ and the mask of its turn. All else is the environment's: no log-prob, no version
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
@@ -50,12 +51,23 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     episode = Episode(
         prompt_tokens=UNSET if own else prompt,
         earlier=tuple(strands[:-1]),
-        reward=UNSET if last.reward is None else last.reward,
+        reward=_reward(last.reward, name),
         metadata=last.metadata,
         answer=UNSET if last.response is None else last.response,
         turns=len(running.turns),
     )
     return Outcome(strands[-1].response, ends, episode, discarded)
+
+
+def _reward(given: Any, name: str) -> float | dict[str, float] | UnsetType:
+    """As it travels: a number, or the numbers of a table. Raises Poison."""
+    if given is None:
+        return UNSET
+    parts = given if isinstance(given, Mapping) else {"": given}
+    numbers = {str(key): float(value) for key, value in parts.items() if hasattr(value, "__float__")}
+    if not numbers:
+        raise Poison(f"the rollout program gave {name} the reward {given!r:.60}, which is no number and no table of numbers")
+    return numbers if isinstance(given, Mapping) else numbers[""]
 
 
 def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:
