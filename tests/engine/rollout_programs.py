@@ -134,6 +134,23 @@ async def invented(task: Task, session: Session) -> list[Trajectory]:
     return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
 
 
+async def forgets_each_time(task: Task, session: Session) -> list[Trajectory]:
+    """A new history at each turn, as of an agent that summarises all the time."""
+    prompts = [[*task.prompt, turn % 50] for turn in range(300)]
+    one = msgspec.structs.replace(task.sampling, max_new_tokens=1)
+    return [Trajectory(prompt, [await session.generate(prompt, one)]) for prompt in prompts]
+
+
+async def talks_long(task: Task, session: Session) -> list[Trajectory]:
+    """Three hundred turns, each behind 200 further tokens."""
+    tokens, segments = list(task.prompt), []
+    for _ in range(300):
+        said, heard = await session.generate(tokens), env([7] * 200)
+        segments += [said, heard]
+        tokens += said.tokens + heard.tokens
+    return [Trajectory(task.prompt, segments)]
+
+
 async def judged_so(task: Task, session: Session) -> list[Trajectory]:
     """Its reward is what `label` says, as Python."""
     said = await session.generate(task.prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
-from actors.generation.rollouts import Session, live
+from actors.generation.rollouts import Session, live, probe
 from actors.generation.rollouts.watchdog import watch
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
@@ -32,7 +33,7 @@ from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.agent_house import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
+from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, talks_long, token_at
 from tests.engine.scripted import sample
 from tests.engine.workers import order
 
@@ -308,6 +309,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what the engine answered"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
+        ("forgets_each_time", "g/0 has 300 trajectories, and each is trained with all it read: at most 256 are taken"),
         ("invented", "as the model's that no call of this session made"),
     ],
 )
@@ -374,6 +376,19 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_a_long_episode_holds_its_history_once() -> None:
+    """Not once for each of its turns: 60,000 tokens, 300 turns."""
+    asked = task()
+    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, max_new_tokens=1000))
+    tracemalloc.start()
+    try:
+        assert await probe.problem_of(talks_long, asked, deadline_s=60.0) == ""
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10e6
 
 
 async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:

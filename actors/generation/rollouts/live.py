@@ -183,6 +183,8 @@ class Live:
                 self._generating -= 1
             if reason is not None:
                 await self._leave(reason)
+        if len(running.turns) > 1 and not turn.experts.n:
+            turn.forget()
         ends: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
         made = Segment("model", turn.tokens, turn.logprobs, turn.spans, ends, no)
         return until(self._turns.decode, made, sampling.stop) if sampling.stop else made

@@ -21,6 +21,8 @@ from bus.messages.base import pack_ints
 from bus.messages.samples import Episode, Response, Routed, Strand
 from bus.messages.versions import NOT_MADE, VersionSpan
 
+MOST_STRANDS = 256  # trajectories of one sample
+
 
 class Outcome:
     """`response`: the last trajectory's. `discarded`: tokens that were made and are in no trajectory."""
@@ -37,6 +39,11 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     name = running.task.sample_id
     if not isinstance(found, list) or [t for t in found if not isinstance(t, Trajectory)]:
         raise Poison(f"the rollout program returned {found!r:.100} for {name}, which is no list of trajectories")
+    if len(found) > MOST_STRANDS:
+        raise Poison(
+            f"{name} has {len(found):,} trajectories, and each is trained with all it read: at most {MOST_STRANDS} are taken. Its "
+            "program or agent rewrites its history at each turn; let it append."
+        )
     kept: dict[int, int] = {}
     strands = [_strand(trajectory, running, kept, vocabulary) for trajectory in found]
     discarded = running.n_tokens - sum(kept.values())
