@@ -141,6 +141,22 @@ async def forgets_each_time(task: Task, session: Session) -> list[Trajectory]:
     return [Trajectory(prompt, [await session.generate(prompt, one)]) for prompt in prompts]
 
 
+def hangs(turn: int) -> None:
+    """A plain tool that does not come back while the test goes on."""
+    STATE["over"].wait()
+
+
+async def patient(task: Task, session: Session) -> list[Trajectory]:
+    """Its first tool hangs, which it takes for an answer; the second one works."""
+    first = await session.generate(task.prompt)
+    try:
+        await session.tell("hangs", hangs, 0, deadline_s=0.2)
+    except TimeoutError:
+        STATE["late"] = STATE.get("late", 0) + 1
+    told = env([await session.tell("add", add, task.sample_id, 1, first.tokens, deadline_s=20.0)])
+    return [Trajectory(task.prompt, [first, told, await session.generate(task.prompt + first.tokens + told.tokens)])]
+
+
 async def talks_long(task: Task, session: Session) -> list[Trajectory]:
     """Three hundred turns, each behind 200 further tokens."""
     tokens, segments = list(task.prompt), []

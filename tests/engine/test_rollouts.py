@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -376,6 +377,25 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_a_tool_that_hangs_takes_nothing_from_others(redis_url: str, run_name: str) -> None:
+    """Forty at once, more than any pool of threads has."""
+    STATE["over"] = threading.Event()
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.patient")
+    names = [f"h{i}" for i in range(40)]
+
+    async def all_there() -> bool:
+        return await bus.length(ROLLOUTS) == len(names)
+
+    try:
+        async with open_bus(redis_url, run_name, groups=names, knobs={"sglang_server_concurrency": 40}) as bus:
+            await put(bus, PROMPTS, *(with_stop(task(name)) for name in names))
+            async with running(bus, "w0", body_on(Talker()), spec):
+                await until(all_there)
+            assert STATE["late"] == len(names) and not await messages(bus, DEAD)
+    finally:
+        STATE["over"].set()
 
 
 async def test_a_long_episode_holds_its_history_once() -> None:

@@ -22,6 +22,7 @@ from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.whole import in_thread
 from bus import Entry
 from bus.errors import Poison
 from bus.messages.base import pack_ints
@@ -217,7 +218,7 @@ class Live:
             if inspect.iscoroutinefunction(call):
                 value = await call(*args)
             else:
-                value = await asyncio.to_thread(call, *args)
+                value = await in_thread(call, *args)
                 if inspect.isawaitable(value):
                     value = await value
         answer = msgspec.msgpack.encode(value)
