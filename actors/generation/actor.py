@@ -39,7 +39,7 @@ from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import decoder_of, routed_shape, vocabulary_of
 from bus import Commit, Entry, Out, Tail, ledger
-from bus.asides import put_aside
+from bus.asides import put_aside, response_aside, response_whole
 from bus.errors import Transient
 from bus.inspect import wall_of
 from bus.messages.control import BOOTING
@@ -255,6 +255,9 @@ class Worker:
         if task.given_tokens is not UNSET:
             await self._give(entry, task)
             return
+        if isinstance(message, PrefixResume):
+            whole = await response_whole(context.bus, message.response)
+            message = msgspec.structs.replace(message, response=whole)
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
         if not running.marks:
@@ -340,7 +343,8 @@ class Worker:
         parked = Parked(task=running.task, response=nothing, reason=reason, worker=self._context.name)
         thrown = running.thrown
         if self._programs.resumable:
-            so_far = msgspec.structs.replace(running.response(), marks=tuple(running.marks))
+            so_far = await response_aside(self._context.bus, running.response())
+            so_far = msgspec.structs.replace(so_far, marks=tuple(running.marks))
             parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens

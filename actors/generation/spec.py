@@ -153,6 +153,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
             boot_deadline_s=spec.boot_deadline_s,
             spare=spare,
             token=spec.token,
+            repeatable=bool(spec.server_args.get("enable-deterministic-inference")),
         )
     if spec.engine != "sglang":
         return None

@@ -19,7 +19,7 @@ OTHERWISE: dict[str, str] = {
     "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
     "custom_rm_path": "also (sample), a table",
     "group_rm": "also (samples), a list of tables",
-    "dump_details": "the batches, hashes of each step and the environment",
+    "dump_details": "the batches, what each rank trained, hashes of each step and the environment",
     "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
     "dynamic_sampling_filter_path": "also (samples), which returns a reason or nothing; on by default",
