@@ -58,7 +58,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.sglang.engine == "sglang":
         fits(s, total, trainer)
     trainer.check(total)
-    trainer.check_host(psutil.virtual_memory().available, total)
+    trainer.check_host(host_bytes(), total)
     return tuple(trainer.notes(total))
 
 
@@ -332,6 +332,11 @@ def parameters(directory: Path) -> Sizes:
     except (OSError, ValueError, KeyError, TypeError):
         return Sizes(0)
     return Sizes(layers, experts, sum(ends), max(ends, default=0))
+
+
+def host_bytes() -> int:
+    """Memory of this host that is free."""
+    return int(psutil.virtual_memory().available)
 
 
 def gpu_bytes() -> int | None:

@@ -74,7 +74,7 @@ def kernels_missing(s: RunSettings) -> Iterator[str]:
     asked = {name.replace("-", "_"): value for name, value in s.parallel.megatron.items()}.get("attention_backend")
     if asked == "flash" and find_spec("transformer_engine") and not (find_spec("flash_attn") or find_spec("flash_attn_3")):
         yield (
-            "attention_backend = flash: the package flash-attn is not installed; Transformer Engine takes the kernels that it brings "
+            "attention_backend = flash: the package flash-attn is not installed; Transformer Engine takes what it brings "
             "(cuDNN's). Install flash-attn, or write --attention-backend auto."
         )
 
