@@ -38,6 +38,7 @@ from tempfile import TemporaryDirectory
 REPO = Path(__file__).resolve().parents[1]
 LIST = REPO / "tests" / "mutants.toml"
 SOUND_S = 900.0  # deadline of the tests of one entry without the fault; the slowest take 40 s on a busy machine
+CLEAN_S = 60.0  # for what tests that did not end have started
 SLOWER = 5.0  # with the fault they may take so many times as long as without, and a minute
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants", "--no-header", "--tb=line")
 
@@ -122,7 +123,7 @@ class Copy:
 
     def _run(self, tests: str, deadline_s: float) -> tuple[int | None, str]:
         """pytest's exit status, None at the deadline, and the test that failed or the last line."""
-        environment = {**os.environ, "PYTHONPATH": str(self._root)}
+        environment = {**os.environ, "PYTHONPATH": str(self._root), "MILES_ASYNC_CRASH": "all"}  # every case can be named
         command = [sys.executable, "-m", "pytest", *PYTEST, *shlex.split(tests)]
         process = subprocess.Popen(
             command, cwd=self._root, env=environment, text=True, errors="replace", start_new_session=True,
@@ -131,6 +132,9 @@ class Copy:
         try:
             out, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # whole runs are ended by their fixtures
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=CLEAN_S)
             return None, f"not over after {deadline_s:.0f} s"
         finally:  # and what they started, as far as it stayed in their process group
             with suppress(ProcessLookupError):

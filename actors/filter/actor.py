@@ -64,6 +64,7 @@ class Filter:
         self._all = AllSamples(context, spec) if spec.shows_all_to else None
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
         self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
+        context.noting = lambda: f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(
             context, [SCORED], "filter", on_dead=as_lost(context, _dead), batch=256, rebuild=self._table.clear, holds=True
@@ -132,7 +133,6 @@ class Filter:
             fault_point(self._context.name, "assembling")
             if leaves_now(half, **self._now()):
                 await self._release(half, came=index_of(task.sample_id))
-        self._context.note = f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         return None
 
     async def _opened(self, group_id: str, sample_id: str) -> OpenGroup:

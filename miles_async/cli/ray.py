@@ -13,6 +13,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import SettingsError
 
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             f"{PASSWORD} would be readable to all users of the cluster, as part of the job",
             remedy=f"Put it into a file of yours on all nodes, and its path into {PASSWORD_FILE}.",
         )
+    _check_flags(args.flags)
     client = connected(args.ray_address)
     known = {PASSWORD_FILE: os.environ[PASSWORD_FILE]} if os.environ.get(PASSWORD_FILE) else {}
     try:
@@ -52,6 +54,17 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"the cluster refused the job: {' '.join(str(error).split())[:300]}") from None
     print(f"job {job}; end it with miles-async stop, which drains it, not with ray job stop", flush=True)
     return 0 if args.no_wait else asyncio.run(_follow(client, job))
+
+
+def _check_flags(words: list[str]) -> None:
+    """A job's command line is shown to everybody who sees the cluster."""
+    secret = {f"--{name.replace('_', '-')}" for name, spec in catalog().items() if spec.secret}
+    for flag in (word.partition("=")[0].replace("_", "-") for word in words):
+        if flag in secret and flag != "--bus-url":  # its password was taken out already
+            raise SettingsError(
+                f"{flag} would be readable to all users of the cluster, as part of the job",
+                remedy="Put it into CONFIG, or into the environment of the head.",
+            )
 
 
 def entrypoint(args: argparse.Namespace) -> str:

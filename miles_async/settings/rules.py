@@ -176,9 +176,15 @@ def rewards_have_a_source(s: Flat) -> None:
         raise refusal("rm_url", None, f"rm_type {s.rm_type} asks a service", "Set --rm-url http://HOST:PORT/PATH.")
     if s.rm_type in ("judge", "boxed_judge") and s.judge_url is None:
         raise refusal("judge_url", None, f"rm_type {s.rm_type} asks a model", "Set --judge-url http://HOST:PORT/v1.")
-    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url)):
+
+
+def addresses_are_urls(s: Flat) -> None:
+    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url), ("otel_endpoint", s.otel_endpoint)):
         if url is not None and not url.startswith(("http://", "https://")):
             raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
+    if "@" in (s.otel_endpoint or ""):
+        remedy = "Put it into the variable OTEL_EXPORTER_OTLP_HEADERS, as authorization=Basic%20BASE64."
+        raise refusal("otel_endpoint", "(hidden)", "a login in an address is seen by all users of this host", remedy)
 
 
 def groups_are_scored_by_what_can(s: Flat) -> None:
@@ -190,13 +196,35 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
         raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
 
 
+def a_rollout_function_has_all_it_asks_for(s: Flat) -> None:
+    path = s.own_rollout_function
+    if s.rollout_function_path and "sft_rollout." in s.rollout_function_path and not s.supervised:
+        raise refusal("rollout_function_path", s.rollout_function_path, "it is supervised training's", "Set --loss-type sft.")
+    if not path:
+        return
+    if s.supervised:
+        raise refusal("rollout_function_path", path, "supervised training generates nothing", "Leave it out.")
+    if s.multimodal_keys:
+        raise refusal("rollout_function_path", path, "it is shown no pictures", "Use --custom-generate-function-path.")
+    if s.pause_generation_mode == "abort":
+        why = "rollout_function_path would begin all its groups anew with each version"
+        raise refusal("pause_generation_mode", "abort", why, "Set retract.")
+    if s.most_workers > 1 and not s.use_router:
+        why = "rollout_function_path runs in one worker, which reaches the engines of others through a router"
+        raise refusal("num_generation_workers", s.most_workers, why, "Set it to 1, or --use-router.")
+    if s.sglang_server_concurrency < s.samples_per_rollout:
+        why = f"rollout_function_path holds the {s.samples_per_rollout} samples of a rollout at once"
+        raise refusal("sglang_server_concurrency", s.sglang_server_concurrency, why, f"Set at least {s.samples_per_rollout}.")
+
+
 def data_of_a_function_has_a_known_end(s: Flat) -> None:
     if s.data_source_path is not None and s.num_rollout is None:
         raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
 
 
 def dotted_paths_are_well_formed(s: Flat) -> None:
-    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
+    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path",
+             "rollout_function_path")  # fmt: skip
     own = {name: path for name in (*names, "environment_path", *BATCH) if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
@@ -284,7 +312,9 @@ def check_run_name(name: str) -> None:
 def tools_and_agents_have_what_they_need(s: Flat) -> None:
     if s.tools and s.custom_agent_function_path:
         raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
-    own = s.custom_generate_function_path
+    own, whole = s.custom_generate_function_path, s.own_rollout_function
+    if whole and (s.tools or s.custom_agent_function_path):
+        raise refusal("rollout_function_path", whole, "it makes all samples, and so do tools and an agent", "Keep one of them.")
     if own and (s.tools or s.custom_agent_function_path):
         raise refusal("custom_generate_function_path", own, "it is the rollout, and so are tools and an agent", "Keep one of them.")
     if s.tools and not s.apply_chat_template:
@@ -302,6 +332,10 @@ def debug_modes_exclude_each_other(s: Flat) -> None:
         pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
             raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
+    train = s.save_debug_train_data
+    if train is not None and not ("{rollout_id}" in train and "{rank}" in train):
+        remedy = "Write {rollout_id} and {rank} into the path."
+        raise refusal("save_debug_train_data", train, "every rollout and rank has a file of its own", remedy)
 
 
 RULES: tuple[Rule, ...] = (
@@ -321,10 +355,12 @@ RULES: tuple[Rule, ...] = (
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
     rewards_have_a_source,
+    addresses_are_urls,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
     *prompts.RULES,
     data_of_a_function_has_a_known_end,
+    a_rollout_function_has_all_it_asks_for,
     dotted_paths_are_well_formed,
     *training.RULES,
     evaluation_has_data,
@@ -368,5 +404,7 @@ def notes(s: Flat) -> Iterator[str]:
             f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.max_tokens_per_gpu}: such a sample "
             "gets a micro-batch of its own and needs more memory"
         )
+    if s.rollout_function_path and not s.own_rollout_function:
+        yield f"rollout_function_path = {s.rollout_function_path} is what is done here anyway, in our way; it is not called"
     yield from training.notes(s)
     yield from serving.notes(s)

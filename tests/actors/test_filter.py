@@ -67,7 +67,7 @@ async def test_a_half_assembled_group_survives_the_filter(redis_url: str, run_na
         await issue(bus, 1)
         async with running(bus, "filter", run, FilterSpec()) as first:
             await put(bus, SCORED, scored(1, 0, 0.0))
-            await until(lambda: _true(first.note.startswith("1 samples of 1 groups")))
+            await until(lambda: _true(first.vitals().note.startswith("1 samples of 1 groups")))
         assert await bus.length(SCORED) == 1, "the member stays pending"
         async with running(bus, "filter", run, FilterSpec()):
             await put(bus, SCORED, scored(1, 1, 1.0))

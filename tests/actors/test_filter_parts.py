@@ -36,7 +36,7 @@ def member(group: int, index: int, reward: float, *, step: int = 0) -> Scored:
 
 async def held(context, n: int) -> None:
     """The filter has taken in so many members that wait."""
-    await until(lambda: _true(context.note.startswith(f"{n} samples")))
+    await until(lambda: _true(context.vitals().note.startswith(f"{n} samples")))
 
 
 async def trained(bus, step: int) -> None:

@@ -146,6 +146,8 @@ async def test_a_group_at_the_edge_of_a_batch_is_trained_in_two_steps_and_booked
         await closes(bus)
         await arrive(bus, kept(1, 1, known=(0.0, 1.0, 2.0)), turned=1)
         assert await trainer.train() == ("g1/1", "g2/1", "g2/2")
+        await trainer.intake.acknowledge(1, None)
+        assert (await read_accounts(bus)).trained == 2, "what step 2 trained is not durable yet"
         await trainer.intake.acknowledge(2, None)
         assert (await read_accounts(bus)).trained == 6
         assert await bus.hash_of(bus.keys.open_groups) == {}

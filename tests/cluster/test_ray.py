@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
+from miles_async.launcher.ray_cluster import connect
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
 from tests.cluster.house import RayRun
 from tests.crash.house import REPO, Tables, merged, until
 from tests.crash.judge import judge
@@ -140,6 +147,27 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
     said = run.output().splitlines()[-1]
     assert "ray_wait_s = 5.0: no room for trainer (8 CPU); rooms (1 CPU, 1 CPU)" in said and "1 node(s)" in said, said
     assert not run.processes()
+
+
+@pytest.mark.parametrize("answer", [b"-ERR unknown command\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_another_server_at_the_address_is_named_at_once(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            server.accept()[0].close()  # the first look: does anybody listen
+            with server.accept()[0] as peer, suppress(ConnectionError):
+                peer.sendall(answer)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(100):
+                    continue
+
+        threading.Thread(target=serve, daemon=True).start()
+        base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "p", "num_rollout": 1, "rm_type": "math"}
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        settings = settings_from(**base, launcher="ray", ray_address=address, bus_url="redis://10.0.0.5:6379")
+        says = f"answers {answer[:9]!r}" if answer else "says nothing"
+        with pytest.raises(SettingsError, match=re.escape(f"{address}': is no head of a Ray cluster: it {says}")):
+            connect(settings)
 
 
 def test_without_a_cluster_one_line_says_so() -> None:

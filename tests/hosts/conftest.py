@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from actors.runtime.priority import COMPUTE_NICE
 from bus import Bus, BusConfig
 from bus.messages.control import Event
 from bus.server.binary import find_server
@@ -25,6 +26,9 @@ from tests.hosts.net import Host, Net, why_not
 
 __all__ = ("toy",)
 HERE = Path(__file__).parent
+UNLOWERED = ("nice", "-n", str(COMPUTE_NICE))
+"""Who is as low as that already does not lower its session: as runs that are forked from tests/warm, these do not stand behind all
+that computes beside them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,7 +66,7 @@ class FarRun(Run):
     def begin(self) -> None:
         """Start the run on host a."""
         until("Redis", self.socket.exists, seconds=10)
-        self.start(wrap=self.a.enter())
+        self.start(wrap=(*UNLOWERED, *self.a.enter()))
         until("the run on its bus", lambda: bool(self.ask(lambda bus: bus.hash_of(bus.keys.vitals))))
 
     def join_from(self, host: Host, name: str = "") -> subprocess.Popen[bytes]:
@@ -70,7 +74,7 @@ class FarRun(Run):
         flags = ["--bus", self.url, "--run", "r", "--model-path", str(self.model), "--name", name or host.name]
         if program := self._tables["rollout"].get("custom_generate_function_path"):
             flags += ["--custom-generate-function-path", program]  # a worker runs no code that it was not told of
-        words = [*host.enter([self.home]), sys.executable, "-m", "miles_async", "worker", *flags]
+        words = [*UNLOWERED, *host.enter([self.home]), sys.executable, "-m", "miles_async", "worker", *flags]
         with (self.home.parent / f"{name or host.name}.log").open("ab") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
             self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))

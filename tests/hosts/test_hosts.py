@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.hosts.conftest import FarRun
 from tests.hosts.net import Host
 
 Make = Callable[..., FarRun]
-BACK_S = 10.0  # the next version served, from the moment the link is back
+BACK_S = 10.0  # until the next version is served, from the moment the link is back, beside the time that a version takes anyway
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -66,8 +67,7 @@ RUNS: dict[str, tuple[Tables, list[Trouble]]] = {
     "a is cut for minutes": (SLOW, times("a", "is cut", 300)),
     "one way only, heard": (SLOW, times("b", "is deaf", 5, 30, 90)),
     "one way only, said": (SLOW, times("b", "is mute", 5, 30, 90)),
-    "b is cut": (SLOW, times("b", "is cut", 5, 30, 90)),
-    "a is cut": (SLOW, times("a", "is cut", 5, 30, 90)),
+    "one after the other is cut": (SLOW, [*times("b", "is cut", 5, 30), *times("a", "is cut", 5, 30)]),
     "bad links": (SLOW, [*times("b", "loses a fifth", 30), *times("a", "loses a fifth", 30), *times("b", "is slow", 30)]),
     "meanwhile": (LONG, [("b", "is cut", 15, what) for what in WHILE_AWAY]),
 }
@@ -86,6 +86,8 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
         run.join_from(hosts[worker])
     run.until_it_serves("b", "c", more_than=1, seconds=240.0)
     for who, what, seconds, meanwhile in troubles:
+        walls = [event.wall for event in run.events("b", "activated")]
+        usual_s = max(after - before for before, after in pairwise(walls[-4:]))
         case = f"{who} {what} for {seconds:g} s{' and ' if meanwhile else ''}{meanwhile}"
         TROUBLES[what](hosts[who])
         if meanwhile:
@@ -96,7 +98,7 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
         run.until_it_serves("b", more_than=served, seconds=30.0)
         took_s = time.monotonic() - back_at
         print(f"{case}: b serves the next version after {took_s:.1f} s")
-        assert took_s < BACK_S, case
+        assert took_s < BACK_S + usual_s, case
         run.until_it_serves("b", more_than=served + 2)  # well again before the next
     run.drain()
     judge(run, steps=run.step())

@@ -63,6 +63,9 @@ def serve(inside: socket.socket, modules: list[str], told: dict[str, Any], handl
     """In a template: for ever. In one forked from it: what it is to be."""
     take_path(told)
     gc.disable()
+    from actors.runtime import priority
+
+    priority.lower_to = as_it_is
     for name in modules:
         import_module(name)
     gc.freeze()
@@ -77,6 +80,11 @@ def serve(inside: socket.socket, modules: list[str], told: dict[str, Any], handl
         if not data:
             os._exit(0)
         told = json.loads(data)
+
+
+def as_it_is(nice: int) -> None:
+    """Instead of `lower_to`: a test waits for its whole run, and must not stand behind all that computes beside it. What trains and
+    generates would have a tenth of the share of any other session, and on a busy machine hardly a processor."""
 
 
 def take_path(told: dict[str, Any]) -> None:
