@@ -102,8 +102,8 @@ def test_member_at_bound_one_keeps_three_quarters_of_the_speed(rule, speed):
     [("whole", 2, 32, 384, 7.20, 106, 0.0), ("split", 4, 0, 384, 5.17, 372, 4.0), ("split", 2, 0, 384, 5.70, 221, 7.4)],
 )
 def test_an_engine_that_slows_with_its_batch_as_one_of_two_h200_did(rule, bound, cap, slots, step_s, running, masked):
-    """The figures are measured ones. 1.73 ms a token alone and 25.4 us more for each request running, as these runs show; the trainer
-    takes 4 s for 171,000 tokens, and lengths are geometric."""
+    """The figures are measured ones. 1.73 ms a token alone and 25.4 us more for each request running, as these runs show; the
+    trainer takes 4 s for 171,000 tokens, and lengths are geometric."""
     draw = random.Random(1)
     lengths = (min(2048, 1 + int(draw.expovariate(1 / 715))) for _ in itertools.count())
     each = (DrawnGroup(tuple(Draw(n, n * 1.73e-3) for n in itertools.islice(lengths, N))) for _ in itertools.count())
