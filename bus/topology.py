@@ -72,7 +72,7 @@ DEAD = Stream("dead", control.DeadLetter, "all", tailed_by=("console",))
 EVAL_PROMPTS = Stream("eval.prompts", samples.SampleTask, "evaluator", ("generation",))
 EVAL_ROLLOUTS = Stream("eval.rollouts", Rollout, "generation", ("reward",))
 EVAL_SCORED = Stream("eval.scored", ScoredOrLost, "reward", ("evaluator",))
-EVAL_RESULTS = Stream("eval.results", control.EvalDone, "evaluator", tailed_by=("console",))
+EVAL_RESULTS = Stream("eval.results", control.EvalDone, "evaluator", tailed_by=("console",), cap=1_000)
 # A question has one asker, but only the asker knows itself: answers are news to all workers.
 ENV_CALLS = Stream("environment.calls", environments.EnvironmentCall, "generation", ("environments",))
 ENV_ANSWERS = Stream("environment.answers", environments.EnvironmentAnswer, "environments", tailed_by=("generation",), cap=1_000)

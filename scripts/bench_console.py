@@ -6,7 +6,8 @@
 Fed: so many workers beat every 2 s, 50 entries a second move over the streams, a step is done every second; `events_a_second`
 says what came of it on a busy host. Measured: CPU seconds a second of the console's process, with one page watching and with
 none, and of the recorder, which follows the same logs; states a second that a page gets; first paint in headless Chromium, if it
-is there. Beside a run: the console's CPU as a share of the CPU of the run.
+is there. Beside a run, in turns: the console's CPU as a share of that of the run (launcher, actors, engines, Redis) without
+one, and the run's own CPU a step with a watched console over that without.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import contextlib
 import json
 import multiprocessing
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +42,8 @@ from miles_async.settings.runs import find_run, write_run_file  # noqa: E402
 from tests.miles_async.console_data import Story, step_done, vitals  # noqa: E402
 
 RUN = "bench"
+WARM_STEPS = 4
+Steps = Callable[[], Awaitable[float]]
 
 
 def feed(url: str, workers: int) -> None:
@@ -79,12 +83,17 @@ def record(url: str, run_dir: Path) -> None:
     asyncio.run(go())
 
 
-def cpu_s(processes: list[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
+def cpu_s(roots: list[int]) -> float:
+    """CPU seconds, user and system, of these processes and all below them, those that have ended included."""
+    total, seen = 0.0, set()
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(root)
+            for process in (top, *top.children(recursive=True)):
+                if process.pid not in seen:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        total += sum(process.cpu_times()[:4])  # of children that have ended too, which are in nobody's list
+                        seen.add(process.pid)
     return total
 
 
@@ -132,30 +141,46 @@ def first_paint_ms(address: str) -> float | None:
         driver.quit()
 
 
-async def measure(run: str, runs_dir: Path, seconds: float, others: dict[str, list[psutil.Process]]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "miles_async", "console", run, "--runs-dir", str(runs_dir), "--read-only"]
-    console = await asyncio.to_thread(subprocess.Popen, command, cwd=REPO, stdout=subprocess.PIPE, text=True)
-    try:
-        assert console.stdout is not None
-        address = "http" + (await asyncio.to_thread(console.stdout.readline)).strip().partition(": http")[2]
-        watched = {"console": [psutil.Process(console.pid)], **others}
+async def measure(
+    run: str, runs_dir: Path, seconds: float, rounds: int, others: dict[str, list[int]], steps: Steps
+) -> dict[str, Any]:
+    """`rounds` times: no console, a console that nobody watches, one page. `others`: whose CPU is counted beside the console's."""
+    spent: dict[str, list[dict[str, float]]] = {"no_console": [], "nobody_watches": [], "one_page": []}
+    rates: dict[str, float] = {}
+    paint = None
 
-        async def spend() -> dict[str, float]:
-            before = {name: cpu_s(found) for name, found in watched.items()}
-            await asyncio.sleep(seconds)
-            return {name: round((cpu_s(found) - before[name]) / seconds, 4) for name, found in watched.items()}
+    async def spend(case: str, watched: dict[str, list[int]]) -> None:
+        before, began, at = {name: cpu_s(found) for name, found in watched.items()}, time.monotonic(), await steps()
+        await asyncio.sleep(seconds)
+        took, made = time.monotonic() - began, await steps() - at
+        used = {name: (cpu_s(found) - before[name]) / took for name, found in watched.items()}
+        spent[case].append(used | {"steps": made / took})
 
-        idle = await spend()
-        async with page(address) as got:
-            await asyncio.sleep(3)
-            got.update(states=0, bytes=0)
-            busy = await spend()
-            rates = {name: round(n / seconds, 1) for name, n in got.items()}
-        paint = await asyncio.to_thread(first_paint_ms, address)
-        return {"cpu_nobody_watches": idle, "cpu_one_page": busy, "a_second": rates, "first_paint_ms": paint}
-    finally:
-        console.terminate()
-        console.wait()
+    for n in range(rounds):
+        await spend("no_console", others)
+        command = [sys.executable, "-m", "miles_async", "console", run, "--runs-dir", str(runs_dir), "--read-only"]
+        console = await asyncio.to_thread(subprocess.Popen, command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+        try:
+            assert console.stdout is not None
+            address = "http" + (await asyncio.to_thread(console.stdout.readline)).strip().partition(": http")[2]
+            watched = {"console": [console.pid], **others}
+            await asyncio.sleep(2)  # what it does at its start is no part of what it costs
+            await spend("nobody_watches", watched)
+            async with page(address) as got:
+                await asyncio.sleep(3)
+                got.update(states=0, bytes=0)
+                began = time.monotonic()
+                await spend("one_page", watched)
+                rates = {name: round(count / (time.monotonic() - began), 1) for name, count in got.items()}
+            if n == rounds - 1:
+                paint = await asyncio.to_thread(first_paint_ms, address)
+        finally:
+            console.terminate()
+            console.wait()
+    means = {
+        case: {name: round(statistics.mean(one[name] for one in rows), 4) for name in rows[0]} for case, rows in spent.items()
+    }
+    return {"cpu_and_steps_a_second": means, "a_second": rates, "first_paint_ms": paint}
 
 
 async def fed(workers: int, seconds: float) -> dict[str, Any]:
@@ -170,7 +195,13 @@ async def fed(workers: int, seconds: float) -> dict[str, Any]:
         try:
             await asyncio.sleep(5)
             began, before = time.monotonic(), await events(server.url)
-            found = await measure(RUN, Path(folder), seconds, {"recorder": [psutil.Process(recorder.pid)]})
+            async with Bus(BusConfig(url=server.url, run=RUN)) as bus:
+
+                async def steps() -> float:
+                    return float((await read_snapshot(bus)).policy.step)
+
+                assert recorder.pid is not None
+                found = await measure(RUN, Path(folder), seconds, 1, {"recorder": [recorder.pid]}, steps)
             rate = (await events(server.url) - before) / (time.monotonic() - began)
         finally:
             for process in (feeder, recorder):
@@ -186,28 +217,38 @@ async def events(url: str) -> int:
         return (await read_snapshot(bus)).streams["events"].added
 
 
-async def beside(runs_dir: Path, run: str, seconds: float) -> dict[str, Any]:
-    """The run's processes are those of its vitals, their children, and its Redis."""
+async def beside(runs_dir: Path, run: str, seconds: float, rounds: int) -> dict[str, Any]:
+    """The run's processes are its launcher, all below it, and its Redis. The first steps, with their start, do not count."""
     ref = find_run(run=run, runs_dir=runs_dir, bus_url=None)
     async with Bus(BusConfig(url=ref.bus_url, run=run)) as bus:
-        pids = {a.vitals.pid for a in (await read_snapshot(bus)).actors if a.process}
-        info = (await bus.link.run("INFO", "server")).decode()
-    pids.add(int(info.partition("process_id:")[2].split()[0]))
-    mine = [p for pid in pids for p in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
-    found = await measure(run, runs_dir, seconds, {"run": list({p.pid: p for p in mine}.values())})
-    busy = found["cpu_one_page"]
-    return {**found, "console_share_of_run": round(busy["console"] / busy["run"], 4)}
+
+        async def steps() -> float:
+            return float((await read_snapshot(bus)).policy.step)
+
+        async with asyncio.timeout(120):
+            while await steps() < WARM_STEPS:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+        of_run = [a.vitals.pid for a in (await read_snapshot(bus)).actors if a.life == "alive"]
+        info = await bus.server_info()
+        of_run.append(int(info.partition("process_id:")[2].split()[0]))
+        found = await measure(run, runs_dir, seconds, rounds, {"run": of_run}, steps)
+    means = found["cpu_and_steps_a_second"]
+    alone, busy = means["no_console"], means["one_page"]
+    found["console_share_of_run"] = round(busy["console"] / alone["run"], 4)
+    found["run_cpu_a_step_over_without"] = round(busy["run"] / busy["steps"] / (alone["run"] / alone["steps"]), 4)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=3, help="turns beside a run (default %(default)s)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--run", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    work = beside(args.runs_dir, args.run, args.seconds) if args.run else fed(args.workers, args.seconds)
+    work = beside(args.runs_dir, args.run, args.seconds, args.rounds) if args.run else fed(args.workers, args.seconds)
     text = json.dumps(asyncio.run(work), indent=1)
     print(text)
     if args.out:

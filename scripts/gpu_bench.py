@@ -3,7 +3,7 @@
 
     python scripts/gpu_bench.py STEP [STEP ...] --out DIR [--shape 0.6b] [--budget-s 560] [--again]
 
-Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate; those that need two
+Steps: throughput disk ipc boundary kill logprobs deterministic tuning memory conformance fp8 colocate repeat; those that need two
 GPUs (the trainer on --gpu, the engine on the next): nccl e2e exact lost recipes parallel. Each writes DIR/STEP.json as soon as it
 has a number, is left out when that file is complete, and does not begin when the budget is short: run the command again until
 it says that all is there. `--engine embedded --shape tiny` rehearses everything without a GPU. Needs no network.
@@ -187,6 +187,7 @@ STEPS: dict[str, tuple[Callable[[Bench], Awaitable[None]], float]] = {
     "e2e": (gpu_e2e.e2e, 300.0),
     "colocate": (gpu_e2e.colocate, 240.0),
     "exact": (gpu_e2e.exact, 200.0),
+    "repeat": (gpu_e2e.repeat, 100.0),
     "lost": (gpu_e2e.lost, 200.0),
     "recipes": (gpu_e2e.recipes, 300.0),
     "parallel": (gpu_e2e.parallel, 150.0),

@@ -7,6 +7,9 @@
     exact       strictly on-policy with --true-on-policy-mode, on two GPUs: how far engine and trainer are apart at every step
     recipes     the files of configs/ with random weights of their shapes, short responses and few steps: that they run
     parallel    trainer sharded over two GPUs, engine over two: the same, taking turns (ipc), and where four are, two others (nccl)
+    repeat      one GPU for both, strictly on-policy, twice: with --deterministic-mode, then without (what differs
+                without it shows that the comparison sees it): steps whose samples, tokens, log-probs, loss, gradient norm and
+                weights are the same to the last bit
     lost        kill -9 of an SGLang server in mid-run: of one of two engines (one GPU, updates from disk), of the only one (nccl).
                 The trainer's idle time is what it waited for batches after the kill, beyond its usual wait
 
@@ -71,6 +74,33 @@ async def exact(b: Any) -> None:
     """Differences of log-probs in a whole run of the mode that promises none."""
     flags = [*_apart(b), "--max-weight-staleness", "0", "--true-on-policy-mode"]
     b.save("exact", {"runs": await _runs(b, "exact", {"true-on-policy": flags})}, done=True)
+
+
+async def repeat(b: Any) -> None:
+    """The same run twice; `first_difference` names the step and the parts of it."""
+    flags = ["--max-weight-staleness", "0", "--debug-determinism", "--update-weight-transport", "disk"]
+    if b.args.engine == "sglang":  # room for two trainers and two engines on one GPU
+        flags += ["--rollout-gpu-ids", str(b.args.gpu), "--rollout-num-gpus", "1", "--sglang-mem-fraction-static", "0.9"]
+        flags += ["--sglang-max-total-tokens", "80000", "--sglang-cuda-graph-max-bs", "256", "--max-tokens-per-gpu", "16384"]
+    found = b.found("repeat")
+    model, prompts = await _given(b)
+    for way, more in {"deterministic": ["--deterministic-mode"], "plain": []}.items():
+        if way in found or (b.args.e2e_runs and way not in b.args.e2e_runs):
+            continue
+        names = [f"{way}-{n}" for n in range(2)]
+        words = [[*_words(b, model, prompts, name, []), *flags, *more] for name in names]
+        took = time.monotonic()
+        # One after the other: two servers that boot on one GPU at a time disturb each other's estimate of its memory.
+        runs = [await _run(b, w, f"e2e-{name}", 0) for w, name in zip(words, names, strict=True)]
+        files = [b.scratch / "runs" / f"e2e-{name}" / "determinism.jsonl" for name in names]
+        one, two = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+        apart = [{"step": x["step"], "parts": [k for k in x if x[k] != y[k]]} for x, y in zip(one, two, strict=True) if x != y]
+        found[way] = {
+            "steps": len(one), "steps_equal": len(one) - len(apart), "first_difference": apart[0] if apart else None,
+            "took_s": round(time.monotonic() - took, 1), "step_s": [run["step_s"] for run in runs], "lines": [one[-1], two[-1]],
+        }  # fmt: skip
+        b.save("repeat", {"runs": found}, done=len(found) == 2)
+    b.save("repeat", {"runs": found}, done=len(found) == 2)
 
 
 async def lost(b: Any) -> None:
@@ -147,16 +177,22 @@ async def _runs(b: Any, step: str, runs: dict[str, list[str]], kill_after: int =
 
     `kill_after`: steps, 0 = never.
     """
-    model = await asyncio.to_thread(with_tokenizer, b.model())
-    prompts = b.out / "e2e-prompts.jsonl"
-    rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
-    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
     found = b.found(step)
+    model, prompts = await _given(b)
     for name, flags in runs.items():
         if name not in found and (not b.args.e2e_runs or name in b.args.e2e_runs):
             found[name] = await _run(b, _words(b, model, prompts, name, flags), f"e2e-{name}", kill_after)
             b.save(step, {"runs": found}, done=False)
     return found
+
+
+async def _given(b: Any) -> tuple[Path, Path]:
+    """Model and prompts of the runs."""
+    model = await asyncio.to_thread(with_tokenizer, b.model())
+    prompts = b.out / "e2e-prompts.jsonl"
+    rows = [{"prompt": f"{i}+{i % 97}=", "label": str(i + i % 97)} for i in range(4096)]
+    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return model, prompts
 
 
 def with_tokenizer(model: Path) -> Path:

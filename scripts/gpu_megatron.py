@@ -112,16 +112,22 @@ def tiny(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         core.close()
 
 
-def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of megatron-core that --set names."""
+    return {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)}
+
+
+def resume(args: argparse.Namespace, model: Path, vocab: int) -> Iterator[dict[str, Any]]:
     """Four steps are two, saved, loaded, and two more."""
     from actors.trainer.training.ranked import RankedBackend
 
-    model, backend = model_of(args.models, "small"), RankedBackend("megatron")
+    backend = RankedBackend("megatron")
 
     def steps(*numbers: int) -> list[float]:
-        return [backend.train_step(batch(s, 1024, samples=8, tokens=256)).metrics["train/loss"] for s in numbers]
+        return [backend.train_step(batch(s, vocab, samples=8, tokens=256)).metrics["train/loss"] for s in numbers]
 
-    backend.setup(config(model, megatron=True, lr=1e-4))
+    settings = {"lr": 1e-4, "own": {"megatron": given(args)}}
+    backend.setup(config(model, megatron=True, **settings))
     first = steps(0, 1)
     directory = args.out / f"checkpoint-{os.getpid()}"
     directory.mkdir()
@@ -132,7 +138,7 @@ def resume(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     saved.finish()
     yield {"copy_s": copied - began, "write_s": time.monotonic() - copied}
     whole, end = first + steps(2, 3), backend.weights_hash()
-    backend.setup(config(model, megatron=True, lr=1e-4))
+    backend.setup(config(model, megatron=True, **settings))
     backend.load(directory)
     again, end_again = steps(2, 3), backend.weights_hash()
     yield {"losses": whole, "resumed": again, "same_losses": again == whole[2:], "same_weights": end == end_again}
@@ -194,7 +200,7 @@ def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterat
     from actors.trainer.training.step import _planned, train_batch
 
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if full else {}
-    core = core_of(model_of(args.models, shape), own={"megatron": recompute})
+    core = core_of(model_of(args.models, shape), own={"megatron": recompute | given(args)})
     vocab = core.model.vocab
     one = batch(0, vocab, samples=64, tokens=512)
     lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
@@ -265,10 +271,12 @@ class Bare:
 def one_case(args: argparse.Namespace, case: str) -> None:
     """In this process; what it has found is in its file after each number."""
     kind, _, rest = case.partition("-")
-    run = {"tiny": lambda: tiny(args), "resume": lambda: resume(args), "record": lambda: record(args),
+    run: dict[str, Callable[[], Iterator[dict[str, Any]]]]
+    run = {"tiny": lambda: tiny(args), "record": lambda: record(args),
+           "resume": lambda: resume(args, model_of(args.models, "small"), SMALL["vocab_size"]),
            "curve": lambda: curve(args, megatron=rest == "megatron"),
-           "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}[kind]  # fmt: skip
-    keep(args.out / f"{case}.json", case, run())
+           "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}  # fmt: skip
+    keep(args.out / f"{case}.json", case, run[kind]())
 
 
 def keep(file: Path, case: str, values: Iterator[dict[str, Any]]) -> None:
@@ -296,6 +304,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/megatron-models"))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--case", default="")
+    parser.add_argument("--set", action="append", default=[], help="of resume and speed: a field of megatron-core, as NAME=JSON")
     parser.add_argument("--curve-shape", default="0.6b", help="0.6b, small, or recorded")
     parser.add_argument("--batches", default="", help="recorded batches, with {rollout_id} (default: those of the case record)")
     parser.add_argument("--curve-model", type=Path, help="the model that made them (default: likewise)")
@@ -319,7 +328,7 @@ def main() -> int:
             continue
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
                    "--steps", str(args.steps), "--batches", args.batches, "--curve-model", str(args.curve_model),
-                   "--curve-shape", args.curve_shape]  # fmt: skip
+                   "--curve-shape", args.curve_shape, *(f"--set={pair}" for pair in args.set)]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode
         except subprocess.TimeoutExpired:

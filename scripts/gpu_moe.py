@@ -6,8 +6,9 @@ of MoE training at the layer shape of Qwen3-30B-A3B.
     python scripts/gpu_moe.py --out DIR --cases speed-megatron --layers 4 --set moe_permute_fusion=true --profile
 
 `engine` samples with SGLang from a small random Qwen3-MoE and keeps tokens, log-probs and experts in DIR/rollouts.npz; the replay
-cases train on them. Each case is a process of its own and writes DIR/CASE.json as soon as it has a number; DIR/moe.json holds all
-that are there. Weights are random. Needs no network. `--rehearse`: everything tiny, with the embedded engine; runs on a CPU.
+cases train on them; `resume` is that of gpu_megatron.py. Each case is a process of its own and writes DIR/CASE.json as soon as it
+has a number; DIR/moe.json holds all that are there. Weights are random. Needs no network. `--rehearse`: everything tiny, with the
+embedded engine; runs on a CPU.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def replay(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, An
 
     engine_logp = np.concatenate([s.train.rollout_logp for s in recorded(args).samples])
     for told in (False, True):
-        settings = {"use_rollout_routing_replay": told, "lr": 1e-6, **({"own": {"spec": tuple(args.spec)}} if megatron else {})}
+        settings: dict[str, Any] = {"use_rollout_routing_replay": told, "lr": 1e-6}
+        settings |= {"own": {"moe_expert_kernel": args.expert_kernel}} if megatron else {}
         core = runs.core_of(model_of(args, small(args)), megatron=megatron, **settings)
         batch = recorded(args, told=told)
         packed = core.pack(batch.samples)
@@ -220,9 +222,9 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
 
     shape = small(args) if args.rehearse else f"moe-30b-a3b-{args.layers}"
     model = model_of(args, shape)
-    given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)} if megatron else {}
+    given = runs.given(args) if megatron else {}
     core = runs.core_of(model, megatron=megatron, max_tokens_per_gpu=args.tokens, log_probs_max_tokens_per_gpu=args.tokens,
-                        **({"own": {"megatron": given, "spec": tuple(args.spec)}} if megatron else {}))  # fmt: skip
+                        **({"own": {"megatron": given, "moe_expert_kernel": args.expert_kernel}} if megatron else {}))  # fmt: skip
     cuda = torch.cuda.is_available()
     one = runs.batch(0, SHAPES[shape]["vocab_size"], samples=8 if args.rehearse else 64, tokens=256 if args.rehearse else 512)
     lengths = [(len(s.prompt_tokens) + len(s.response_tokens), len(s.response_tokens)) for s in one.samples]
@@ -230,7 +232,7 @@ def speed(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any
     packed = core.pack(one.samples)
     _, planned = _planned(core, core.config, packed, [s.train.trajectory for s in one.samples])
     yield {"shape": shape, "tokens": tokens, "micro_batches": len(planned[0]), "max_tokens_per_gpu": args.tokens,
-           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given, "spec": " ".join(args.spec),
+           "gpu": torch.cuda.get_device_name() if cuda else "cpu", "set": given, "expert_kernel": args.expert_kernel,
            "compiled": bool(getattr(core, "compiles", False))}  # fmt: skip
 
     def numbers(seconds: float, passes: int) -> dict[str, float]:
@@ -272,9 +274,11 @@ def profiled(step: Callable[[], None], file: Path) -> str:
 def one_case(args: argparse.Namespace, case: str) -> None:
     """In this process; what it has found is in its file after each number."""
     kind, _, rest = case.partition("-")
+    run: dict[str, Callable[[], Iterator[dict[str, Any]]]]
     run = {"engine": lambda: engine(args), "replay": lambda: replay(args, megatron=rest == "megatron"),
-           "speed": lambda: speed(args, megatron=rest == "megatron")}[kind]  # fmt: skip
-    runs.keep(args.out / f"{case}.json", case, run())
+           "resume": lambda: runs.resume(args, model_of(args, small(args)), SHAPES[small(args)]["vocab_size"]),
+           "speed": lambda: speed(args, megatron=rest == "megatron")}  # fmt: skip
+    runs.keep(args.out / f"{case}.json", case, run[kind]())
 
 
 def _too_large(file: Path) -> bool:
@@ -291,7 +295,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, choices=(8, 6, 4), default=8, help="of the speed cases; fewer where they do not fit")
     parser.add_argument("--budget-s", type=float, default=560)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="of TransformerConfig, for speed-megatron")
-    parser.add_argument("--spec", nargs=2, default=[], metavar=("MODULE", "FUNCTION"), help="of layers, for speed-megatron")
+    parser.add_argument("--expert-kernel", choices=("torch", "te"), default="torch", help="of Megatron")
     parser.add_argument("--profile", action="store_true", help="of a speed case: one step's kernels and host operations, as text")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
@@ -312,7 +316,7 @@ def main() -> int:
         command = [sys.executable, __file__, "--case", case, "--out", str(args.out), "--models", str(args.models),
                    "--tokens", str(args.tokens), "--layers", str(layers),
                    *(f"--set={pair}" for pair in args.set),
-                   *(["--spec", *args.spec] if args.spec else []),
+                   "--expert-kernel", args.expert_kernel,
                    *(f"--{name}" for name in ("profile", "rehearse") if getattr(args, name))]  # fmt: skip
         try:
             codes[case] = subprocess.run(command, timeout=min(left, DEADLINE_S.get(case, 100)), env=environment).returncode

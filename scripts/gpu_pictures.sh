@@ -30,7 +30,7 @@ timeout "${SMOKE_DEADLINE_S:-540}" "$PYTHON" -m miles_async train --hf-checkpoin
     --prompt-data "$out/rows.jsonl" --label-key label --apply-chat-template --multimodal-keys '{"image": "images"}' --rm-type contains \
     --num-rollout "${SMOKE_STEPS:-12}" --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 2 --lr 0.003 \
     --console plain --no-report --num-generation-workers 1 --engine sglang --rollout-gpu-ids 0 --sglang-attention-backend triton \
-    --sglang-sampling-backend pytorch --sglang-mem-fraction-static 0.3 --sglang-cuda-graph-max-bs 64 --sglang-dtype bfloat16 "$@" \
+    --sglang-mm-attention-backend triton_attn --sglang-sampling-backend pytorch --sglang-mem-fraction-static 0.3 --sglang-cuda-graph-max-bs 64 --sglang-dtype bfloat16 "$@" \
     2>&1 | tee "$out/pictures.log" || status=$?
 "$PYTHON" - "$out/runs/pictures/metrics.jsonl" <<'PY'
 import json, sys

@@ -4,11 +4,15 @@ A process begins anew when it is killed. So each of its lives has an own level, 
 together: least squares of the differences to the mean of each life. The first two minutes of a life are left out, in which
 caches fill, and lives with fewer than five measurements after them. Redis, files and shared memory outlive processes: one level
 for all, the first tenth of the steps left out. Measurements that follow one another are alike, so the standard error is that of
-clusters: lives, or the pieces of a soak.
+clusters: lives, or the pieces of a soak; of fewer than FEW_CLUSTERS, the tenths of each.
+
+`own` is a process's memory without files and shared memory: a page of a file counts as resident from the first time that the
+process looks at it, and is no memory that anybody lacks. A page that a forked process shares with its parent counts from its start.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -21,11 +25,12 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from bus import Bus
+from bus import STREAMS, Bus
 
 SETTLED_S, FEWEST = 120.0, 5
+FEW_CLUSTERS, TENTHS = 8, 10
 MB = 1 << 20
-UNITS = {"rss": ("MB", MB), "memory": ("MB", MB), "resident": ("MB", MB), "bytes": ("MB", MB)}
+UNITS = dict.fromkeys(("own", "rss", "memory", "but capped logs", "resident", "bytes"), ("MB", MB))
 
 Line = dict[str, Any]
 
@@ -40,6 +45,7 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
         ("generation.embedded", "engine"),
         ("fork_server", "fork server"),
         ("reward.pool", "reward pool"),
+        ("redis-server", "Redis server"),
     ):
         if any(part in word for word in words):
             return kind
@@ -58,6 +64,7 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
                     "life": f"{process.pid}@{process.create_time():.2f}",
                     "what": kind_of(process.cmdline(), run_dir),
                     "age_s": bus.clock.wall() - process.create_time(),
+                    "own": _own(process),
                     "rss": process.memory_info().rss,
                     "fds": process.num_fds(),
                     "threads": process.num_threads(),
@@ -65,7 +72,10 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
             )
     told = await bus.server_info()
     memory, resident = (int(re.search(rf"^{name}:(\d+)", told, re.M)[1]) for name in ("used_memory", "used_memory_rss"))  # type: ignore[index]
-    redis = {"memory": memory, "resident": resident, "keys": int(await bus.link.run("DBSIZE"))}
+    logs = [bus.keys.stream(stream.name) for stream in STREAMS if stream.cap]
+    capped = sum([await bus.link.run("MEMORY", "USAGE", key) or 0 for key in logs])  # grow until they are full, which takes hours
+    keys = int(await bus.link.run("DBSIZE"))
+    redis = {"memory": memory, "but capped logs": memory - capped, "resident": resident, "keys": keys}
     return {
         "processes": found,
         "Redis": redis,
@@ -73,6 +83,15 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
         "append-only file": _use_of(run_dir / "redis"),
         "shared memory": _use_of(shared),
     }
+
+
+def _own(process: psutil.Process) -> int:
+    """Bytes. Linux."""
+    with suppress(OSError):
+        found = re.search(r"^Anonymous: +(\d+) kB", Path(f"/proc/{process.pid}/smaps_rollup").read_text(), re.M)
+        if found:
+            return int(found[1]) << 10
+    raise psutil.NoSuchProcess(process.pid)
 
 
 def _use_of(folder: Path, but: str = "") -> dict[str, int]:
@@ -92,7 +111,7 @@ def write_figures(file: Path, figures: Any) -> None:
 
 
 class Slope(NamedTuple):
-    """Of one quantity: per 1000 steps, with its standard error (nan: fewer than two clusters). `mean`: its level."""
+    """Of one quantity: per 1000 steps, with its standard error (nan: too few measurements). `mean`: its level."""
 
     what: str
     unit: str
@@ -104,7 +123,8 @@ class Slope(NamedTuple):
 
 
 def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tuple[float, float]:
-    """Slope and its error of (cluster, x, y). `apart`: each cluster has a level of its own. nan where x does not vary."""
+    """Slope and its error of (cluster, x, y), those of a cluster in their order. `apart`: each cluster has a level of its own. nan
+    where x does not vary."""
     clusters: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, x, y in points:
         clusters[name].append((x, y))
@@ -121,10 +141,15 @@ def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tupl
     if spread == 0.0:
         return math.nan, math.nan
     slope = sum(x * y for values in centred.values() for x, y in values) / spread
-    n = len(centred)
+    alike = list(centred.values())
+    if len(alike) < FEW_CLUSTERS:
+        ends = [[round(part * len(values) / TENTHS) for part in range(TENTHS + 1)] for values in alike]
+        parts = [values[a:b] for values, at in zip(alike, ends, strict=True) for a, b in itertools.pairwise(at)]
+        alike = [values for values in parts if values]
+    n = len(alike)
     if n < 2:
         return slope, math.nan
-    scores = [sum(x * (y - slope * x) for x, y in values) for values in centred.values()]
+    scores = [sum(x * (y - slope * x) for x, y in values) for values in alike]
     return slope, math.sqrt(n / (n - 1) * sum(s * s for s in scores)) / spread
 
 
@@ -138,8 +163,8 @@ def slopes(lines: Sequence[Line]) -> list[Slope]:
     for line in lines:
         x = float(line["done"])
         for process in line["processes"]:
-            for name in ("rss", "fds", "threads"):
-                if process["age_s"] > SETTLED_S:
+            for name in ("own", "rss", "fds", "threads"):
+                if process["age_s"] > SETTLED_S and name in process:
                     lives[process["what"], name].append((process["life"], x, float(process[name])))
         if x >= from_step:
             for what in ("Redis", "run folder", "append-only file", "shared memory"):

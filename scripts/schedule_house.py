@@ -186,10 +186,11 @@ def train(spec_file: str, train_s: float) -> None:
     """The trainer's process: the room itself, with a backend that takes its time."""
     from actors.runtime.run import main as run_room
     from actors.trainer import actor as room
-    from actors.trainer.backend import StepBatch, StepResult, TrainBackend
+    from actors.trainer.backend import StepBatch, StepResult
+    from actors.trainer.backends import NoTraining
     from actors.trainer.spec import TrainerSpec
 
-    class Sleeper(TrainBackend):
+    class Sleeper(NoTraining):
         """Trains nothing for `train_s`; counts as trained what the bound lets through."""
 
         def train_step(self, batch: StepBatch) -> StepResult:
@@ -199,7 +200,7 @@ def train(spec_file: str, train_s: float) -> None:
             time.sleep(max(0.0, end - time.monotonic()))
             return StepResult(metrics={}, packing=(), trained_spans=trained)
 
-    def sleeper(name: str) -> TrainBackend:
+    def sleeper(name: str) -> NoTraining:
         return Sleeper()
 
     room.open_backend = sleeper

@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/soak.py --minutes 30 --seed 1 --out soak.json
     .venv/bin/python scripts/soak.py --minutes 20 --home DIR            (again and again: each piece goes on with the one before)
+    .venv/bin/python scripts/soak.py --minutes 20 --pause 5 --calm      (nothing is disturbed, small batches: does anything grow?)
 
 Every disturbance is drawn from the seed and the number of the piece. Between two of them the ledger is checked as it is at that
 instant, and what the run uses is measured; at the end of a piece the run is drained and the whole lineage of all pieces is
@@ -166,22 +167,27 @@ class Soak:
         return sum(map(len, asked))
 
 
-def tables_of(config: Path) -> Tables:
-    """The quickstart's settings, endless, with paths that hold from any directory."""
+SMALL: Tables = {
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4},
+    "ckpt": {"save_interval": 50},
+    "eval": {"eval_interval": 200},
+}
+
+
+def tables_of(config: Path, *, small: bool = False) -> Tables:
+    """The quickstart's settings, endless, with paths that hold from any directory. `small`: many steps a second."""
     given: Tables = tomllib.loads(config.read_text())
     given["rollout"]["prompt_data"] = str(REPO / given["rollout"]["prompt_data"])
     name, path = given["eval"]["eval_prompt_data"]
     given["eval"]["eval_prompt_data"] = [name, str(REPO / path)]
-    return merged(
-        given,
-        {
-            "rollout": {"num_rollout": 1_000_000, "partial_save_tokens": 8},
-            "ckpt": {"save_interval": 10},
-            "bus": {"lease_s": 3.0},
-            "launch": {"console": "none", "report": False, "restart_budget": 1000, "heartbeat_s": 1.0},
-            "sglang": {"engine_token_deadline_s": 15.0},
-        },
-    )
+    ours: Tables = {
+        "rollout": {"num_rollout": 1_000_000, "partial_save_tokens": 8},
+        "ckpt": {"save_interval": 10},
+        "bus": {"lease_s": 3.0},
+        "launch": {"console": "none", "report": False, "restart_budget": 1000, "heartbeat_s": 1.0},
+        "sglang": {"engine_token_deadline_s": 15.0},
+    }
+    return merged(merged(given, ours), SMALL if small else {})
 
 
 def own_data(tables: Tables, home: Path) -> Tables:
@@ -204,7 +210,7 @@ def share_models(home: Path) -> None:
             (home / "runs" / ".models").symlink_to(models)
 
 
-async def soak(state: Soak, *, minutes: float, pause_s: float) -> dict[str, Any]:
+async def soak(state: Soak, *, minutes: float, pause_s: float, calm: bool) -> dict[str, Any]:
     """One piece: disturb until the time is up, then drain and judge."""
     home, run, mischief = state.home, state.mischief.run, state.mischief
     home.put("began", wall=time.time(), commit=commit_of(REPO), seed=state.seed)
@@ -223,7 +229,8 @@ async def soak(state: Soak, *, minutes: float, pause_s: float) -> dict[str, Any]
             tasks.create_task(state.follow(bus, stop))
             while time.monotonic() - began < minutes * 60:
                 await asyncio.sleep(mischief.random.uniform(0.3, 1.7) * pause_s)
-                await mischief.disturb(bus)
+                if not calm:
+                    await mischief.disturb(bus)
                 await asyncio.sleep(0.5)
                 await state.check(bus)
                 assert run.launcher is not None
@@ -239,10 +246,12 @@ async def soak(state: Soak, *, minutes: float, pause_s: float) -> dict[str, Any]
                     state.fault(f"{name} did not drain")
             stop.set()
     if run.launcher is not None and run.launcher.poll() is None:
+        await asyncio.to_thread(run.until_it_listens)  # one that was just started again does not yet
         run.launcher.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(run.join, seconds=300)
         if code != 0:
             state.fault(f"the drain ended with {code}: {run.output()[-600:]}")
+            await asyncio.to_thread(run.kill_all)  # what still moves cannot be judged
     home.put("ended", wall=time.time(), minutes=(time.monotonic() - began) / 60)
     return await judged(state, wall)
 
@@ -292,6 +301,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=6.0, help="mean seconds between two disturbances")
+    parser.add_argument("--calm", action="store_true", help="disturb nothing, train on small batches")
     parser.add_argument("--config", type=Path, default=REPO / "configs" / "quickstart.toml")
     parser.add_argument(
         "--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one"
@@ -302,10 +312,10 @@ def main() -> int:
     directory = (args.home or Path(mkdtemp(prefix="ma-soak-"))).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     share_models(directory)
-    run = Run(directory, own_data(tables_of(args.config), directory))
+    run = Run(directory, own_data(tables_of(args.config, small=args.calm), directory))
     state = Soak(run, Home(directory), args.seed)
     try:
-        piece = judged(state, 0.0) if args.judge else soak(state, minutes=args.minutes, pause_s=args.pause)
+        piece = judged(state, 0.0) if args.judge else soak(state, minutes=args.minutes, pause_s=args.pause, calm=args.calm)
         figures = asyncio.run(piece)
     except (MilesAsyncError, AssertionError) as error:
         state.fault(f"soak: {type(error).__name__}: {error}")

@@ -47,6 +47,7 @@ class EngineProcess:
         boot_deadline_s: float,
         spare: Child | None = None,
         token: str = "",
+        repeatable: bool = False,
     ) -> None:
         self._model_path = model_path
         self._folder = folder
@@ -56,6 +57,7 @@ class EngineProcess:
         self._child = Child()
         self._spare = spare
         self._token = token
+        self._repeatable = repeatable
         self.boots = 0
         self.note = ""
         self.inside: Path | None = None
@@ -80,6 +82,7 @@ class EngineProcess:
             *("--model-path", self._model_path, "--host", "127.0.0.1", "--port", "0"),
             *("--port-file", str(port_file), "--threads", str(self._threads)),
             *("--max-running-requests", str(self._max_running)),
+            *(["--enable-deterministic-inference"] if self._repeatable else []),
         ]
         if self._token:  # in a file: a command line is everybody's to read
             argv += ["--api-key-file", str(write_secret(self._folder / "api-key", self._token))]

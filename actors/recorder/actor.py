@@ -22,7 +22,7 @@ from actors.recorder.feed import Feed
 from actors.recorder.file import MetricsFile, stream_records
 from actors.recorder.history import History
 from actors.recorder.records import RECORDED, Record, sample_event
-from actors.recorder.tracker_kinds import TrackerSpec, opens
+from actors.recorder.tracker_kinds import TrackerSpec, opens, sources
 from actors.recorder.trackers import Follower, follow_all
 from actors.recorder.trained import LIVES, append_trained, last_trained
 from actors.runtime.content import fault_of
@@ -174,7 +174,7 @@ async def run(context: Context, spec: RecorderSpec) -> None:
     def opened(history: History) -> None:
         told.append(history)
         if spec.trackers is not None:
-            followers.extend(follow_all(opens(spec.trackers), Path(context.spec.run_dir), say))
+            followers.extend(follow_all(opens(spec.trackers), Path(context.spec.run_dir), say, sources(spec.trackers)))
         if spec.exporter is not None:
             tasks.add(asyncio.create_task(Exporter(context.bus, spec.exporter, lambda: history, say).serve()))
 

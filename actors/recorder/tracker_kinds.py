@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.otel import Otlp, traced
 from actors.recorder.points import Point
-from actors.recorder.trackers import Open
+from actors.recorder.trackers import Open, Source
+from actors.recorder.trained import FILE, OLDER
 from bus.private import write_secret
 
 STEP = "train/step"
@@ -45,6 +47,8 @@ class TrackerSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlflow_run_id: str | None
     use_trackio: bool
     trackio_project: str | None
+    otel_endpoint: str | None
+    otel_sample_share: float
 
 
 def opens(spec: TrackerSpec) -> dict[str, Open]:
@@ -54,8 +58,15 @@ def opens(spec: TrackerSpec) -> dict[str, Open]:
         "wandb": (spec.use_wandb, Wandb),
         "mlflow": (spec.use_mlflow, Mlflow),
         "trackio": (spec.use_trackio, Trackio),
+        "otel": (bool(spec.otel_endpoint), lambda s: Otlp(s.otel_endpoint, s.run, _run_id(s))),
     }
     return {name: partial(kind, spec) for name, (on, kind) in chosen.items() if on}
+
+
+def sources(spec: TrackerSpec) -> dict[str, Source]:
+    """What those follow that take samples, not steps."""
+    lives = Source(FILE, OLDER, lambda: traced(_run_id(spec), spec.otel_sample_share), sums=False)
+    return {"otel": lives}
 
 
 def installed(module: str) -> bool:

@@ -58,6 +58,7 @@ class Context:
         self.counters: dict[str, float] = {}
         self.refusals = Refusals(self.count, self.event)
         self.note = ""
+        self.noting: Callable[[], str] = str  # makes a note at each look, where one at each event would cost too much
         self.depot = ""  # where this actor serves versions to other hosts
         self.received = 0  # bytes of versions that came from other hosts
         self._room_due = 0.0
@@ -112,7 +113,7 @@ class Context:
             waits_since=since,
             in_flight=self.in_flight,
             counters=dict(self.counters),
-            note=printable(self.note),
+            note=printable(self.note or self.noting()),
             slots=self.slots,
             memory=shared_memory_name(),
             depot=self.depot,

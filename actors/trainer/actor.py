@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -21,25 +21,13 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
-from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.accounts import trained_samples
 from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
-from actors.trainer.checkpoint import (
-    BusState,
-    booked_as_trained,
-    consumed_before,
-    is_older,
-    iter_dir,
-    newest_written,
-    others,
-    read_bus_state,
-    resume_point,
-)
-from actors.trainer.convert import batch_metrics, to_samples
+from actors.trainer.convert import Facts, facts_of, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.determinism import step_line, write_line
 from actors.trainer.followers import Followers
@@ -47,19 +35,16 @@ from actors.trainer.intake import Intake
 from actors.trainer.lender import Lender
 from actors.trainer.record import RecordedBatch, path_of, read_record, write_record
 from actors.trainer.refused import RefusedBatches
+from actors.trainer.restart import Voice, begin
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
-from actors.trainer.spread import lives_of
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
-from bus import Commit, Guard, Out, ledger
-from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
-from bus.messages.policy import Finished, Restored, StepDone
+from bus import Out
+from bus.messages.policy import Finished, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import POLICY, TRAINED
-
-T = TypeVar("T")
+from bus.topology import TRAINED
 
 
 class Trainer:
@@ -89,8 +74,7 @@ class Trainer:
             context, self._intake, interval=spec.update_weights_interval, lookahead=spec.lookahead, ci_test=spec.ci_test
         )
         self._version = PolicyVersion(id=0, step=0)
-        self._marker = ""  # value of the state field `trainer`
-        self._restarts = 0  # of the server, as far as they were looked at
+        self._voice = Voice(context)
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
         self._lender = Lender(context, spec.turns, self._turns, self._intake)
@@ -144,71 +128,19 @@ class Trainer:
     # -- start --------------------------------------------------------------------------------------------------
 
     async def _restore(self, tasks: asyncio.TaskGroup) -> None:
-        """Load the checkpoint that the tracker names, settle what it holds with the bus, announce where we are."""
-        context, spec, bus = self._context, self._spec, self._context.bus
-        parent, state = await self._load()
-        step = state.step if state is not None else 0
-        inside: tuple[str, ...] = ()
-        self._restarts = bus.link.server_restarts
-        self._marker = await bus.state("trainer")
-        # Before the first checkpoint nothing was acknowledged: the steps are done again from the first weights.
-        if state is None and booked_as_trained(await ledger.read_accounts(bus)):
-            raise Refused(
-                f"run {bus.config.run} is at step {self._marker.split(':')[0]} on the bus but no checkpoint is found in "
-                f"{spec.load or '(no --load)'}: its weights are lost. Point --load to its checkpoints or choose another "
-                "--name."
-            )
-        if state is not None:
-            if await is_older(bus, parent, state):
-                raise BusWentBack(f"the bus came back older than the checkpoints before {step}. It is made anew from that.")
-            while await self._intake.fetch(256, 0.0, step=step):
-                continue
-            self._intake.adopt(consumed_before(parent, state)[0], state.step)
-            inside = await self._intake.inside_but_open()
-            await self._intake.acknowledge(state.step, None)
-            self._saver.saved_step = step
-        former = state.version.id if state is not None else 0
-        # A bus that lost its last second may have forgotten ids whose weights engines already serve.
-        number = await bus.next_number("version", at_least=max(former, newest_written(Path(spec.weights_dir))) + 1)
-        self._version = PolicyVersion(id=number, step=step, parent=former)
-        checkpoint = str(iter_dir(parent, step)) if state is not None else ""
-        await self._say(Restored(step=step, version=self._version, checkpoint=checkpoint, samples=inside))
+        """Announce where we go on."""
+        context = self._context
+        start = await begin(context, self._spec, self._voice, self._intake, self._backend, self._in_thread)
+        self._version = start.version
+        if start.saved is not None:
+            self._saver.saved_step = start.saved
+        await self._voice.say(self._version, start.word)
         await self._publish(tasks)
         await self._courier.wait()
-        context.version = number
-        if state is not None:
-            await context.event("restored", f"Loaded checkpoint from {checkpoint} at step {step}", step=step)
-
-    async def _load(self) -> tuple[Path, BusState | None]:
-        """The directory of checkpoints, and the state of the one that was loaded. One of our own is taken up whole, that of another
-        run as the settings say."""
-        spec, parent = self._spec, Path(self._spec.load)
-        step: int | None = None
-        try:
-            begins = resume_point(spec.load, spec.save, spec.ckpt_step) if spec.load else None
-            if begins is None:
-                return parent, None
-            parent, step = begins
-            state = read_bus_state(parent, step, run=self._context.bus.config.run, fingerprint=spec.fingerprint)
-            left_out = {"optim": spec.no_load_optim, "rng": spec.no_load_rng}
-            own = parent.absolute() == Path(spec.save).absolute()
-            drops = tuple(name for name, out in left_out.items() if out and not own)
-            with self._context.waiting(f"checkpoint {step} to load"):
-                await self._in_thread(self._backend.load, iter_dir(parent, step), drops)
-        except CheckpointRefused as error:
-            raise Refused(f"{error} {others(parent, step)}") from error
-        return parent, state
-
-    async def _say(self, message: Restored | StepDone | Finished, **more: Any) -> None:
-        """Append to policy, guarded by what this trainer said last: two trainers cannot both go on."""
-        marker = f"{self._version.step}:{self._version.id}:{type(message).__name__}"
-        said = Commit(append=(Out(POLICY, message),), guard=Guard("trainer", self._marker, marker), **more)
-        try:
-            await self._context.bus.commit(said)
-        except InvariantBroken:
-            await self._check_bus()  # which has another name for it where the server lost writes
-            raise
-        self._marker = marker
+        context.version = self._version.id
+        if start.saved is not None:
+            where = start.word.checkpoint
+            await context.event("restored", f"Loaded checkpoint from {where} at step {start.saved}", step=start.saved)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -223,14 +155,15 @@ class Trainer:
                 return
             await self._lender.take()
             waited = context.clock.monotonic()
-            result = await self._step(batch)
+            facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
+            result = await self._step(batch, tasks)
             if result is None:
                 continue
             if result.skipped and not spec.replay_from:
                 await self._refused.skipped(batch.keys, self._version.step + 1)
                 continue
             trained = context.clock.monotonic()
-            await self._done(batch, result, began=began, waited=waited, trained=trained)
+            await self._done(batch, result, await facts, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
                 await tell(context, result.metrics, ends=spec.ci_test)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
@@ -244,24 +177,10 @@ class Trainer:
         if spec.replay_from:
             record = await asyncio.to_thread(read_record, path_of(spec.replay_from, self._version.step + 1))
             return Batch(groups=record.groups, bound=self._batches.bound(self._context.knobs), images=record.images)
-        batch = await self._batches.next(self._version, check=self._check_bus, idle=lambda: self._give_turn(tasks))
+        batch = await self._batches.next(self._version, check=self._voice.check, idle=lambda: self._give_turn(tasks))
         return batch and msgspec.structs.replace(batch, images=await pictures_of(self._context, batch.groups))
 
-    async def _check_bus(self) -> None:
-        """A server that came back without what was said here last has lost its last second: start again from the
-        checkpoint, so that everyone hears from where."""
-        bus = self._context.bus
-        if self._restarts == bus.link.server_restarts:
-            return
-        self._restarts = bus.link.server_restarts
-        known = await bus.state("trainer")
-        if known != self._marker:
-            raise InvariantBroken(
-                f"the bus came back at {known or 'nothing'!r}, this trainer had said {self._marker!r}: it lost its last "
-                "moments. The trainer starts again from its last checkpoint."
-            )
-
-    async def _step(self, batch: Batch) -> StepResult | None:
+    async def _step(self, batch: Batch, tasks: asyncio.TaskGroup) -> StepResult | None:
         """None when some of the batch was refused and given up, or a function of the user's failed on it."""
         knobs = self._context.knobs
         step = self._version.step
@@ -277,7 +196,8 @@ class Trainer:
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
         try:
-            result = await self._tuned.train(work, knobs.epoch)
+            async with self._batches.ahead(tasks, step=step + 1):
+                result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
             await self._refused.settle(batch, work, error)
             return None
@@ -294,7 +214,7 @@ class Trainer:
         return result
 
     async def _done(
-        self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float
+        self, batch: Batch, result: StepResult, facts: Facts, *, began: float, waited: float, trained: float
     ) -> None:
         context, spec, groups = self._context, self._spec, batch.groups
         step = self._version.step
@@ -302,7 +222,7 @@ class Trainer:
         version = PolicyVersion(id=number, step=step + 1, parent=self._version.id)
         metrics = {
             **result.metrics,
-            **batch_metrics(groups, step=step, bound=batch.bound),
+            **facts.metrics,
             **self._lender.metrics(),
             "perf/wait_s": waited - began,
             "perf/turned_s": self._batches.turned_s,
@@ -324,7 +244,7 @@ class Trainer:
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if spec.record or spec.debug_determinism else "",
             wall=context.clock.wall(),
-            lives=lives_of(groups),
+            lives=facts.lives,
         )
         if spec.debug_determinism:
             line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)
@@ -334,7 +254,7 @@ class Trainer:
             await asyncio.to_thread(write_record, spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")
-        await self._say(done)
+        await self._voice.say(version, done)
         fault_point(context.name, "after_done")
         if not spec.replay_from:
             told = trained_samples(list(zip(batch.parts, groups, strict=True)), result, step=step + 1)
@@ -391,7 +311,7 @@ class Trainer:
         if spec.save and self._saver.saved_step < step:
             raise SaveFailed(f"the last checkpoint (step {step}) could not be written to {spec.save}")
         if step >= spec.num_rollout:
-            await self._say(Finished(step=step, version=self._version))
+            await self._voice.say(self._version, Finished(step=step, version=self._version))
 
 
 async def run(context: Context, spec: TrainerSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from actors.trainer.batch.batching import Balance
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
-from bus.errors import CheckpointRefused, MilesAsyncError
+from bus.errors import MilesAsyncError
 from bus.messages.samples import Picture
 
 if TYPE_CHECKING:  # the launcher reads this file for BackendConfig and loads neither torch nor numpy
@@ -44,6 +45,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer_threads: int
     seed: int
     deterministic_mode: bool  # torch's deterministic algorithms alone
+    save_debug_train_data: str | None  # path pattern of what each rank trained (training/dump.py); None = nowhere
     objective: ObjectiveConfig
     max_tokens_per_gpu: int
     log_probs_max_tokens_per_gpu: int
@@ -156,53 +158,54 @@ class Checkpoint(Protocol):
         ...
 
 
-class TrainBackend:
-    """What the trainer asks of a training library; as it stands here it takes batches and learns nothing (--debug-rollout-only),
-    and engines keep the weights they booted from. Called from one thread, never from the event loop."""
+class TrainBackend(ABC):
+    """What the trainer asks of a training library. Called from one thread, never from the event loop."""
 
     unchanged = ""
     """Directory that engines booted from, of a backend that never changes its weights; else empty."""
 
+    @abstractmethod
     def setup(self, config: BackendConfig) -> None:
         """Load model, reference if the objective needs one, optimizer; called again it starts anew. Raises Refused for what cannot
         be trained."""
-        self.unchanged = config.hf_checkpoint
 
+    @abstractmethod
     def train_step(self, batch: StepBatch) -> StepResult:
-        """All optimizer steps of one rollout batch. Raises BatchRefused. Here: tokens are counted as if they were trained."""
-        spans = [tuple(n for _, n in sample.train.spans or ()) for sample in batch.samples]
-        return StepResult(metrics={}, packing=(), trained_spans=spans)
+        """All optimizer steps of one rollout batch. Raises BatchRefused."""
 
+    @abstractmethod
     def refuses(self, batch: StepBatch) -> str:
         """Why a batch cannot be trained, for its content, in one line; empty when it can. Changes nothing."""
-        return ""
 
+    @abstractmethod
     def export(self, limit_bytes: int) -> Generator[NamedTensors]:
         """The weights as engines load them, in buckets of at most `limit_bytes`. All of them, in the same thread."""
-        yield from ()
 
+    @abstractmethod
     def beside(self) -> dict[str, bytes]:
         """Small files of a published version: config.json and the like."""
-        return {}
 
+    @abstractmethod
     def save(self, directory: Path) -> Checkpoint:
         """Copy all training state, to be written into `directory`, which exists and is empty."""
-        raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to save")
 
+    @abstractmethod
     def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
         """Restore what `save` wrote, but for what `drops` names: optim (a new optimizer), rng. CheckpointRefused, before anything
         changes, when files are missing, cut or of another model, or lack an optimizer that is asked for."""
-        raise CheckpointRefused("--debug-rollout-only trains nothing, so there is nothing to load")
 
+    @abstractmethod
     def sleep(self) -> None:
         """Move all training state off the device, for others to use it; nothing but `wake` and `close` may follow."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Bring it back, to the last bit. Raises NoRoom when others still hold the memory."""
 
+    @abstractmethod
     def weights_hash(self) -> str:
         """XXH3-128 over the float32 weights, names, types and shapes, for replay."""
-        return ""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of other ranks, if any; harmless twice."""

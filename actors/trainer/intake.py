@@ -7,6 +7,7 @@ entry is acknowledged by one commit that books all its samples, once the last of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from bus.topology import GROUPS, POLICY
 ACKS_PER_COMMIT = 200
 MALFORMED = "malformed"
 ALREADY_TRAINED = "already_trained"  # said of samples that came again; they count as trained
-SETTLED_KEPT = 4096  # entries; far more than a second's worth
+SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 
 class Intake:
@@ -47,7 +48,7 @@ class Intake:
         self.arrivals = Arrivals()  # when they came
         self.turned = -1  # newest version of ours up to which the filter has released what is on its last turn
         self._entries: dict[str, Entry] = {}  # by key, until all samples of the entry are trained
-        self.uncommitted: list[Trained] = []
+        self._trained: dict[str, list[Trained]] = {}  # by key
         self._settled: dict[str, Consumed] = {}  # the newest entries inside durable checkpoints
 
     async def fetch(self, count: int, block_s: float, *, step: int) -> int:
@@ -71,7 +72,7 @@ class Intake:
                 # Some of its samples are inside a checkpoint, and it was not here when that was loaded.
                 if settled is self._settled.get(group.key):
                     del self._settled[group.key]
-                self.uncommitted.append(Trained(step=0, entry=entry, consumed=settled))
+                self._hold(Trained(step=0, entry=entry, consumed=settled))
                 self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id), without=frozenset(settled.members))
                 self._entries[group.key] = entry
                 continue
@@ -92,8 +93,17 @@ class Intake:
 
     def _held(self, key: str) -> Entry | None:
         """The entry under which a group or part is here."""
-        known = (t.entry for t in self.uncommitted if t.consumed.group_id == key)
-        return self._entries.get(key) or next(known, None)
+        if key in self._trained:
+            return self._trained[key][0].entry
+        return self._entries.get(key)
+
+    @property
+    def uncommitted(self) -> list[Trained]:
+        """What is trained and not yet durable; what an entry has of it stands together."""
+        return list(chain.from_iterable(self._trained.values()))
+
+    def _hold(self, trained: Trained) -> None:
+        self._trained.setdefault(trained.consumed.group_id, []).append(trained)
 
     async def _came_again(self, entry: Entry, key: str, consumed: Consumed | None) -> None:
         """A server that lost its last second may forget deliveries, acknowledgements and entries that this process knows.
@@ -123,9 +133,8 @@ class Intake:
             return
         if key in self._entries:
             self._entries[key] = entry
-        self.uncommitted = [
-            msgspec.structs.replace(t, entry=entry) if t.consumed.group_id == key else t for t in self.uncommitted
-        ]
+        if key in self._trained:
+            self._trained[key] = [msgspec.structs.replace(t, entry=entry) for t in self._trained[key]]
 
     async def _listed(self, key: str) -> OpenGroup | None:
         """What the run lists as open under a key."""
@@ -148,9 +157,9 @@ class Intake:
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
         """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of
         which some samples are trained, the others wait for its acknowledgement as dropped."""
-        whole = [key for key, _ in drops if not self.ready[key].group.part and key not in self._half_trained()]
+        whole = [key for key, _ in drops if not self.ready[key].group.part and key not in self._trained]
         prompts = tuple(self.ready[key].group.prompt_id for key in whole) if reissue else ()
-        done: list[Trained] = []
+        at_once: list[Trained] = []
         pairs: list[tuple[str, str]] = []
         samples: list[str] = []
         for key, reason in drops:
@@ -161,15 +170,12 @@ class Intake:
             tokens = sum(s.rollout.n_made for s in left)
             members = tuple(s.rollout.task.index for s in left)
             consumed = Consumed(key, 0, 0, 0, 0, members=members, aged={reason: (len(left), tokens)})
-            done.append(Trained(step=-1, entry=self._entries.pop(key), consumed=consumed))
-        before = [t for t in self.uncommitted if t.consumed.group_id in {key for key, _ in drops}]
+            entry = self._entries.pop(key)
+            if key in self._trained:
+                self._hold(Trained(step=max(t.step for t in self._trained[key]), entry=entry, consumed=consumed))
+            else:
+                at_once.append(Trained(step=-1, entry=entry, consumed=consumed))
         message = GroupsGivenUp(groups=tuple(pairs), prompts=prompts, reissue=bool(prompts), samples=tuple(samples))
-        at_once = [t for t in done if all(t.consumed.group_id != other.consumed.group_id for other in before)]
-        self.uncommitted += [
-            msgspec.structs.replace(t, step=max(o.step for o in before if o.consumed.group_id == t.consumed.group_id))
-            for t in done
-            if t not in at_once
-        ]
         await self._context.bus.commit(
             Commit(
                 ack=[t.entry for t in at_once],
@@ -181,10 +187,6 @@ class Intake:
         self.reader.forget([t.entry for t in at_once])
         self._context.count("groups_given_up", len(drops))
 
-    def _half_trained(self) -> set[str]:
-        """Keys of entries of which some samples are trained and some ready."""
-        return {t.consumed.group_id for t in self.uncommitted} & self.ready.keys()
-
     def trained(self, consumed: Iterable[Consumed], step: int) -> None:
         """Move samples from ready to uncommitted, with their accounts."""
         for item in consumed:
@@ -195,16 +197,14 @@ class Intake:
                 part.left = left
             else:
                 del self.ready[item.group_id], self._entries[item.group_id]
-            self.uncommitted.append(Trained(step=step, entry=entry, consumed=item))
+            self._hold(Trained(step=step, entry=entry, consumed=item))
 
     async def acknowledge(self, step: int, checkpoint: Checkpointed | None) -> None:
         """Everything trained up to `step` is durable: acknowledge, close and book the entries of which no sample is left.
         Repeatable after a crash."""
-        later = {t.consumed.group_id for t in self.uncommitted if t.step > step} | self.ready.keys()
-        done = [t for t in self.uncommitted if t.step <= step and t.consumed.group_id not in later]
-        by_key: dict[str, list[Trained]] = {}
-        for t in done:
-            by_key.setdefault(t.consumed.group_id, []).append(t)
+        by_key = {
+            key: of for key, of in self._trained.items() if key not in self.ready and all(t.step <= step for t in of)
+        }
         keys = list(by_key)
         for start in range(0, len(keys), ACKS_PER_COMMIT):
             part = keys[start : start + ACKS_PER_COMMIT]
@@ -223,9 +223,9 @@ class Intake:
                     break
                 # Entries that the server forgot: their groups come again, and are settled then.
                 part = [key for key in part if by_key[key][0].entry.id not in result.moved]
-        self.reader.forget([t.entry for t in done])
-        self._settle([t.consumed for t in done])
-        self.uncommitted = [t for t in self.uncommitted if t.step > step or t.consumed.group_id in later]
+        self.reader.forget([of[0].entry for of in by_key.values()])
+        self._settle([t.consumed for of in by_key.values() for t in of])
+        self._trained = {key: of for key, of in self._trained.items() if key not in by_key}
         if checkpoint is not None:
             await self._context.bus.append([Out(POLICY, checkpoint)])
 
@@ -255,7 +255,7 @@ class Intake:
 
     def elsewhere(self, listed: Mapping[str, bytes]) -> dict[int, int]:
         """Open samples that are not here yet, by the step of their issue."""
-        here = self.ready.keys() | {t.consumed.group_id for t in self.uncommitted}
+        here = self.ready.keys() | self._trained.keys()
         found: dict[int, int] = {}
         for key, raw in listed.items():
             if key not in here:

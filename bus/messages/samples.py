@@ -116,6 +116,11 @@ class Response(msgspec.Struct, frozen=True):
         return len(self.tokens) // 4
 
     @property
+    def aside(self) -> str:
+        """The blob that its experts lie in; empty = none."""
+        return "" if self.experts is msgspec.UNSET else self.experts.ref or ""
+
+    @property
     def made(self) -> tuple[VersionSpan, ...]:
         """Spans of the generated tokens: what the accounts and the staleness bound are about."""
         for span in self.spans:
@@ -260,8 +265,9 @@ class Parked(Message, frozen=True, kw_only=True, tag="sample.parked"):
     journal: tuple[Call, ...] | msgspec.UnsetType = msgspec.UNSET  # UNSET = one turn under way, in answer to the task's prompt
 
     def header(self) -> Header:
+        task, response = self.task, self.response
         return Header(
-            id=self.task.sample_id, group=self.task.group_id, tokens=self.response.n_tokens, note=self.reason
+            id=task.sample_id, group=task.group_id, tokens=response.n_tokens, note=self.reason, asides=response.aside
         )
 
 
@@ -273,7 +279,8 @@ class PrefixResume(Message, frozen=True, kw_only=True, tag="prefix.resume"):
     journal: tuple[Call, ...] | msgspec.UnsetType = msgspec.UNSET  # as parked
 
     def header(self) -> Header:
-        return Header(id=self.task.sample_id, group=self.task.group_id, tokens=self.response.n_tokens)
+        task, response = self.task, self.response
+        return Header(id=task.sample_id, group=task.group_id, tokens=response.n_tokens, asides=response.aside)
 
 
 class PrefixDropped(Message, frozen=True, kw_only=True, tag="prefix.dropped"):

@@ -19,7 +19,7 @@ Command = tuple[Any, ...]
 
 
 _WORDS: dict[str, bytes] = {}  # packed forms of short words; key and field names come again and again
-_WORDS_MAX = 4096
+_WORDS_MAX = 512  # most of what comes is ids, which do not come again: a larger one only takes longer to fill
 LARGE = 32 * 1024
 READ_BYTES = 128 * 1024
 _MORE = object()  # what a parser says that has no whole reply

@@ -44,13 +44,14 @@ async def run_console(
     `plain` without one. `total_steps` 0 = unknown. `folder`: of the run, where it is here."""
     console = Console(file=out or sys.stdout, highlight=False)
     live = mode == "live" and console.is_terminal
+    lines = mode != "none" and not live
 
     def say(line: str) -> None:
-        if mode != "none" and not live:
+        if lines:
             console.out(printable(line), highlight=False)
 
     async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(_follow(feed, stop, say, total_steps))
+        following = tasks.create_task(_follow(feed, stop, say, total_steps, 0.0 if lines else REFRESH_S))
         if live:
             hub = Hub(bus, feed, folder, total_steps=total_steps, refresh_s=LOOK_S)
             tasks.create_task(hub.run(stop))
@@ -59,13 +60,14 @@ async def run_console(
             tasks.create_task(_until_first_step(bus, feed, stop, say))
 
 
-async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], total_steps: int) -> None:
-    """A line for each step, evaluation, checkpoint, restore, knob and fault; woken by the blocking read. After `stop` what
-    is on the logs already is shown too."""
+async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], total_steps: int, pause_s: float) -> None:
+    """A line for each step, evaluation, checkpoint, restore, knob and fault; woken by the blocking read. With a pause between
+    reads, where no line is waited for, many workers' beats do not wake it one by one. After `stop` what is on the logs already is
+    shown too."""
     while True:
         over = stop.is_set()
         try:
-            fresh, more = await feed.read(0.0 if over else REFRESH_S)
+            fresh, more = await feed.read(0.0 if over or pause_s else REFRESH_S)
         except BusUnreachable as error:
             say(f"console: {error}")
             if over:
@@ -76,6 +78,8 @@ async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], t
                 say(line)
         if over and not more:
             return
+        if pause_s and not more:
+            await _stopped(stop, pause_s)
 
 
 async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Callable[[str], None]) -> None:

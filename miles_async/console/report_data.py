@@ -133,7 +133,7 @@ def _rows(steps: Sequence[Step], per_group: int) -> Iterator[dict[str, float]]:
     done = 0.0
     for step in steps:
         done += step.metrics.get("rollout/samples", per_group * step.n_groups)
-        yield step.metrics | derived(step) | {"step": float(step.step), "wall": round(step.wall, 1), "samples": done}
+        yield {**step.metrics, **derived(step), "step": float(step.step), "wall": round(step.wall, 1), "samples": done}
 
 
 def thinned(rows: Iterable[Mapping[str, float]], n: int, xs: Sequence[str], most: int) -> Table:

@@ -158,6 +158,7 @@ def reward_spec(settings: RunSettings, model_dir: str) -> RewardSpec:
         skip_special_tokens=settings.rollout.rollout_skip_special_tokens,
         max_retries=settings.rollout.reward_max_retries,
         tokenizer_dir=model_dir,
+        hook_values=custom_config(settings.rollout.custom_config_path),
         teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
     )
 
@@ -167,7 +168,7 @@ def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
     s, t = settings.flat, settings.trackers
     name = settings.launch.name
     wanted = installed("tensorboard") if t.use_tensorboard is None else t.use_tensorboard
-    on = wanted or t.use_wandb or t.use_mlflow or t.use_trackio
+    on = wanted or t.use_wandb or t.use_mlflow or t.use_trackio or bool(t.otel_endpoint)
     config = {key: value for key, value in initial_values(settings).items() if value is not None}
     trackers = told(TrackerSpec, s, run=name, run_dir=place.run_dir, config=config, use_tensorboard=wanted) if on else None
     exporter = ExporterSpec(host=t.prometheus_host, port=t.prometheus_port, run=t.prometheus_run_name or name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import resource
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.child import free_port
+from actors.runtime.child import PYTHON, free_port
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer, load_prompts
@@ -57,7 +59,7 @@ def open_files_needed(settings: RunSettings) -> int:
 
 
 def check_host(settings: RunSettings) -> None:
-    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
+    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written, no Ray."""
     need = open_files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
@@ -79,20 +81,38 @@ def check_host(settings: RunSettings) -> None:
             value=settings.launch.runs_dir,
             remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
         ) from None
+    if settings.launch.launcher == "ray":
+        _check_ray(settings.launch.ray_address)
+
+
+def _check_ray(address: str) -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
+        )
+    from miles_async.launcher.ray_cluster import check_head
+
+    check_head(address)
+
+
+MODEL_S = 3600.0  # to make a builtin model: half a minute, or some on a busy host
 ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
-    """The checkpoint directory; a builtin model is made once per seed and kept beside the runs."""
+    """The checkpoint directory; a builtin model is made once per seed and kept beside the runs. In a process of its own:
+    torch would stay in this one as long as the run lasts, with 300 MB."""
     builtin = settings.model.builtin_name
     if builtin is None:
         return Path(settings.model.hf_checkpoint).resolve()
-    from miles_async.quickstart.model import make_model
-    from miles_async.quickstart.tasks import TASKS
-
-    directory = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}"
+    directory, seed = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}", str(settings.launch.seed)
     if not (directory / "model.safetensors").exists():
-        make_model(directory, TASKS[builtin], seed=settings.launch.seed)
+        make = [*PYTHON, "miles_async.quickstart.model", str(directory), "--task", builtin, "--seed", seed]
+        try:
+            subprocess.run(make, capture_output=True, text=True, check=True, timeout=MODEL_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            said = str(error.stderr or error).strip().splitlines()[-1]
+            raise SettingsError(said, field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
     return directory.resolve()
 
 

@@ -142,7 +142,7 @@ class Supervisor:
             if verdict.action == "done":
                 kept.done = True
                 return
-            cause = last_words(end.lines)
+            cause = last_words(end.lines, name if end.code is not None and end.code > 0 else "")
             if verdict.action == "give_up":
                 kept.done = True
                 status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
@@ -199,9 +199,11 @@ class Supervisor:
         return late
 
 
-def last_words(lines: Sequence[str]) -> str:
-    """Last meaningful line of an actor's log, of which these are the last."""
-    for line in reversed(lines[-40:]):
+def last_words(lines: Sequence[str], name: str = "") -> str:
+    """Last meaningful line of an actor's log, of which these are the last. `name`: of an actor that ended by itself; the error
+    that it told counts then, whatever libraries said while the process went down."""
+    told = [line for line in lines[-40:] if name and re.match(rf"[\d-]+ [\d:,]+ {re.escape(name)} ERROR ", line)]
+    for line in reversed(told or lines[-40:]):
         if not line.startswith((" ", "  |", "Traceback", "During handling")):
             return printable(_LOG_HEAD.sub("", line.strip())[:600])
     return "no log line"

@@ -11,16 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from actors.partial.actor import PartialSpec
+from actors.partial.actor import run as run_partial
 from actors.trainer.convert import to_samples
 from actors.trainer.training.routes import Routes, RouteShape
 from bus import Bus, Commit, Out, Reader
-from bus.asides import put_aside
+from bus.asides import put_aside, response_aside, response_whole
 from bus.dead import drop, letter_of, read_letters
 from bus.messages.groups import GroupKept
-from bus.messages.samples import Episode, RolloutDone, Routed, Scored, Strand
+from bus.messages.samples import Episode, Parked, RolloutDone, Routed, Scored, Strand
 from bus.sweep import sweep_orphans
-from bus.topology import DEAD, GROUPS, ROLLOUTS, SCORED, Stream
-from tests.actors.house import open_bus
+from bus.topology import DEAD, GROUPS, PARKED, PREFIXES, ROLLOUTS, SCORED, Stream
+from tests.actors.house import open_bus, running, until
 from tests.actors.test_trainer_parts import SPLIT, TOKENS, arrive, member, trainer_of
 
 SHAPE = RouteShape(layers=4096, top_k=8, experts=128)  # as many bytes for few tokens as a large model has for many
@@ -122,3 +124,20 @@ async def test_a_group_that_is_dropped_takes_them_along_and_a_dead_letter_keeps_
     [item] = await read_letters(bus)
     await drop(bus, item)
     assert await blobs(bus) == set()
+
+
+async def test_a_parked_sample_passes_the_partial_room_without_them_and_its_next_worker_has_them(bus: Bus) -> None:
+    rollout = made(0)
+    parked = Parked(task=rollout.task, response=await response_aside(bus, rollout.response), reason="drain")
+    before = await blobs(bus)
+    assert len(before) == 1
+    await bus.append([Out(PARKED, parked)])
+    async with running(bus, "partial", run_partial, PartialSpec()):
+        [entry] = await until(lambda: bus.scan_all(PREFIXES))
+    assert not entry.blob and len(entry.body) < 2000
+    assert await blobs(bus) == before, "not written again"
+    resumed = await response_whole(bus, (await bus.message(entry)).response)
+    assert bytes(resumed.experts.data) == table(0).tobytes() and not resumed.aside
+    [leased] = await one_on(bus, PREFIXES)
+    await bus.commit(Commit(ack=(leased,), append=(Out(ROLLOUTS, await put_aside(bus, rollout)),)))
+    assert len(await blobs(bus)) == 1 and not before & await blobs(bus), "the finished sample has its own"

@@ -10,7 +10,8 @@ import pytest
 from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
 from actors.trainer import actor
-from actors.trainer.backend import BatchRefused, StepBatch, StepResult, TrainBackend
+from actors.trainer.backend import BatchRefused, StepBatch, StepResult
+from actors.trainer.backends import NoTraining
 from actors.trainer.spec import TrainerSpec
 from bus import Bus
 from bus.errors import InvariantBroken
@@ -27,7 +28,7 @@ from tests.declared import PLAIN, backend_of
 BAD = 13.0  # the reward of a sample that this backend cannot take
 
 
-class Picky(TrainBackend):
+class Picky(NoTraining):
     """Takes all but samples of one reward."""
 
     half_done = False

@@ -17,7 +17,7 @@ from actors.publisher.actor import Publisher, PublisherSpec
 from actors.publisher.plan import TRIES
 from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
-from actors.trainer.backend import TrainBackend
+from actors.trainer.backends import NoTraining
 from actors.trainer.courier import Courier
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports import files
@@ -37,7 +37,7 @@ PASSING = CourierSpec(transport="nccl", copy=False, buffer_bytes=20_000, check_e
 pytestmark = pytest.mark.timeout(120)
 
 
-class Weights(TrainBackend):
+class Weights(NoTraining):
     """A backend that publishes one model and has nothing to train. `beside` gives the small files of each writing."""
 
     def __init__(self, model: Path) -> None:

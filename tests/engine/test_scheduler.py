@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.generation.embedded.batch import Batch
 from actors.generation.embedded.config import ModelRefused, read_config
 from actors.generation.embedded.model import Decoder
 from actors.generation.embedded.request import Request
@@ -97,3 +98,21 @@ def test_a_refused_update_is_told_to_its_asker_only(model_dir: Path, tmp_path: P
     assert (last.n_tokens, last.version, last.finish) == (200, "1", {"type": "length", "length": 200})
     assert request.retractions == 0
     scheduler.close(20)
+
+
+def test_a_repeatable_engine_gives_a_sample_the_same_numbers_in_any_company(model_dir: Path) -> None:
+    decoder = Decoder(read_config(model_dir), repeatable=True)
+    load_weights(decoder, model_dir)
+
+    def made(company: int) -> list[tuple[float, int, None]]:
+        batch, joining = Batch(decoder, 64, 1 << 16), [Request(rid="one", prompt=[2, 3, 5], limit=40, seed=7)]
+        others = [Request(rid=f"{i}", prompt=[i % 30 + 2] * (i % 9 + 1), limit=5 + i % 40) for i in range(company)]
+        with torch.inference_mode():
+            batch.prefill([*others[::2], *joining])
+            batch.decode()
+            batch.prefill(others[1::2])
+            while joining[0].finish is None:
+                batch.decode()
+        return joining[0].pairs
+
+    assert made(0) == made(31) == made(7)

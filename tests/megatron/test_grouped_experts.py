@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from actors.trainer.megatron_backend import convert, host
-from actors.trainer.megatron_backend.grouped import GroupedExperts, as_one, in_order_of_buffers
+from actors.trainer.megatron_backend.families import describe
+from actors.trainer.megatron_backend.grouped import GroupedExperts, as_one, grouped, in_order_of_buffers
+from actors.trainer.megatron_backend.layers import changes_of
+from tests.megatron.models import MODELS
 
 EXPERTS, WIDTH, INNER = 5, 16, 24
 COUNTS = (3, 0, 6, 1, 2)  # tokens of each expert; one has none
@@ -81,6 +86,23 @@ def test_all_experts_at_once_give_the_numbers_of_one_after_the_other(distributed
     for name, weight in weights.items():
         wanted = torch.zeros_like(weight) if weight.grad is None else 2 * weight.grad
         torch.testing.assert_close(totals[name], wanted, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_the_setting_decides_whose_experts_are_built_and_dense_layers_stay() -> None:
+    for family, kernel, wanted in (("qwen3_moe", "torch", True), ("minimax_m2", "torch", True), ("qwen3_moe", "te", False),
+                                   ("qwen3", "torch", False)):  # fmt: skip
+        arch = describe({**make_config(family), "model_type": family})
+        assert (grouped in changes_of(arch, kernel)) == wanted, (family, kernel)
+    blocks = [SimpleNamespace(), *(SimpleNamespace(experts=SimpleNamespace(module=m)) for m in (TEGroupedMLP, SequentialMLP))]
+    layers = [SimpleNamespace(submodules=SimpleNamespace(mlp=SimpleNamespace(submodules=one))) for one in blocks]
+    grouped(SimpleNamespace(layer_specs=layers))  # type: ignore[arg-type]
+    assert [getattr(getattr(one, "experts", None), "module", None) for one in blocks] == [None, GroupedExperts, SequentialMLP]
+
+
+def make_config(family: str) -> dict[str, Any]:
+    kind, shape = MODELS[family]
+    made: dict[str, Any] = getattr(transformers, kind)(**shape).to_dict()
+    return made
 
 
 def test_tensors_are_one_only_at_even_distances() -> None:

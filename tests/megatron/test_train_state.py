@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from safetensors.torch import load_file
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.core import MegatronCore
+from actors.trainer.megatron_backend.setup import _attention
 from actors.trainer.training.ranked import RankedBackend
 from actors.trainer.training.saving import Checkpoint
 from bus.errors import CheckpointRefused
@@ -156,12 +159,22 @@ def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
     torch_backend.close()
 
 
+def test_flash_attention_that_is_not_installed_is_no_kernel_of_transformer_engines(caplog: pytest.LogCaptureFixture) -> None:
+    """A launch script's --attention-backend flash goes on with the kernels that are there, and says so."""
+    assert importlib.util.find_spec("flash_attn") is None, "this test is for a host without it"
+    assert _attention(AttnBackend.flash) == {"attention_backend": AttnBackend.auto}
+    assert "flash-attn is not installed" in caplog.text
+    assert _attention(AttnBackend.fused) == _attention(None) == {}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"own": {"tensor_model_parallel_size": 3}}, "tensor_model_parallel_size=3: 4 attention heads"),
         ({"own": {"megatron": {"recompute_granulation": "full"}}}, "recompute_granulation: megatron-core has no such field"),
         ({"own": {"megatron": {"use_precision_aware_optimizer": True}}}, "it needs a GPU and Transformer Engine"),
+        ({"own": {"megatron": {"attention_backend": "flesh"}}}, "attention_backend=flesh: it is one of flash, fused, unfused"),
+        ({"own": {"megatron": {"exp_avg_dtype": "half"}}}, "exp_avg_dtype=half: it is one of fp32, fp16, bf16, fp8"),
         ({"own": {"megatron": {"recompute_granularity": "all"}}}, "megatron-core refuses these settings"),
         ({"optimizer": "muon"}, "optimizer=muon: the Megatron backend has adam"),
         ({"own": {"megatron": {"num_layers": 3}}}, "num_layers=3: config.json and the layout say 4"),

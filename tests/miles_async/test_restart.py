@@ -105,3 +105,11 @@ def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_the_error_an_actor_told_counts_and_not_what_libraries_say_while_its_process_goes_down() -> None:
+    told = "2026-01-01 00:00:00,000 trainer ERROR RunEnds: step 1 cannot be trained: no room"
+    noise = "[rank0]:[W1 ProcessGroupNCCL.cpp:1] Warning: destroy_process_group"
+    lines = ["2026-01-01 00:00:00,000 trainer ERROR older", told, noise]
+    assert last_words(lines, "trainer") == "step 1 cannot be trained: no room"
+    assert last_words(lines) == lines[-1]  # killed by a signal: the last it said

@@ -46,6 +46,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--incremental-streaming-output", action="store_true", help="chunks hold only new tokens (default: all so far)"
     )
+    parser.add_argument(
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="a sample's numbers do not depend on what else runs: each is computed alone, which is slower",
+    )
     args = parser.parse_args(argv)
     for name in ("max_running_requests", "max_total_tokens", "context_length", "threads", "stream_interval"):
         value = getattr(args, name)
@@ -123,7 +128,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     if args.context_length is not None:
         config = dataclasses.replace(config, context=min(config.context, args.context_length))
     eyes = Eyes(args.model_path) if config.axes else None
-    decoder = Decoder(config, eyes)
+    decoder = Decoder(config, eyes, repeatable=args.enable_deterministic_inference)
     load_weights(decoder, args.model_path)
 
     loop = asyncio.get_running_loop()

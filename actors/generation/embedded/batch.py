@@ -26,6 +26,7 @@ class Batch:
         self.decoder = decoder
         self.cache = KvCache(decoder.config, max_rows, max_total_tokens)
         self.max_rows = max_rows
+        self._prefill_tokens = 0 if decoder.repeatable else PREFILL_TOKENS
         self.requests: list[Request] = []
         self._lengths = np.zeros(max_rows, np.int64)
         """Index of each row's last token in its sequence: what the cache holds, and where the next key goes."""
@@ -60,7 +61,7 @@ class Batch:
             while order and (not part or 2 * order[-1].length > width):
                 view = order[-1].view
                 key = view.digest if view else b"", tuple(order[-1].prompt + order[-1].tokens)
-                if key not in distinct and (len(distinct) + 1) * width > PREFILL_TOKENS and part:
+                if key not in distinct and (len(distinct) + 1) * width > self._prefill_tokens and part:
                     break
                 if key not in distinct:
                     views.append(view)

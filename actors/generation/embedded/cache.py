@@ -5,6 +5,8 @@ that a decode step reads a plain prefix of it. Always true: every element is fin
 masked positions still enter a product with weight 0.
 """
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -55,8 +57,17 @@ class KvCache:
 
     def _allocate(self, rows: int, length: int) -> None:
         c = self._config
-        self.rows, self.length = rows, length
-        self.data = torch.zeros(c.layers, 2, rows, c.kv_heads, length, c.head_dim)
+        self._hold(torch.zeros(c.layers, 2, rows, c.kv_heads, length, c.head_dim))
+
+    def row(self, i: int) -> "KvCache":
+        """Row i alone, in the same memory."""
+        one = copy(self)
+        one._hold(self.data[:, :, i : i + 1])
+        return one
+
+    def _hold(self, data: Tensor) -> None:
+        c, rows, length = self._config, data.shape[2], data.shape[4]
+        self.data, self.rows, self.length = data, rows, length
         flat = self.data.view(c.layers, 2, rows * c.kv_heads, length, c.head_dim)
         self.keys = list(flat[:, 0])
         """Per layer [rows * kv_heads, length, head_dim]."""

@@ -63,9 +63,11 @@ class _Layer:
 class Decoder:
     """Weights and forward. Not thread-safe: the scheduler's thread owns it."""
 
-    def __init__(self, config: ModelConfig, eyes: Eyes | None = None) -> None:
+    def __init__(self, config: ModelConfig, eyes: Eyes | None = None, *, repeatable: bool = False) -> None:
         self.config = c = config
         self.eyes = eyes
+        self.repeatable = repeatable
+        """Each row is computed alone: a product's last bits depend on how many rows it has."""
         self.slots: dict[str, Slot] = {}
         """Checkpoint name -> its place."""
         self.fp8_parts: dict[str, dict[str, Tensor]] = {}
@@ -157,6 +159,8 @@ class Decoder:
         position lies before that index (a picture's tokens share some); None = nowhere. Returns logits float32 [B, vocab].
         """
         c, n = self.config, tokens.numel()
+        if self.repeatable and n > 1:
+            return self._decode_alone(tokens, positions, cache, back)
         heads = torch.arange(n * c.kv_heads).view(n, c.kv_heads) * cache.length
         lines = (heads + positions.unsqueeze(1)).view(-1)
         blocks = []
@@ -181,6 +185,17 @@ class Decoder:
 
         rotations = self._rotations.index_select(0, positions if back is None else positions - back).unsqueeze(1)
         return self._logits(self._run(F.embedding(tokens, self._embed), rotations, attend))
+
+    def _decode_alone(self, tokens: Tensor, positions: Tensor, cache: KvCache, back: Tensor | None) -> Tensor:
+        logits, chosen = [], []
+        for i, at in enumerate(positions.tolist()):
+            one = slice(i, i + 1)
+            logits.append(
+                self.decode(tokens[one], positions[one], [at + 1], cache.row(i), None if back is None else back[one])
+            )
+            chosen.append(self.chosen)
+        self.chosen = torch.cat([c for c in chosen if c is not None]) if self.config.experts else None
+        return torch.cat(logits)
 
     def _run(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
         """Hidden states float32 [T, hidden] through all layers, before the last norm."""

@@ -22,6 +22,7 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, tag="megatron"):
     expert_tensor_parallel_size: int | None
     sequence_parallel: bool
     microbatch_group_size_per_vp_stage: int | None
+    moe_expert_kernel: str  # torch or te
     data_pad_size_multiplier: int  # tokens: a packed stream is padded to a multiple of it on each rank
     gradient_checkpointing: bool
     megatron: dict[str, Any]

@@ -37,7 +37,7 @@ from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.export import gathered
 from actors.trainer.training.files import Identity, hash_tensors
 from actors.trainer.training.offload import Offload
-from actors.trainer.training.old_actors import OldActors, copies, worn
+from actors.trainer.training.old_actors import OldActors, copies
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.routes import Routes, RouteShape, mode_of
 from actors.trainer.training.state import no_optimizer
@@ -170,7 +170,7 @@ class MegatronCore(Core):
             self.others["ref_logp"] = copies(self.model.weights(), on_host=True)
 
     def _wearing(self, weights: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        return nullcontext() if weights is None else worn(self.model.weights(), weights, on_host=True)
+        return nullcontext() if weights is None else self.old_actors.worn(self.model.weights(), weights)
 
     # -- backward and update ------------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 Engine's call for every expert, which leaves a GPU waiting for the host.
 
 Weights stay parameters of their own, with Transformer Engine's names. Always true: only where they, and their gradients, lie one
-behind the other in Megatron's buffers are they taken as one tensor; elsewhere Transformer Engine computes as before.
-
-Used by `--spec actors.trainer.megatron_backend.grouped layers`.
+behind the other in Megatron's buffers, and torch's kernel takes them, are they taken as one tensor; elsewhere Transformer Engine
+computes (all of it with `--moe-expert-kernel te`).
 """
 
 from __future__ import annotations
@@ -17,21 +16,18 @@ import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from actors.trainer.megatron_backend.layers import layer_specs
 
 log = logging.getLogger(__name__)
 ELSEWHERE = ("fp8", "fp4", "delay_wgrad_compute", "moe_apply_probs_on_input", "fine_grained_activation_offloading",
              "add_bias_linear", "use_te_activation_func", "activation_func_clamp_value", "glu_linear_offset")  # fmt: skip
 """Fields of TransformerConfig that ask for what is not done here."""
+ALIGNED = 16  # bytes, that rows of both matrices are a multiple of
 
 
-def layers(args: Any, config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
-    """A layer spec: Megatron's layers with these experts."""
-    block = layer_specs(config, stage)
+def grouped(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """The same layers with these experts in place of Transformer Engine's."""
     for layer in block.layer_specs:
         experts = getattr(getattr(layer.submodules.mlp, "submodules", None), "experts", None)
         if experts is not None and experts.module is TEGroupedMLP:
@@ -96,7 +92,8 @@ class GroupedExperts(TEGroupedMLP):
             if not any(getattr(self.config, name, None) for name in ELSEWHERE) and self.config.gated_linear_unit:
                 self._views = self._taken()
             if not self._views:
-                log.warning("experts are computed one by one: their weights or gradients do not lie one behind the other")
+                log.warning("experts are computed one by one: their weights or gradients do not lie one behind the other, or suit "
+                            "no kernel of torch's")  # fmt: skip
         return bool(self._views)
 
     def _taken(self) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -105,10 +102,16 @@ class GroupedExperts(TEGroupedMLP):
             weights: list[Any] = [getattr(linear, f"weight{e}") for e in range(self.num_local_experts)]
             weight, totals = as_one([w.detach() for w in weights]), [w.main_grad for w in weights if hasattr(w, "main_grad")]
             total = as_one(totals)
-            if weight is None or (totals and (total is None or total.shape != weight.shape)):
+            if weight is None or (totals and (total is None or total.shape != weight.shape)) or not _taken_by_kernel(weight):
                 return {}
             found[name] = weight, total
         return found
+
+
+def _taken_by_kernel(weight: Tensor) -> bool:
+    """Whether torch has a kernel for products with weights [E, out, in], and with their gradients."""
+    rows = [n * weight.element_size() % ALIGNED for n in weight.shape[1:]]
+    return hasattr(F, "grouped_mm") and (not weight.is_cuda or (weight.dtype == torch.bfloat16 and not any(rows)))
 
 
 def in_order_of_buffers(linear: nn.Module) -> None:

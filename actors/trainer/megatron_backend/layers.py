@@ -29,6 +29,7 @@ from actors.runtime.hooks import load_hook
 from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.attention import Attention
 from actors.trainer.megatron_backend.flags import is_ours
+from actors.trainer.megatron_backend.grouped import grouped
 
 log = logging.getLogger(__name__)
 Layers = Callable[[TransformerConfig, int | None], Any]
@@ -115,17 +116,24 @@ def _normed(add: Callable[..., Any], norm: Any) -> Callable[..., Any]:
     return chosen
 
 
-def layers_of(spec: Sequence[str], arch: Architecture) -> Layers:
-    """What makes the layers: that of the user's `--spec MODULE FUNCTION`, else ours of the family."""
+def layers_of(spec: Sequence[str], arch: Architecture, *, expert_kernel: str) -> Layers:
+    """What makes the layers: that of the user's `--spec MODULE FUNCTION`, else ours of the family. `expert_kernel`: see
+    `--moe-expert-kernel`."""
     if spec and not is_ours(spec):
         made = load_hook(".".join(spec))
         return lambda config, stage: made(SimpleNamespace(**vars(config)), config, stage)
     if spec:
         log.info("--spec %s: layers are made as config.json says, by our own record of the family", " ".join(spec))
-    changes: list[Callable[[Any], Any]] = [wide_normed] if arch.wide_norms else []
-    changes += [partial(capped, cap=arch.score_cap)] if arch.score_cap else []
-    changes += [post_normed] if arch.post_norms else []
+    changes = changes_of(arch, expert_kernel)
     return lambda config, stage: reduce(lambda block, change: change(block), changes, layer_specs(config, stage))
+
+
+def changes_of(arch: Architecture, expert_kernel: str) -> list[Callable[[Any], Any]]:
+    """What is made of Megatron's layers for this family, in order."""
+    changes: list[Callable[[Any], Any]] = [grouped] if arch.experts and expert_kernel == "torch" else []
+    changes += [wide_normed] if arch.wide_norms else []
+    changes += [partial(capped, cap=arch.score_cap)] if arch.score_cap else []
+    return [*changes, *([post_normed] if arch.post_norms else [])]
 
 
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:

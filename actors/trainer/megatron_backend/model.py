@@ -98,7 +98,8 @@ def padded_vocab(vocab: int, tp: int, divisible_by: int = 1) -> int:
 
 
 def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, spec: Sequence[str] = (),
-          provider: Provider | None = None, vocab_divisible_by: int = 1, **given: Any) -> list[GPTModel]:  # fmt: skip
+          provider: Provider | None = None, vocab_divisible_by: int = 1, expert_kernel: str = "torch",
+          **given: Any) -> list[GPTModel]:  # fmt: skip
     """This rank's model chunks, one per virtual stage. Collective only in that every rank builds its own.
 
     `spec`: module and function that make the layers; `provider`: what makes whole chunks; both in place of ours. `given`: fields of
@@ -113,7 +114,7 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
         # Transformer Engine's layers add up by themselves. megatron-core's own would need APEX, and one is left: the output layer,
         # whose product is made by the vocabulary head.
         layers_module._grad_accum_fusion_available = True
-    layers = layers_of(spec, arch)
+    layers = layers_of(spec, arch, expert_kernel=expert_kernel)
     vocab = padded_vocab(arch.vocab, layout.tp, vocab_divisible_by)
     chunks = []
     for stage in range(layout.vpp):

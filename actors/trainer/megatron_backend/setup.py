@@ -7,6 +7,8 @@ decides itself, or can't do, is refused in one line.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.training.routes import mode_of
 
+log = logging.getLogger(__name__)
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
 ENGINE_FIELDS = ("use_precision_aware_optimizer", "tp_comm_overlap", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
@@ -60,13 +63,16 @@ TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, Optimiz
 
 
 def given_of(own: MegatronConfig) -> dict[str, Any]:
-    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such."""
+    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such. Raises
+    Refused for a value by a name that is none."""
     given = {name.replace("-", "_"): value for name, value in own.megatron.items()}
     for name, value in given.items():
-        if name == "attention_backend" and isinstance(value, str):
-            given[name] = AttnBackend[value]
-        elif name.endswith("_dtype") and name in OPTIMIZER and isinstance(value, str):
-            given[name] = TYPES[value]
+        known: Mapping[str, Any] = TYPES if name.endswith("_dtype") and name in OPTIMIZER else {}
+        known = AttnBackend.__members__ if name == "attention_backend" else known
+        if known and isinstance(value, str):
+            if value not in known:
+                raise Refused(f"megatron.{name}={value}: it is one of {', '.join(known)}")
+            given[name] = known[value]
     return given
 
 
@@ -128,7 +134,8 @@ class Model:
             self.optimizer_config = self._optimizer(config, given, ddp)
             self.bare = model.build(
                 arch, layout, dtype=self.dtype, spec=own.spec, provider=provider,
-                vocab_divisible_by=own.make_vocab_size_divisible_by, **self._transformer(own, given),
+                vocab_divisible_by=own.make_vocab_size_divisible_by, expert_kernel=own.moe_expert_kernel,
+                **self._transformer(own, given),
             )  # fmt: skip
         except (AssertionError, ValueError) as error:
             raise Refused(f"megatron-core refuses these settings: {' '.join(str(error).split())}") from error
@@ -154,7 +161,7 @@ class Model:
         return OptimizerConfig(**{
             **shared, "bf16": self.dtype == torch.bfloat16, "params_dtype": self.dtype, "optimizer_offload_fraction": 1.0,
             "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
-            **_only(given, OPTIMIZER),
+            **_only(given, OPTIMIZER), **({} if torch.cuda.is_available() else {"optimizer_cpu_offload": False}),  # it is there
         })  # fmt: skip
 
     def _transformer(self, own: MegatronConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,6 +178,7 @@ class Model:
             **(fast if model.has_transformer_engine() else {}),
             **(full if own.gradient_checkpointing else {}),
             **_only(given, TRANSFORMER),
+            **_attention(given.get("attention_backend")),
         }
 
     def load(self, path: str) -> None:
@@ -183,6 +191,14 @@ class Model:
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank, by chunk and name."""
         return {f"{k}.{name}": t for k, chunk in enumerate(self.bare) for name, t in _tensors(chunk)}
+
+
+def _attention(asked: AttnBackend | None) -> dict[str, Any]:
+    """Transformer Engine calls flash-attn where that is installed; without it, it would find no kernel in the first step."""
+    if asked is not AttnBackend.flash or any(map(importlib.util.find_spec, ("flash_attn", "flash_attn_3"))):
+        return {}
+    log.warning("attention_backend=flash: flash-attn is not installed; Transformer Engine chooses among the kernels that it brings")
+    return {"attention_backend": AttnBackend.auto}
 
 
 def _tensors(chunk: Any) -> Iterable[tuple[str, Tensor]]:

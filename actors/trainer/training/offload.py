@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +84,7 @@ class Offload:
     def _allocate(self, n_bytes: int, *, pinned: bool) -> Tensor:
         self._host = torch.empty(0, dtype=torch.uint8)  # the old one first: both may not fit
         if self._target != "disk" or n_bytes == 0:
-            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+            return host_memory(n_bytes, pinned=pinned)
         Path(self._directory).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._directory, prefix="offload.") as file:  # gone by name, not by content
             return torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8)
@@ -99,6 +101,17 @@ class Offload:
                     "something else holds its memory. See nvidia-smi; engines share it by --offload-rollout-level."
                 )
             time.sleep(0.1)  # the driver tells nobody when it has cleaned up; we are in the training's own thread
+
+
+def host_memory(n_bytes: int, *, pinned: bool) -> Tensor:
+    """uint8 [n_bytes] on the host; `pinned`: page-locked as it stands, while this very tensor lives. torch's own pinned memory is
+    rounded up to a power of two: 65 GiB would take 128."""
+    made = torch.empty(n_bytes, dtype=torch.uint8)
+    if pinned and n_bytes:
+        cuda: Any = torch.cuda.cudart()
+        if int(cuda.cudaHostRegister(made.data_ptr(), n_bytes, 0)) == 0:  # else copies are slower, and right
+            weakref.finalize(made, cuda.cudaHostUnregister, made.data_ptr())
+    return made
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -1,7 +1,8 @@
-"""Weights of earlier steps (`--keep-old-actor`): log-probs under the very weights that made a token. Reference A17.
+"""Weights of others that a model computes with for a while: those of earlier steps (`--keep-old-actor`, reference A17), and where
+there is one model on the device, reference and teacher.
 
 Owns one copy of the weights for each step that a trained token may come from: in host memory with one process, as shards on
-the device with several. Always true: outside `wearing` the model holds its own weights.
+the device with several. Always true: outside `worn` the model holds its own weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from actors.trainer.training.offload import host_memory
+
+ALIGNED = 256  # bytes, at which tensors begin in a copy
+
 
 class OldActors:
     """`on_host`: copies lie in host memory."""
@@ -19,6 +24,7 @@ class OldActors:
     def __init__(self, *, on_host: bool) -> None:
         self._on_host = on_host
         self._kept: dict[int, dict[str, Tensor]] = {}
+        self._own: dict[str, Tensor] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -34,7 +40,22 @@ class OldActors:
 
     def wearing(self, step: int, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """The model computes with the weights of `step` while the body runs; `weights` are its own."""
-        return worn(weights, self._kept[step], on_host=self._on_host)
+        return self.worn(weights, self._kept[step])
+
+    @contextmanager
+    def worn(self, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+        """A model computes with `others` while the body runs; `weights` are its own, kept in the meantime in host memory, always at
+        the same place, or where they are."""
+        own = self._own or copies(weights, on_host=self._on_host)
+        if self._own:
+            _copy_into(own, weights)
+        elif self._on_host:
+            self._own = own
+        try:
+            _copy_into(weights, others)
+            yield
+        finally:
+            _copy_into(weights, own)
 
     def tensors(self) -> dict[str, Tensor]:
         """All copies as "step/name", for a checkpoint."""
@@ -49,21 +70,28 @@ class OldActors:
         self._kept = {}
 
 
-@contextmanager
-def worn(weights: Mapping[str, Tensor], others: Mapping[str, Tensor], *, on_host: bool) -> Iterator[None]:
-    """A model computes with `others` while the body runs; `weights` are its own, kept in the meantime in host memory or where they
-    are."""
-    own = copies(weights, on_host=on_host)
-    try:
-        _copy_into(weights, others)
-        yield
-    finally:
-        _copy_into(weights, own)
+class Copies(dict[str, Tensor]):
+    """Tensors by name, and the memory that they lie in."""
+
+    memory: Tensor | None = None
 
 
-def copies(weights: Mapping[str, Tensor], *, on_host: bool) -> dict[str, Tensor]:
-    """Of tensors by name, in host memory or where they are."""
-    return {n: p.detach().to("cpu", copy=True) if on_host else p.detach().clone() for n, p in weights.items()}
+def copies(weights: Mapping[str, Tensor], *, on_host: bool) -> Copies:
+    """Of tensors by name, in host memory (one piece of it, which is pinned for a GPU) or where they are."""
+    if not on_host:
+        return Copies((name, p.detach().clone()) for name, p in weights.items())
+    places, end = {}, 0
+    for name, p in weights.items():
+        places[name] = end
+        end += -(-p.numel() * p.element_size() // ALIGNED) * ALIGNED
+    memory = host_memory(end, pinned=any(p.is_cuda for p in weights.values()))
+    made = Copies()
+    made.memory = memory  # pinned as long as it lives
+    for name, p in weights.items():
+        place = memory[places[name] : places[name] + p.numel() * p.element_size()]
+        made[name] = place.view(p.dtype).view(p.shape)
+    _copy_into(made, weights)
+    return made
 
 
 @torch.no_grad()

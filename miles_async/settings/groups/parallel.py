@@ -1,6 +1,6 @@
 """PARALLEL: how the Megatron backend cuts a model over its ranks, and megatron-core's own settings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from miles_async.settings.doc import Group, PassedOn, PositiveInt, doc
 
@@ -39,6 +39,13 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
     expert_tensor_parallel_size: Annotated[
         PositiveInt | None, doc("Ranks that share an expert's matrices. Unset: as tensor_model_parallel_size.", unit="ranks")
     ] = None
+    moe_expert_kernel: Annotated[
+        Literal["torch", "te"],
+        doc(
+            "Who multiplies by experts on a GPU: torch, all experts of a layer at once; te, Transformer Engine, one by one. "
+            "torch leaves to te what it cannot do (FP8, overlapped sending of gradients, no distributed optimizer)."
+        ),
+    ] = "torch"
     data_pad_size_multiplier: Annotated[
         int, doc("A packed stream is padded to a multiple of it on each rank.", unit="tokens", ge=1)
     ] = 128
