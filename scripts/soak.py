@@ -167,7 +167,11 @@ class Soak:
         return sum(map(len, asked))
 
 
-SMALL: Tables = {"rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4}}
+SMALL: Tables = {
+    "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_batch_size": 4},
+    "ckpt": {"save_interval": 50},
+    "eval": {"eval_interval": 200},
+}
 
 
 def tables_of(config: Path, *, small: bool = False) -> Tables:
@@ -176,16 +180,14 @@ def tables_of(config: Path, *, small: bool = False) -> Tables:
     given["rollout"]["prompt_data"] = str(REPO / given["rollout"]["prompt_data"])
     name, path = given["eval"]["eval_prompt_data"]
     given["eval"]["eval_prompt_data"] = [name, str(REPO / path)]
-    return merged(
-        merged(given, SMALL if small else {}),
-        {
-            "rollout": {"num_rollout": 1_000_000, "partial_save_tokens": 8},
-            "ckpt": {"save_interval": 10},
-            "bus": {"lease_s": 3.0},
-            "launch": {"console": "none", "report": False, "restart_budget": 1000, "heartbeat_s": 1.0},
-            "sglang": {"engine_token_deadline_s": 15.0},
-        },
-    )
+    ours: Tables = {
+        "rollout": {"num_rollout": 1_000_000, "partial_save_tokens": 8},
+        "ckpt": {"save_interval": 10},
+        "bus": {"lease_s": 3.0},
+        "launch": {"console": "none", "report": False, "restart_budget": 1000, "heartbeat_s": 1.0},
+        "sglang": {"engine_token_deadline_s": 15.0},
+    }
+    return merged(merged(given, ours), SMALL if small else {})
 
 
 def own_data(tables: Tables, home: Path) -> Tables:
@@ -244,10 +246,12 @@ async def soak(state: Soak, *, minutes: float, pause_s: float, calm: bool) -> di
                     state.fault(f"{name} did not drain")
             stop.set()
     if run.launcher is not None and run.launcher.poll() is None:
+        await asyncio.to_thread(run.until_it_listens)  # one that was just started again does not yet
         run.launcher.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(run.join, seconds=300)
         if code != 0:
             state.fault(f"the drain ended with {code}: {run.output()[-600:]}")
+            await asyncio.to_thread(run.kill_all)  # what still moves cannot be judged
     home.put("ended", wall=time.time(), minutes=(time.monotonic() - began) / 60)
     return await judged(state, wall)
 
@@ -297,7 +301,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=6.0, help="mean seconds between two disturbances")
-    parser.add_argument("--calm", action="store_true", help="disturb nothing, and train on small batches: what grows, grows with steps")
+    parser.add_argument("--calm", action="store_true", help="disturb nothing, train on small batches")
     parser.add_argument("--config", type=Path, default=REPO / "configs" / "quickstart.toml")
     parser.add_argument(
         "--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one"

@@ -110,9 +110,9 @@ class Filter:
         turn = self._turn
         if turn is None:
             return
-        for half in self._table.halves():
-            if leaves_now(half, **self._now()):
-                await self._release(half)
+        leaving = [half for half in self._table.halves() if leaves_now(half, **self._now())]
+        # All at once: the trainer waits, and their commits share a call to the bus.
+        await asyncio.gather(*map(self._release, leaving))
         fault_point(self._context.name, "turned")
         await self._context.bus.append([Out(GROUPS, turn)], repeatable=True)
         self._said = turn

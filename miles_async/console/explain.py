@@ -108,7 +108,7 @@ MEANING = {
     "lost_poison": "a sample could not be generated or scored in all its attempts",
     "lost_malformed": "a message of the group could not be read",
     "lost_evicted": "the buffer policy gave a parked sample up",
-    "lost_cancelled": "a sample was cancelled",
+    "lost_cancelled": "the rollout function neither returned the group nor gave it back",
     "malformed": "the trainer could not read a kept group",
     "refused": "the training library could not take the group",
     "outlasted": "its own generation took longer than the staleness bound",

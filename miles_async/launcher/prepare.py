@@ -9,6 +9,7 @@ import os
 import resource
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.child import free_port
+from actors.runtime.child import PYTHON, free_port
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer, load_prompts
@@ -94,20 +95,24 @@ def _check_ray(address: str) -> None:
     check_head(address)
 
 
+MODEL_S = 3600.0  # to make a builtin model: half a minute, or some on a busy host
 ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 
 
 def model_dir(settings: RunSettings, run_dir: Path) -> Path:
-    """The checkpoint directory; a builtin model is made once per seed and kept beside the runs."""
+    """The checkpoint directory; a builtin model is made once per seed and kept beside the runs. In a process of its own:
+    torch would stay in this one as long as the run lasts, with 300 MB."""
     builtin = settings.model.builtin_name
     if builtin is None:
         return Path(settings.model.hf_checkpoint).resolve()
-    from miles_async.quickstart.model import make_model
-    from miles_async.quickstart.tasks import TASKS
-
-    directory = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}"
+    directory, seed = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}", str(settings.launch.seed)
     if not (directory / "model.safetensors").exists():
-        make_model(directory, TASKS[builtin], seed=settings.launch.seed)
+        make = [*PYTHON, "miles_async.quickstart.model", str(directory), "--task", builtin, "--seed", seed]
+        try:
+            subprocess.run(make, capture_output=True, text=True, check=True, timeout=MODEL_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            said = str(error.stderr or error).strip().splitlines()[-1]
+            raise SettingsError(said, field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
     return directory.resolve()
 
 

@@ -210,11 +210,11 @@ class Launcher:
         if settings.launch.console != "none":
             print(starting((k.spec.role for k in supervisor.kept.values()), settings.rollout.rollout_batch_size), flush=True)
         await placer.open()
-        (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_by_wish)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")  # from now on it may be signalled
         failure: RunFailed | None = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_aside("view", self._show(feed), supervisor))

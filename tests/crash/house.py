@@ -267,6 +267,12 @@ class Run:
         """Wait until training has come so far."""
         self.until(f"step {step}", lambda: self.step() >= step)
 
+    def until_it_listens(self) -> None:
+        """Wait until the launcher may be signalled: before, a signal only ends its process."""
+        assert self.launcher is not None
+        pid, file = str(self.launcher.pid), self.dir / "launcher.pid"
+        self.until("a launcher that listens", lambda: file.exists() and file.read_text().strip() == pid)
+
     def saved(self) -> int:
         """Step of the newest durable checkpoint, 0 without one."""
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
 from bus.messages.groups import GroupVerdict
@@ -118,3 +120,34 @@ def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
     words = ("issued", "begun by generation-0", "ended by generation-0 with 4 tokens", "made: 4 tokens by version 1; stop")
     assert [word for word in (*words, "scored 0 by math in 0.5 s") if after.count(word) != 1] == []
     assert (run.dir / "trained.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_name_that_no_sample_has_is_refused_in_one_line_that_says_what_there_is(whole, tmp_path, living):
+    """g1 was trained, g2 dropped with its samples counted, g3 is open."""
+    groups = ["g1", "g2", "g3"] if living else ["g1", "g2"]
+    if not living:
+        marks = (Mark("issued", "", 0, 10.0), Mark("ended", "generation-0", 4, 14.0))
+        rest = (marks, (VersionSpan(1, 0, 4),), "stop", 1, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+        lives = [SampleTrained(name, *rest) for name in ("g1/0", "g1/1")]
+
+        async def recorded(story):
+            await story.say(TRAINED, SamplesTrained(step=1, samples=tuple(lives)))
+            stop = asyncio.Event()
+            stop.set()
+            await Recorder(story.bus, whole.dir).follow(stop)
+
+        whole.tell(recorded)
+        write_run_file(whole.dir, run=whole.name, bus_url=f"unix://{tmp_path}/gone.sock")
+    else:
+        (whole.dir / "settings.toml").write_text("[rollout]\nn_samples_per_prompt = 2\n")
+    expected = {
+        f"{g}/7": f"{g}/7 is not on record: group {g} has 2 samples, {g}/0 to {g}/1. miles-async trace {g} tells the whole group."
+        for g in groups
+    } | {"g99/0": "nothing on record about g99/0. miles-async bus tail prompts shows names of this run; --run NAME asks another."}
+    told = {name: whole.ask("trace", name) for name in expected}
+    assert told == {name: (2, "", f"miles-async trace: {line}\n") for name, line in expected.items()}
+    for name in ("", "g3/", "/3", "g3/-1", "g3/x", "g 3", "g3/0/1", "g3\n/0"):
+        status, out, err = whole.ask("trace", name)
+        assert (status, out, err.count("\n"), "names no sample and no group" in err) == (2, "", 1, True), name
+    assert [whole.ask("trace", name)[0] for name in ("g1/0", "g1/1", "g2/0", "g1")] == [0] * 4

@@ -6,6 +6,8 @@ import ast
 import json
 import operator
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -182,6 +184,38 @@ def test_a_made_directory_is_kept_and_a_foreign_one_is_refused(tmp_path: Path, m
     with pytest.raises(ModelDirectoryTaken, match="something else"):
         make_model(tmp_path, short(ARITHMETIC), seed=5)
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+import miles_async.launcher.run
+from miles_async.launcher.prepare import model_dir
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+settings = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math", seed=4)
+try:
+    print(model_dir(settings, Path(sys.argv[1]) / "runs" / "r"))
+except SettingsError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+
+
+def test_the_launcher_holds_no_torch_for_a_builtin_model_and_tells_why_one_cannot_be_made(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / ".models" / "arithmetic-seed4"
+    directory.mkdir(parents=True)
+
+    def told() -> list[str]:
+        command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+
+    (directory / "note.txt").write_text("mine", encoding="utf-8")
+    [why, torch_is_here] = told()
+    assert why.startswith("hf_checkpoint = 'builtin:arithmetic': model directory") and "Remove it or name another" in why
+    assert torch_is_here == "False"
+    (directory / "model.safetensors").touch()
+    assert told() == [str(directory), "False"]
 
 
 def test_a_recipe_that_misses_its_range_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Live:
         self._admit = admit
         self._entry = entry
         self._running = running
-        self._saves = saves
+        self._saves = running.saves = saves
         self._worlds = worlds
         self._world: World | None = None
         self._next = 0
@@ -102,9 +102,28 @@ class Live:
     def drain(self) -> None:
         """The worker ends: a program that is not in a turn of the model goes on elsewhere. What it asks the environment now, it
         will ask again."""
-        if self._owner is not None and not self._generating and self._reason is None:
-            self._reason = "drain"
+        if not self._generating:
+            self.leave("drain")
+
+    def leave(self, reason: Leaves) -> None:
+        """End the program now: the sample goes on elsewhere. No turn of the model may be under way."""
+        if self._owner is not None and self._reason is None:
+            self._reason = reason
             self._owner.cancel()
+
+    @property
+    def reason(self) -> Leaves | None:
+        """Why the sample leaves; None while it stays."""
+        return self._reason
+
+    def adopt(self, segment: Segment, of: Live) -> Segment:
+        """A turn that another session made, as one of this. For programs whose journals are not saved, before either ends."""
+        no = self._next
+        self._next += 1
+        self._asked.add(no)
+        of._running.hand_over(segment.call, self._running, no)
+        segment.call = no
+        return segment
 
     async def _leave(self, reason: Leaves) -> NoReturn:
         """End the program; this call, and any later one, does not return."""
@@ -147,7 +166,7 @@ class Live:
         if watch is not None:
 
             def more(turn: Turn) -> bool:
-                return not watch(turn.tokens.tolist())
+                return not watch(() if getattr(watch, "blind", False) else turn.tokens.tolist())
 
             if turn.tokens and not more(turn):
                 turn.finish = "stop"
