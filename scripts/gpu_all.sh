@@ -78,6 +78,10 @@ colocate() {
     bench colocate 480 colocate --train-steps 9 --server-args "$triton"
 }
 
+repeated() { # the same run twice, to the last bit
+    bench repeat 240 repeat --train-steps 4 --new-tokens 128
+}
+
 second_pair() {
     runs
     recipes
@@ -95,6 +99,7 @@ four)
     on 3 colocate &
     wait
     on 0,1 large
+    on 0 repeated
     ;;
 two)
     transfer
@@ -106,11 +111,13 @@ two)
     wait
     recipes
     colocate
+    repeated
     ;;
 one)
     serving
     settings
     colocate
+    repeated
     ;;
 *)
     echo "how many GPUs: one, two or four, not $gpus" >&2

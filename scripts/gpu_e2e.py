@@ -79,14 +79,16 @@ async def exact(b: Any) -> None:
 async def repeat(b: Any) -> None:
     """The same run twice; `first_difference` names the step and the parts of it."""
     flags = ["--max-weight-staleness", "0", "--debug-determinism", "--update-weight-transport", "disk"]
-    flags += ["--rollout-gpu-ids", str(b.args.gpu), "--rollout-num-gpus", "1"] if b.args.engine == "sglang" else []
+    if b.args.engine == "sglang":  # room for two trainers and two engines on one GPU
+        flags += ["--rollout-gpu-ids", str(b.args.gpu), "--rollout-num-gpus", "1", "--sglang-mem-fraction-static", "0.9"]
+        flags += ["--sglang-max-total-tokens", "80000", "--sglang-cuda-graph-max-bs", "256", "--max-tokens-per-gpu", "16384"]
     found = b.found("repeat")
     model, prompts = await _given(b)
     for way, more in {"deterministic": ["--deterministic-mode"], "plain": []}.items():
         if way in found or (b.args.e2e_runs and way not in b.args.e2e_runs):
             continue
         names = [f"{way}-{n}" for n in range(2)]
-        words = [_words(b, model, prompts, name, [*flags, *more]) for name in names]
+        words = [[*_words(b, model, prompts, name, []), *flags, *more] for name in names]
         took = time.monotonic()
         # One after the other: two servers that boot on one GPU at a time disturb each other's estimate of its memory.
         runs = [await _run(b, w, f"e2e-{name}", 0) for w, name in zip(words, names, strict=True)]

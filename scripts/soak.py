@@ -246,10 +246,12 @@ async def soak(state: Soak, *, minutes: float, pause_s: float, calm: bool) -> di
                     state.fault(f"{name} did not drain")
             stop.set()
     if run.launcher is not None and run.launcher.poll() is None:
+        await asyncio.to_thread(run.until_it_listens)  # one that was just started again does not yet
         run.launcher.send_signal(signal.SIGTERM)
         code = await asyncio.to_thread(run.join, seconds=300)
         if code != 0:
             state.fault(f"the drain ended with {code}: {run.output()[-600:]}")
+            await asyncio.to_thread(run.kill_all)  # what still moves cannot be judged
     home.put("ended", wall=time.time(), minutes=(time.monotonic() - began) / 60)
     return await judged(state, wall)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from itertools import count
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -23,7 +24,7 @@ from actors.generation.pace import Pace
 from actors.generation.pictures import Pictures
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
-from actors.generation.rollouts.programs import Programs
+from actors.generation.rollouts.programs import LeftOut, Programs
 from actors.generation.rollouts.session import Program
 from actors.generation.rollouts.world import Worlds
 from actors.generation.sample import Running, start
@@ -32,6 +33,7 @@ from actors.generation.spec import GenerationSpec, open_link
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.child import Child
 from actors.runtime.consume import Consumer, as_lost
+from actors.runtime.content import lost_of
 from actors.runtime.context import Context
 from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
@@ -69,7 +71,8 @@ class Worker:
         self._vocabulary = vocabulary_of(spec.model_path)
         self._consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, _dead), vocabulary=self._vocabulary)
         self._leases = Leases(
-            context, self._link, self._sharing, self._pace, self._consumer, lambda: self._order is not None, spec.hold_s
+            *(context, self._link, self._sharing, self._pace, self._consumer),
+            *(lambda: self._order is not None, spec.hold_s, spec.takes_samples),
         )
         decode = decoder_of(spec.model_path)
         self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, decode, program)
@@ -244,17 +247,7 @@ class Worker:
         if not isinstance(message, PrefixDropped):
             await self._run_sample(entry, message)
             return
-        task = message.task
-        lost = RolloutLost(
-            sample_id=task.sample_id,
-            group_id=task.group_id,
-            n_samples=task.n_samples,
-            reason=message.reason,
-            prompt_id=task.prompt_id,
-            tokens_made=message.tokens_made,
-            eval_name=task.eval_name,
-        )
-        await self._commit(entry, lost, None, {})
+        await self._commit(entry, _lost(entry, message, reason=message.reason, tokens_made=message.tokens_made), None, {})
 
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context, programs = self._context, self._programs
@@ -286,6 +279,11 @@ class Worker:
                 if found != "diverged":
                     break
                 running = programs.restarted(running, "it asked for something else than before")
+        except LeftOut:
+            context.count("tokens", running.made_here)
+            lost = _lost(entry, task, reason="cancelled", tokens_made=running.n_tokens)
+            await self._commit(entry, lost, running, {"restarted": running.thrown})
+            return
         finally:
             self._running.pop(task.sample_id, None)
         context.count("tokens", running.made_here)
@@ -378,6 +376,12 @@ class Worker:
             context.count("samples")
 
 
+def _lost(entry: Entry, message: Any, **fields: Any) -> RolloutLost:
+    lost = lost_of(entry, message, "")
+    assert lost is not None  # its names were looked at
+    return msgspec.structs.replace(lost, **fields)
+
+
 def _dead(entry: Entry, lost: RolloutLost) -> Commit:
     """A sample that no engine can run, or an entry that cannot be used: its group must still close."""
     stream = EVAL_ROLLOUTS if lost.eval_name or entry.stream is EVAL_PROMPTS else ROLLOUTS
@@ -387,10 +391,12 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 async def run(context: Context, spec: GenerationSpec, spare: Child | None = None) -> None:
     """A worker's process."""
     collect_seldom()
-    if spec.agent is None:
+    if spec.agent is None and not spec.rollout_function:
         await Worker(context, spec, spare).run()
         return
-    from actors.generation.endpoint.opened import open_program  # a web server and transformers, which take their time
-
-    async with open_program(context, spec, spec.agent) as program:
+    if spec.agent is None:
+        from actors.generation.rollouts.function import open_function as open_program
+    else:  # a web server and transformers, which take their time
+        from actors.generation.endpoint.opened import open_program  # type: ignore[assignment]
+    async with open_program(context, spec) as program:
         await Worker(context, spec, spare, program).run()

@@ -34,7 +34,8 @@ NEWEST = 16  # entries of `active` among which the newest word on who serves wha
 
 
 class Leases:
-    """One worker's. `ordered`: whether an order waits to be carried out. `hold_s`: longest wait of a sample for its version."""
+    """One worker's. `ordered`: whether an order waits to be carried out. `hold_s`: longest wait of a sample for its version.
+    `takes`: False = none are taken, another worker's go to its engine."""
 
     def __init__(
         self,
@@ -45,13 +46,14 @@ class Leases:
         consumer: Consumer,
         ordered: Callable[[], bool],
         hold_s: float,
+        takes: bool = True,
     ) -> None:
         self._context = context
         self._link = link
         self._sharing = sharing
         self._pace = pace
         self._ordered = ordered
-        self._hold_s = hold_s
+        self._hold_s, self._takes = hold_s, takes
         self._consumer = consumer
         self.standing = Standing(context.name)
         self._left_at: PolicyVersion | None = None  # served when a sample was left to a peer
@@ -72,7 +74,7 @@ class Leases:
         link = self._link
         if link.serving is None or self._ordered() or link.absent:
             return 0
-        if self._sharing.aside or link.released:
+        if self._sharing.aside or link.released or not self._takes:
             return 0
         return max(0, self.slots - self._context.in_flight)
 

@@ -77,6 +77,10 @@ class Turn:
             self._digest = digest_of(pack_ints(self.asked))
         return self._digest
 
+    def forget(self) -> None:
+        """What it answers, now that it has ended: only its digest is kept, or an episode would hold its history once a turn."""
+        self._digest, self.asked = self.digest, None
+
     @property
     def last_version(self) -> int:
         """Version id of the last token."""
@@ -141,6 +145,7 @@ class Running:
         self.made_here = 0  # of these, in this process
         self.thrown = 0  # tokens that the ledger knows and the program began again without
         self.has_saved = False  # pieces of it lie on the bus
+        self.saves = True  # whether they are of use to anyone
         self.least_step = 0  # of the version that may make the first token
         self.broken = 0  # answers that could not be read
         self.marks: list[Mark] = []
@@ -175,6 +180,14 @@ class Running:
         turn.floor = self.last_version
         self.turns[no] = turn
         return turn
+
+    def hand_over(self, no: int, to: Running, at: int) -> None:
+        """A turn that was made here becomes turn `at` of another sample."""
+        turn = to.turns[at] = self.turns.pop(no)
+        turn.no = at
+        for one, n in ((self, -len(turn.tokens)), (to, len(turn.tokens))):
+            one.n_tokens += n
+            one.made_here += n
 
     def answered(self, call: Call) -> None:
         """The environment has answered."""

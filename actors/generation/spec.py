@@ -62,6 +62,10 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a program of Miles' signature finds on its `args`, beside the settings."""
     program_deadline_s: float = 3600.0
     """Longest run of such a program on one worker; then its sample is tried again, and given up after some tries."""
+    rollout_function: str = ""
+    """Function of Miles' that makes whole groups, by dotted path; empty = none. Only one worker has it."""
+    takes_samples: bool = True
+    """False: its engine answers for the worker with the rollout function, and it takes no samples itself."""
     agent: AgentSpec | None = None
     environments_s: float = 0.0
     """Longest time of one action of an environment in the environments room; 0 = the run has none."""

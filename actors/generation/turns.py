@@ -148,8 +148,7 @@ class Turns:
             routed_from=turn.experts.n,
             images=images,
         )
-        knobs = context.knobs
-        save_every = int(knobs.partial_save_tokens) if knobs.partial_rollout else 0
+        save_every = int(context.knobs.partial_save_tokens) if running.saves else 0
         finish = None
         pace.asked += 1
         try:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
@@ -73,7 +74,7 @@ def _parts(record: Record) -> Iterator[tuple[str, float, float, dict[str, Any]]]
     """Name, begin and end in seconds, and facts of each part of a sample's life."""
     marks = msgspec.convert(record["marks"], list[Mark])
     now = marks[0].wall if marks else float(record["judged"] if record.get("judged") else record["wall"])
-    for mark, after in zip(marks, marks[1:], strict=False):
+    for mark, after in pairwise(marks):
         what, _, reason = mark.what.partition(": ")
         name, end = _AFTER.get(what, "queued"), max(now, after.wall)
         if after.what == "delivered again":  # who had it is gone, and what he did is not on record

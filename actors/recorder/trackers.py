@@ -148,11 +148,11 @@ class Follower:
         found: dict[int, BinaryIO] = {}
         for name in filter(None, (self._source.file, self._source.older)):  # opened in this order: the one may become the other
             try:
-                file = opened.enter_context((self._run_dir / name).open("rb"))
+                file: BinaryIO = opened.enter_context((self._run_dir / name).open("rb"))
             except FileNotFoundError:
                 continue
             found.setdefault(crc32(file.readline()) if self._source.older else 0, file)
-        ends = {first: file.seek(0, 2) for first, file in found.items()}
+        ends = {first: one.seek(0, 2) for first, one in found.items()}
         newest = next(iter(ends.items()), self._looked)
         if newest == self._looked:
             return []
@@ -161,9 +161,9 @@ class Follower:
         if place.first and place.first not in found:
             self._say(f"{self.name} was away for longer than {self._source.older} lasts: what it held is dropped")
         unread: list[tuple[BinaryIO, int, int]] = []
-        for first, file in found.items():
+        for first, one in found.items():
             known = first == place.first and place.read <= ends[first]
-            unread.insert(0, (file, place.read if known else 0, first))
+            unread.insert(0, (one, place.read if known else 0, first))
             if known:
                 break
         return unread

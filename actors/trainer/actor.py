@@ -27,7 +27,7 @@ from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
-from actors.trainer.convert import batch_metrics, to_samples
+from actors.trainer.convert import Facts, facts_of, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.determinism import step_line, write_line
 from actors.trainer.followers import Followers
@@ -39,7 +39,6 @@ from actors.trainer.restart import Voice, begin
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
-from actors.trainer.spread import lives_of
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Out
@@ -156,14 +155,15 @@ class Trainer:
                 return
             await self._lender.take()
             waited = context.clock.monotonic()
-            result = await self._step(batch)
+            facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
+            result = await self._step(batch, tasks)
             if result is None:
                 continue
             if result.skipped and not spec.replay_from:
                 await self._refused.skipped(batch.keys, self._version.step + 1)
                 continue
             trained = context.clock.monotonic()
-            await self._done(batch, result, began=began, waited=waited, trained=trained)
+            await self._done(batch, result, await facts, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
                 await tell(context, result.metrics, ends=spec.ci_test)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:
@@ -180,7 +180,7 @@ class Trainer:
         batch = await self._batches.next(self._version, check=self._voice.check, idle=lambda: self._give_turn(tasks))
         return batch and msgspec.structs.replace(batch, images=await pictures_of(self._context, batch.groups))
 
-    async def _step(self, batch: Batch) -> StepResult | None:
+    async def _step(self, batch: Batch, tasks: asyncio.TaskGroup) -> StepResult | None:
         """None when some of the batch was refused and given up, or a function of the user's failed on it."""
         knobs = self._context.knobs
         step = self._version.step
@@ -196,7 +196,8 @@ class Trainer:
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
         try:
-            result = await self._tuned.train(work, knobs.epoch)
+            async with self._batches.ahead(tasks, step=step + 1):
+                result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
             await self._refused.settle(batch, work, error)
             return None
@@ -213,7 +214,7 @@ class Trainer:
         return result
 
     async def _done(
-        self, batch: Batch, result: StepResult, *, began: float, waited: float, trained: float
+        self, batch: Batch, result: StepResult, facts: Facts, *, began: float, waited: float, trained: float
     ) -> None:
         context, spec, groups = self._context, self._spec, batch.groups
         step = self._version.step
@@ -221,7 +222,7 @@ class Trainer:
         version = PolicyVersion(id=number, step=step + 1, parent=self._version.id)
         metrics = {
             **result.metrics,
-            **batch_metrics(groups, step=step, bound=batch.bound),
+            **facts.metrics,
             **self._lender.metrics(),
             "perf/wait_s": waited - began,
             "perf/turned_s": self._batches.turned_s,
@@ -243,7 +244,7 @@ class Trainer:
             metrics=metrics,
             weights_hash=await self._in_thread(self._backend.weights_hash) if spec.record or spec.debug_determinism else "",
             wall=context.clock.wall(),
-            lives=lives_of(groups),
+            lives=facts.lives,
         )
         if spec.debug_determinism:
             line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)

@@ -45,6 +45,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     trainer_threads: int
     seed: int
     deterministic_mode: bool  # torch's deterministic algorithms alone
+    save_debug_train_data: str | None  # path pattern of what each rank trained (training/dump.py); None = nowhere
     objective: ObjectiveConfig
     max_tokens_per_gpu: int
     log_probs_max_tokens_per_gpu: int

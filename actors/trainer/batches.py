@@ -6,7 +6,8 @@ Reads  what the intake holds, the open groups    Owns  what a lowered bound has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
@@ -23,6 +24,7 @@ from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
 
 READ = 64  # entries at once
+LOOK_S = 0.1  # between two looks for entries while a step is trained; a blocking read would outlast the step
 PATIENCE_S = 300.0  # without a new entry; then older samples under way are waited for no longer, and may lose tokens
 PARTING: tuple[Rule, ...] = ("split", "member")  # rules under which groups leave the filter in parts
 
@@ -51,6 +53,7 @@ class Batches:
         self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
         self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
         self._drained = (0, 0)  # samples and tokens that it has cost
+        self._restarts = -1  # of the server, at the last `check`; -1 = none yet, and a replay has none
         self.turned_s = 0.0  # of the last wait, how long the filter took to release what was on its last turn
 
     def bound(self, knobs: KnobValues) -> int:
@@ -67,6 +70,7 @@ class Batches:
         self.turned_s, waits = 0.0, True
         while not context.draining.is_set():
             await check()
+            self._restarts = context.bus.link.server_restarts
             while await intake.fetch(READ, 0.0, step=step):
                 came_at = context.clock.monotonic()
             knobs = context.knobs
@@ -97,6 +101,25 @@ class Batches:
                 if await intake.fetch(READ, 0.5, step=step):
                     came_at = context.clock.monotonic()
         return None
+
+    @asynccontextmanager
+    async def ahead(self, tasks: asyncio.TaskGroup, *, step: int) -> AsyncIterator[None]:
+        """Meanwhile what comes for `step`, the next one, is taken in, so that its batch need not wait for that."""
+        ended = asyncio.Event()
+        reads = tasks.create_task(self._read_ahead(step, ended), name="read ahead")
+        try:
+            yield
+        finally:
+            ended.set()
+            await reads
+
+    async def _read_ahead(self, step: int, ended: asyncio.Event) -> None:
+        """Woken by time and the end. From a server that restarted nothing is taken before the next `check`."""
+        link = self._context.bus.link
+        while not ended.is_set() and link.server_restarts == self._restarts:
+            if not await self._intake.fetch(READ, 0.0, step=step):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), LOOK_S)
 
     async def _of_one_version(self, size: int) -> dict[str, Part]:
         """What is ready, of one version of the reward: while that is enough for a batch, what earlier versions judged; then the

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from actors.trainer.backend import BatchSample
 from actors.trainer.objective.samples import TrainSample
-from actors.trainer.spread import spread_metrics
-from bus.messages.base import unpack_ints
+from actors.trainer.spread import lives_of, spread_metrics
+from bus.messages.base import Packed, unpack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.samples import Response, Routed, Scored, Strand, shown
 from bus.messages.versions import staleness
@@ -84,6 +85,18 @@ def to_samples(groups: Sequence[GroupKept], images: Mapping[str, bytes] = EMPTY)
     """All trajectories of all samples in group order. `images`: bytes of their pictures, by blob."""
     every = ((scored, group.known) for group in groups for scored in group.samples)
     return [one for scored, known in every for one in to_trajectories(scored, known=known, images=images)]
+
+
+class Facts(NamedTuple):
+    """What the bus is told of a batch beside what its step gave: see `batch_metrics` and `lives_of`."""
+
+    metrics: dict[str, float]
+    lives: Packed
+
+
+def facts_of(groups: Sequence[GroupKept], *, step: int, bound: int) -> Facts:
+    """Of a batch that is trained on weights of `step` updates; `bound` in steps."""
+    return Facts(batch_metrics(groups, step=step, bound=bound), lives_of(groups))
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:

@@ -41,9 +41,14 @@ class ReplayedStep(msgspec.Struct, frozen=True):
     weights_hash: tuple[str, str]
 
 
+def named(pattern: str, rollout_id: int, rank: int = 0) -> Path:
+    """File of one rollout batch, counted from 0, and rank; the pattern holds {rollout_id}, and {rank} where each has its own."""
+    return Path(pattern.replace("{rollout_id}", str(rollout_id)).replace("{rank}", str(rank)))
+
+
 def path_of(pattern: str, step: int) -> Path:
-    """File of one step; the pattern holds {rollout_id}, the number of the step counted from 0."""
-    return Path(pattern.replace("{rollout_id}", str(step - 1)))
+    """File of one step, counted from 1."""
+    return named(pattern, step - 1)
 
 
 def write_record(pattern: str, record: RecordedBatch) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ Waiting = asyncio.Future[Any]
 # UNBLOCKED: a blocking read whose server became a replica. NOREPLICAS: a primary that min-replicas-to-write holds.
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOWN")
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
+_IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
 BATCH = 128  # commands in one pipelined write
 LOGIN = f"Put the user into --bus-url and the password into {PASSWORD} or a file named by {PASSWORD_FILE}."
 JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
@@ -66,16 +68,23 @@ class Job:
         self.fixed, self.keys, self.args = fixed, keys, args
 
 
+def _said(error: Exception) -> str:
+    """The server's words, its code first: Redis 6.2 puts others before those of an error inside a script."""
+    text = str(error)
+    found = _IN_SCRIPT.match(text)
+    return text[found.end() :] if found else text
+
+
 def refuses_writes(reply: object) -> bool:
     """Whether this reply says that the server takes no writes at present; the command has done nothing."""
     if not isinstance(reply, RedisError):
         return False
-    return isinstance(reply, OutOfMemoryError | ReadOnlyError) or str(reply).startswith(_REFUSALS)
+    return isinstance(reply, OutOfMemoryError | ReadOnlyError) or _said(reply).startswith(_REFUSALS)
 
 
 def translate(error: RedisError, shown: str) -> Exception:
     """A server's refusal as an error of ours. `shown`: its address without secrets."""
-    text = str(error)
+    text = _said(error)
     if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
         return BusRefused(f"Redis at {shown} refuses us: {text}. {LOGIN}")
     if refuses_writes(error) and (isinstance(error, OutOfMemoryError) or text.startswith("OOM")):
@@ -278,7 +287,7 @@ class Link:
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:
                     raise translate(error, self.shown) from error
-                self._doubted = self._doubted or str(error).startswith(_ELSEWHERE)
+                self._doubted = self._doubted or _said(error).startswith(_ELSEWHERE)
                 refused_s = await self._wait_for_writes(error, refused_s)
 
     async def _note_restart(self) -> None:

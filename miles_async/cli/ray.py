@@ -8,11 +8,13 @@ are found: a file system that all nodes see. What it prints is shown until it en
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
+from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import SettingsError
 
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
             f"{PASSWORD} would be readable to all users of the cluster, as part of the job",
             remedy=f"Put it into a file of yours on all nodes, and its path into {PASSWORD_FILE}.",
         )
+    _check_flags(args.flags)
     client = connected(args.ray_address)
     known = {PASSWORD_FILE: os.environ[PASSWORD_FILE]} if os.environ.get(PASSWORD_FILE) else {}
     try:
@@ -52,6 +55,17 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"the cluster refused the job: {' '.join(str(error).split())[:300]}") from None
     print(f"job {job}; end it with miles-async stop, which drains it, not with ray job stop", flush=True)
     return 0 if args.no_wait else asyncio.run(_follow(client, job))
+
+
+def _check_flags(words: list[str]) -> None:
+    """A job's command line is shown to everybody who sees the cluster."""
+    secret = {f"--{name.replace('_', '-')}" for name, spec in catalog().items() if spec.secret}
+    for flag in (word.partition("=")[0].replace("_", "-") for word in words):
+        if flag in secret and flag != "--bus-url":  # its password was taken out already
+            raise SettingsError(
+                f"{flag} would be readable to all users of the cluster, as part of the job",
+                remedy="Put it into CONFIG, or into the environment of the head.",
+            )
 
 
 def entrypoint(args: argparse.Namespace) -> str:
@@ -81,6 +95,13 @@ def connected(address: str) -> Any:
 
 
 async def _follow(client: Any, job: str) -> int:
-    async for lines in client.tail_job_logs(job):
-        print(lines, end="", flush=True)
-    return ENDED.get(str(client.get_job_status(job).value), 1)
+    logging.getLogger(type(client).__module__).setLevel(logging.ERROR)  # it tells of its connections
+    try:
+        async for lines in client.tail_job_logs(job):
+            print(lines, end="", flush=True)
+        return ENDED.get(str(client.get_job_status(job).value), 1)
+    except (RuntimeError, OSError) as error:  # also those of requests
+        text = " ".join(str(error).split())[:200]
+        raise SettingsError(
+            f"the dashboard is lost: {text}", remedy=f"The job goes on if its nodes do: ray job logs {job} --follow."
+        ) from None

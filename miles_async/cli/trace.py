@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run, print_json
-from miles_async.settings.errors import SettingsError
 from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
@@ -27,15 +26,13 @@ def run(args: argparse.Namespace) -> int:
     """0 when something is on record, 2 when nothing is."""
     ref = chosen_run(args)
     found = _by_files(ref, args.sample_id) or _by_streams(ref, args.sample_id)
+    from miles_async.console.trace import known
+
     if args.as_json:
         print_json(found)
-    elif found.found:
-        print(as_text(found))
-    if not found.found:
-        raise SettingsError(
-            f"nothing on record about {args.sample_id}",
-            remedy="Ids are <group>/<index>, for example g0000012/3; miles-async bus tail prompts shows some.",
-        )
+        known(found)
+    else:
+        print(as_text(known(found)))
     return 0
 
 

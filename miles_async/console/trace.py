@@ -18,12 +18,13 @@ from bus.messages.groups import index_of
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
 from bus.topology import VERDICTS
-from miles_async.console.text import shorten
+from miles_async.console.text import meaning, shorten
+from miles_async.settings.errors import SettingsError
 
 if TYPE_CHECKING:  # as in actors/recorder/file.py
     from actors.recorder.records import Record
 
-_SAMPLE = re.compile(r"[A-Za-z0-9_.-]+/\d+")
+_NAME = re.compile(r"([A-Za-z0-9_.-]{1,200})(?:/[0-9]{1,9})?")
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -45,22 +46,54 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     place: dict[str, Any] = {}
     task: dict[str, Any] = {}
     moments: tuple[Moment, ...] = ()
+    n_samples: int = 0
+    """Of its group; 0 = unknown, or not looked up because the sample itself is on record."""
 
 
 def group_of(sample_id: str) -> str:
-    """`g0000012/3` to `g0000012`; a group id stays itself."""
-    return sample_id.rpartition("/")[0] if _SAMPLE.fullmatch(sample_id) else sample_id
+    """`g0000012/3` to `g0000012`; a group id stays itself. SettingsError: it names neither."""
+    if (group := _NAME.fullmatch(sample_id)) is None:
+        remedy = "A sample is named as g0000042/3, its group g0000042; miles-async bus tail prompts shows some."
+        raise SettingsError(f"{sample_id[:80]!r} names no sample and no group", remedy=remedy)
+    return group[1]
+
+
+def known(found: Trace) -> Trace:
+    """The same where the sample or group is on record; otherwise SettingsError says what is."""
+    name, group, n = found.sample, found.group, found.n_samples
+    if 0 < n <= index_of(found.sample):
+        members = f"{group}/0 to {group}/{n - 1}" if n > 1 else f"{group}/0"
+        remedy = f"miles-async trace {group} tells the whole group."
+        raise SettingsError(f"{name} is not on record: group {group} has {n} samples, {members}", remedy=remedy)
+    if not found.found:
+        remedy = "miles-async bus tail prompts shows names of this run; --run NAME asks another."
+        raise SettingsError(f"nothing on record about {name}", remedy=remedy)
+    return found
+
+
+def size_of(run_dir: Path, group: str, records: list[Record], sample_id: str) -> int:
+    """Samples of the group that this sample is said to be of, as far as the run's files tell; see Trace.n_samples."""
+    if index_of(sample_id) < 0 or any(r.get("sample") == sample_id for r in records):
+        return 0
+    from miles_async.console.report_data import read_settings  # rarely needed, and slow to load
+
+    exact = [int(r["samples"]) for r in records if r["kind"] == "drop" and r["group"] == group and r.get("samples")]
+    lives = [index_of(r["sample"]) + 1 for r in recorded(run_dir, group, group) if r["kind"] in LIVES]
+    asked = read_settings(run_dir).get("rollout", {}).get("n_samples_per_prompt", 0) if group.startswith("g") else 0
+    return max(exact, default=0) or max([*lives, int(asked)])
 
 
 def trace_file(run_dir: Path, sample_id: str) -> Trace:
     """Follow one sample in what the run left behind."""
     group = group_of(sample_id)
-    moments = moments_of(recorded(run_dir, group, sample_id), sample_id, group)
+    records = recorded(run_dir, group, sample_id)
+    moments = moments_of(records, sample_id, group)
     return Trace(
         sample=sample_id,
         group=group,
         found=bool(moments),
         state=ended_state(moments),
+        n_samples=size_of(run_dir, group, records, sample_id) if moments else 0,
         moments=tuple(sorted(moments, key=lambda m: m.wall)),
     )
 
@@ -104,12 +137,13 @@ def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment
                     found.append(
                         Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final")
                     )
-            case "trained" | "dropped" if sample_id in (record["sample"], group_of(record["sample"])):
+            case "trained" | "dropped" if sample_id in (record["sample"], record["sample"].rpartition("/")[0]):
                 found += _life(record, name=record["sample"] if sample_id == group else "")
             case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
                 again = ", its prompt is issued again" if record.get("reissued") else ""
                 who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
                 text = f"group dropped by the {who}: {record['reason']}{again}"
+                text += f" ({words})" if (words := meaning(str(record["reason"]))) else ""
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "sample" if record["sample"] == sample_id:
                 text = (

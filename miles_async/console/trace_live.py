@@ -24,7 +24,7 @@ from bus.topology import DEAD, EVENTS, GROUPS, POLICY, TRAINED, VERDICTS
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
 from miles_async.console.text import shorten
-from miles_async.console.trace import Moment, Trace, ended_state, group_of, moments_of, recorded, told
+from miles_async.console.trace import Moment, Trace, ended_state, group_of, moments_of, recorded, size_of, told
 
 OF_STEPS = ("policy.restored", "policy.checkpointed")
 
@@ -37,7 +37,13 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     place = _find(places, sample_id, group)
     task = await _task(bus, place, sample_id) if place is not None else {}
     seen = await asyncio.to_thread(recorded, run_dir, group, sample_id) if run_dir is not None else []
-    moments = moments_of([*seen, *await _records(bus, group, sample_id)], sample_id, group)
+    records = [*seen, *await _records(bus, group, sample_id)]
+    moments = moments_of(records, sample_id, group)
+    n_samples = 0
+    if place is None and (whole := opened or places.opened(group)) is not None:
+        n_samples = whole.n_samples
+    elif place is None and moments and run_dir is not None:
+        n_samples = size_of(run_dir, group, records, sample_id)
     if not any(moment.what == "made" for moment in moments):
         moments += [Moment(m.wall, m.what, told(m)) for m in _marks(task)]
     moments += await _events(bus, sample_id, group)
@@ -59,6 +65,7 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
         place={"stream": place.head.stream, "entry": place.head.id, "fields": place.head.fields,
                **(plain(place.pending) if place.pending else {})} if place else {},
         task=task,
+        n_samples=n_samples,
         moments=tuple(sorted(moments, key=lambda m: m.wall)),
     )  # fmt: skip
 

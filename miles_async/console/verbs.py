@@ -18,6 +18,7 @@ from bus.knobs.live import propose, read_history, revert
 from miles_async.cli.bus_verbs import letter_json
 from miles_async.cli.samples import choose, kept
 from miles_async.cli.tune import author, changes_text, document, shown_value
+from miles_async.console.trace import known
 from miles_async.console.trace_live import trace
 from miles_async.console.web.curves import whole_run
 from miles_async.settings.catalog import catalog
@@ -84,10 +85,7 @@ class Verbs:
 
     async def trace(self, sample: str) -> dict[str, Any]:
         """The life of a sample or group."""
-        found = await trace(self._bus, sample, self._run_dir)
-        if not sample or not found.found:
-            remedy = "A sample is named as g0000042/3, its group g0000042."
-            raise SettingsError(f"nothing is on record of {sample[:80]!r}", remedy=remedy)
+        found = known(await trace(self._bus, sample, self._run_dir))
         return {"sample": found.sample, "state": found.state, "moments": found.moments}
 
     async def runs(self) -> list[str]:

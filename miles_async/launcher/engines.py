@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
@@ -66,6 +68,7 @@ def generation_spec(
         program=settings.rollout.custom_generate_function_path or "",
         program_deadline_s=settings.rollout.rollout_timeout_s,
         program_values=custom_config(settings.rollout.custom_config_path),
+        takes_samples=not settings.flat.own_rollout_function,  # generation-0 does
         agent=_agent(settings.rollout),
         environments_s=settings.rollout.environment_timeout_s if settings.rollout.environment_path else 0.0,
         routed=settings.grpo.use_rollout_routing_replay,
@@ -100,6 +103,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * settings.flat.most_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)
+        if i == 0:
+            spec = replace(spec, rollout_function=settings.flat.own_rollout_function, takes_samples=True)
         rooms.append((f"generation-{i}", "generation", spec))
     for i, name in enumerate(settings.flat.lent_workers):
         gpus = tuple(range(i * each, (i + 1) * each)) if s.engine == "sglang" else ()

@@ -32,7 +32,7 @@ from miles_async.settings.run import RunSettings
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    *("custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
+    *("rollout_function_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
 )
 
 
@@ -55,6 +55,8 @@ def check_hooks(settings: RunSettings, only: Container[str] = catalog()) -> None
     values = refused.attempt(custom_config, s.custom_config_path) or {}
     own = [name for name in CALLED if name in only]
     called = {name: s.values[name] for name in own if s.values[name] not in (None, *catalog()[name].shipped)}
+    if called.get("rollout_function_path") and not s.own_rollout_function:
+        del called["rollout_function_path"]  # one of Miles' own
     if called:
         ask = {
             "paths": called,

@@ -17,6 +17,8 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 
 DIAL_S = 5.0
+SETTINGS = b"\x04"  # type of a frame of HTTP/2
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0" + SETTINGS + b"\0\0\0\0\0"
 log = logging.getLogger("ray cluster")
 
 
@@ -24,7 +26,6 @@ def connect(settings: RunSettings) -> None:
     """Become a driver on the cluster, in the main thread before the loop: Ray sets a handler of SIGTERM, and ours comes after.
     SettingsError, one line, when there is none, it is of another version, or the run's bus is out of its nodes' reach."""
     address = settings.launch.ray_address
-    check_address(address)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         namespace = f"miles_async-{settings.launch.name}"
@@ -54,6 +55,25 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
     except (OSError, OverflowError) as error:
         raise refused(address, f"does not answer: {getattr(error, 'strerror', None) or error}") from None
+
+
+def check_head(address: str) -> None:
+    """SettingsError where another server listens, Redis or the dashboard say: Ray would try it for minutes. A head speaks
+    HTTP/2, and begins with its settings."""
+    check_address(address)
+    if address == "auto" or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    host, _, port = address.rpartition(":")
+    said = b""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), DIAL_S) as connection:
+            connection.sendall(HELLO)
+            while len(said) < 9 and (more := connection.recv(9 - len(said))):
+                said += more
+    except OSError:
+        pass
+    if said[3:4] != SETTINGS:
+        raise refused(address, f"is no head of a Ray cluster: it {f'answers {said!r}' if said else 'says nothing'}")
 
 
 def _check_bus(settings: RunSettings) -> None:

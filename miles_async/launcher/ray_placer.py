@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from actors.runtime.context import ActorSpec
 from miles_async.launcher.plan import Place
 from miles_async.launcher.ray_cluster import has_gpus
-from miles_async.launcher.ray_seats import Group, Seat, Seats
+from miles_async.launcher.ray_seats import CLOSE_S, Group, Seat, Seats
 from miles_async.launcher.ray_units import parts_of, units_of
 from miles_async.launcher.supervisor import AGAIN_S, End, Process, environment_of
 from miles_async.settings.run import RunSettings
@@ -43,10 +43,13 @@ class RayProcess:
     async def stop(self, patience_s: float) -> bool:
         obeyed = True
         for at, (seat, name) in enumerate(self.parts):  # the first sends the others home
+            wait_s = 0.0 if at else patience_s
             try:
-                obeyed &= await seat.handle.end.remote(name, 0.0 if at else patience_s) or at > 0
+                obeyed &= await asyncio.wait_for(seat.handle.end.remote(name, wait_s), wait_s + CLOSE_S) or at > 0
             except RayActorError:
                 continue
+            except TimeoutError:  # its node does not answer, and Ray has not noticed yet
+                obeyed = False
         return obeyed
 
 
@@ -96,6 +99,7 @@ class RayPlacer:
                 parts += [(p.bundle, p.name, (p.module, file, *p.words), environment | p.variables) for p in others]
             files = {file: msgspec.json.format(msgspec.json.encode(spec), indent=2).decode()}
             for one, name, words, own in parts:
+                seat = None
                 seat = group.seats[one]
                 call = seat.handle.start.remote(name, mark, words, files, folders, own, spec.drain_timeout_s + 5.0)
                 how, pid = await call

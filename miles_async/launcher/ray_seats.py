@@ -1,7 +1,8 @@
 """Places of a run on a Ray cluster: a placement group for each unit, in it an actor of Ray's for each bundle (ray_host.py).
 
 All of it is named (namespace miles_async-RUN) and outlives the launcher; the next one finds it. Always true: a unit that is needed
-and has no place takes that of a worker that is not (`_make_room`), and a node that Ray drains is left before it is gone.
+and has no place takes that of a worker that is not (`_make_room`), a node that Ray drains is left before it is gone, and a launcher
+that cannot begin takes back what it asked for and nothing else.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Seat:
 
 @dataclass(slots=True)
 class Group:
-    """A unit and what is seated of it. `waits`: bundle without a place -> since when on the loop's clock. `leaving`: why its actors
-    are moved, else empty."""
+    """A unit and what is seated of it. `ours`: this launcher asked for its place, which nobody had. `waits`: bundle without a place
+    -> since when on the loop's clock. `leaving`: why its actors are moved, else empty."""
 
     unit: Unit
+    ours: bool = False
     seats: dict[int, Seat] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waits: dict[int, float] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Seats:
 
     def __init__(self, settings: RunSettings, place: Place, notes: list[tuple[str, str]]) -> None:
         self._settings, self._place, self._notes = settings, place, notes
-        self._prefix = f"miles_async-{settings.launch.name}-"
+        self._prefix = f"miles_async/{settings.launch.name}/"  # no name of a run has a slash
         self._groups: dict[str, Group] = {}
         self._of: dict[str, tuple[Group, int]] = {}  # actor -> its unit and bundle
         self._wanting = asyncio.Event()  # a needed unit has no place
@@ -75,28 +77,41 @@ class Seats:
                 self._of |= dict.fromkeys(bundle.actors, (group, at))
         await asyncio.to_thread(self._retire)
         needed = [group for group in self._groups.values() if group.unit.needed]
-        for group in needed:  # in this order: the largest has the choice
-            await asyncio.to_thread(self._made, group.unit, 0)
-        seats = {asyncio.ensure_future(self._seat(g, at)): g for g in needed for at in range(len(g.unit.bundles))}
+        seats: dict[asyncio.Future[Seat], Group] = {}
         wait_s = self._settings.launch.ray_wait_s
         try:
+            for group in needed:  # in this order: the largest has the choice
+                await self._make(group, 0)
+            seats = {asyncio.ensure_future(self._seat(g, at)): g for g in needed for at in range(len(g.unit.bundles))}
             done, late = await asyncio.wait(seats, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
             await asyncio.gather(*done)
             if not late:
                 return
-            without = {seats[one].unit.name for one in late}
+            names = {seats[one].unit.name for one in late}
+            without = await self._unplaced(names)
             units = [group.unit for group in needed if group.unit.name in without]
-            what = no_room(units, await nodes_of(), await free_resources())
-        except RunFailed as error:
-            await self.close()
-            raise SettingsError(str(error), field="launcher", value="ray") from None
+            what = f"Ray has places for {', '.join(sorted(names))}, and has not started its processes there"
+            remedy = "Raise it, or look what Ray's logs on those nodes say (ray logs)."
+            if units:
+                what = no_room(units, await nodes_of(), await free_resources())
+                remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
+        except BaseException as error:  # also an interrupt: a group that waits for room would wait for ever
+            await self._withdraw()
+            if isinstance(error, RunFailed):
+                raise SettingsError(str(error), field="launcher", value="ray") from None
+            raise
         finally:
             for one in seats:
                 one.cancel()
             await asyncio.gather(*seats, return_exceptions=True)
-        await self.close()
-        remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
+        await self._withdraw()
         raise SettingsError(what, field="ray_wait_s", value=wait_s, remedy=remedy)
+
+    async def _withdraw(self) -> None:
+        """Give back what this launcher asked for; what an earlier one had placed goes on."""
+        for group in self._groups.values():
+            if group.ours:
+                await asyncio.to_thread(self._remove, group)
 
     def _retire(self) -> None:
         """Placement groups of this run whose unit is gone, or is another now."""
@@ -113,6 +128,7 @@ class Seats:
     async def take(self, actor: str) -> None:
         """Until there is a place for it, and for all parts of it; may be cancelled. RunFailed when there never will be."""
         group, at = self._of[actor]
+        await self._forget_the_gone(group)
         while True:
             if not group.unit.needed:
                 await self._enough.wait()
@@ -132,11 +148,20 @@ class Seats:
                 await asyncio.gather(seating, yielding, return_exceptions=True)
             await asyncio.to_thread(self._remove, group)
 
+    async def _forget_the_gone(self, group: Group) -> None:
+        """A seat without a process gives itself back after a while (ray_host.IDLE_S), also while its actor pauses after crashes."""
+        for at, seat in list(group.seats.items()):
+            try:
+                await seat.handle.names.remote()
+            except RayActorError:
+                if group.seats.get(at) is seat:
+                    del group.seats[at]
+
     async def _seat(self, group: Group, at: int) -> Seat:
         """The bundle's actor of Ray's, once there is room for it."""
         while at not in group.seats:
             async with group.lock:  # who leaves is not to be seated at the same place
-                handle = await asyncio.to_thread(self._made, group.unit, at)
+                handle = await self._make(group, at)
             group.waits.setdefault(at, asyncio.get_running_loop().time())
             try:
                 facts = await handle.hello.remote(self._place.run_dir, self._place.engine_token)
@@ -155,14 +180,24 @@ class Seats:
             self._notes.append(("placed", f"{who} on {facts['address']} (node {facts['node'][:8]}{gpus})"))
         return group.seats[at]
 
-    def _made(self, unit: Unit, at: int) -> Any:
-        """The actor of Ray's in the unit's placement group; both may be there already."""
-        name, bundle = self._prefix + unit.name, unit.bundles[at]
+    async def _make(self, group: Group, at: int) -> Any:
+        """As `_made`, to its end also when cancelled: what it makes late would be in a group that was removed meanwhile, and be
+        found there by the next who asks for that name."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._made, group, at))
         try:
-            group = ray.util.get_placement_group(name)
+            return await asyncio.shield(making)
+        finally:
+            await asyncio.wait([making])
+
+    def _made(self, group: Group, at: int) -> Any:
+        """The actor of Ray's in the unit's placement group; both may be there already."""
+        unit, name, bundle = group.unit, self._prefix + group.unit.name, group.unit.bundles[at]
+        try:
+            where = ray.util.get_placement_group(name)
         except ValueError:
+            group.ours = True
             wanted = [one.resources for one in unit.bundles]
-            group = ray.util.placement_group(wanted, strategy=unit.strategy, name=name, lifetime="detached")
+            where = ray.util.placement_group(wanted, strategy=unit.strategy, name=name, lifetime="detached")
         options = {
             "name": f"{unit.name}.{at}",
             "lifetime": "detached",
@@ -170,7 +205,7 @@ class Seats:
             "num_cpus": bundle.resources.get("CPU", 0),
             "num_gpus": bundle.resources.get("GPU", 0),
             "max_concurrency": 1000,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, at),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(where, at),
         }
         return ray.remote(Host).options(**options).remote(os.getcwd())
 
@@ -226,10 +261,8 @@ class Seats:
             for g in self._groups.values()
             if g.unit.needed and g.waits and now - min(g.waits.values()) > ROOM_AFTER_S
         ]
-        if wants:  # or what they wait for is only a process of Ray's that starts
-            table = await asyncio.to_thread(ray.util.placement_group_table)
-            states = {str(one["name"]): one["state"] for one in table.values() if one["state"] != "REMOVED"}
-            wants = [name for name in wants if states.get(self._prefix + name) != "CREATED"]
+        without = await self._unplaced(set(wants)) if wants else set()
+        wants = [name for name in wants if name in without]
         if not wants:
             self._wanting.clear()
             self._enough.set()
@@ -239,6 +272,12 @@ class Seats:
         spare = [g for g in self._groups.values() if g.seats and not g.unit.needed]
         if spare and not any(g.leaving for g in spare):
             self._leave(spare[-1], f"its room is needed for {wants[0]}", tasks)
+
+    async def _unplaced(self, units: set[str]) -> set[str]:
+        """Those of these units for which there is no room; the others wait only for a process of Ray's that starts."""
+        table = await asyncio.to_thread(ray.util.placement_group_table)
+        placed = {str(one["name"]) for one in table.values() if one["state"] == "CREATED"}
+        return {name for name in units if self._prefix + name not in placed}
 
     def _leave(self, group: Group, why: str, tasks: asyncio.TaskGroup) -> None:
         """End the unit's actors politely, then give its place back."""

@@ -19,26 +19,28 @@ import msgspec
 
 from actors.filter.all_samples import NoBuffer
 from actors.generation.rollouts.adapters import SIGNATURE, program_of
+from actors.generation.rollouts.probe import function_problem
 from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
-from actors.runtime.miles import MilesSample, judged
+from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
 from actors.runtime.sources import rows_function
 from actors.runtime.whole import fitting
 from actors.trainer.batch_hooks import CONVERT, FILTER, POSTPROCESS, settled, train_data
 from bus.messages.base import pack_floats, pack_ints
-from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Scored
+from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
 from miles_async.settings.flat import BATCH
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
-    "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "custom_rm_path": "(sample: dict) or (args, sample) -> number or table, may be async; with group_rm lists of them",
+    "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None; or (args, group) -> whether to keep it",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,
+    "rollout_function_path": "(args, rollout_id, data_source, evaluation) -> groups of samples, or Miles' newer class",
     "environment_path": "a class with reset(task: dict) -> observation and step(action) -> answer, each may be async",
     "custom_agent_function_path": "(task, base_url, api_key) -> reward, table or None, may be async",
     "rollout_sample_filter_path": "(args, groups: list of lists of samples); sets remove_sample",
@@ -72,6 +74,12 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
+    if field == "custom_rm_path":
+        hook = reward_of(hook, ask.values)
+    if field == "dynamic_sampling_filter_path":
+        hook = judge_of(hook, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
+    if field == "rollout_function_path":
+        return asyncio.run(function_problem(path, ask.values, _task(ask), deadline_s=ask.deadline_s))
     if field == "environment_path":
         kind = hook
         hook = lambda task: kind().reset(task)  # noqa: E731
@@ -101,11 +109,18 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
 
 def _rollout_problem(path: str, ask: Ask) -> str:
     """A program is run on an engine that says two tokens a turn."""
-    s = ask.sample
     program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
     world = ask.paths.get("environment_path", "")
-    asked = rollout_problem(program, prompt=s.prompt, label=s.label, metadata=s.metadata, deadline_s=ask.deadline_s, world=world)
-    return asyncio.run(asked)
+    return asyncio.run(rollout_problem(program, _task(ask), deadline_s=ask.deadline_s, world=world))
+
+
+def _task(ask: Ask) -> SampleTask:
+    """The first prompt, in made-up token ids."""
+    s = ask.sample
+    return SampleTask(
+        sample_id="try/0", group_id="try", index=0, n_samples=1, prompt_id="try", prompt_tokens=pack_ints([1]), label=s.label,
+        prompt_text=s.prompt, metadata=s.metadata, sampling=Sampling(max_new_tokens=64),
+    )  # fmt: skip
 
 
 def _given(field: str, ask: Ask) -> tuple[Any, ...]:

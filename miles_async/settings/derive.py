@@ -161,6 +161,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("load", lambda v: v["save"]),
     ("ref_load", lambda v: v["hf_checkpoint"]),
     ("save_debug_rollout_data", lambda v: _under(v["dump_details"], "rollout_data/{rollout_id}.msgpack")),
+    ("save_debug_train_data", lambda v: _under(v["dump_details"], "train_data/{rollout_id}_{rank}.pt")),
     ("debug_determinism", lambda v: v["dump_details"] is not None),
     ("env_report", lambda v: v["dump_details"] is not None),
     ("dynamic_sampling_filter_path", _filter),

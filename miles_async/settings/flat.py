@@ -24,6 +24,12 @@ BATCH = (
     "rollout_all_samples_process_path",
 )
 """Functions of the user's that see many samples at once, with Miles' signatures."""
+MILES_OWN = tuple(
+    f"{package}{module}."
+    for package in ("miles.rollout.", "slime.rollout.", "")
+    for module in ("sglang_rollout", "inference_rollout", "modular_rollout", "fully_async_rollout", "sft_rollout")
+)
+"""Rollout functions that come with Miles: what they do is what we do."""
 
 
 class Flat:
@@ -93,6 +99,12 @@ class Flat:
     def evaluates(self) -> bool:
         """Whether there are held-out data sets."""
         return bool(self.eval_prompt_data or self.eval_config)
+
+    @property
+    def own_rollout_function(self) -> str:
+        """The rollout function that makes the samples; empty = none, or one of those that come with Miles, which do what we do."""
+        path = self.rollout_function_path or ""
+        return "" if path.startswith(MILES_OWN) else path
 
     @property
     def samples_per_rollout(self) -> int:

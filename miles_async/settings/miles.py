@@ -14,14 +14,15 @@ OTHERWISE: dict[str, str] = {
     "custom_generate_function_path": "also (task, session); args.post stands for the call of the engine",
     "custom_loss_function_path": "the function gets log-probs, not logits",
     "custom_convert_samples_to_train_data_path": "of what it gives, rewards and loss_masks count; the rest must be as made",
+    "rollout_function_path": "it asks the engine at args.sglang_router_ip; one that comes with Miles is not called",
     "rollout_data_postprocess_path": "it may take the data as its second argument; only loss_masks are taken back",
     "rollout_all_samples_process_path": "it looks only; data_source has no buffer",
-    "custom_rm_path": "the function takes one table, not (args, sample)",
-    "group_rm": "the function takes a list of tables",
-    "dump_details": "the batches, hashes of each step and the environment",
+    "custom_rm_path": "also (sample), a table",
+    "group_rm": "also (samples), a list of tables",
+    "dump_details": "the batches, what each rank trained, hashes of each step and the environment",
     "data_source_path": "also a function(path) that gives rows; of a class only get_samples is called",
     "prompt_data": "also several sources with weights, saved data sets, reasoning-gym",
-    "dynamic_sampling_filter_path": "the function takes the samples and returns a reason or nothing; on by default",
+    "dynamic_sampling_filter_path": "also (samples), which returns a reason or nothing; on by default",
     "load": "checkpoints of our own format",
     "loss_mask_type": "also all and last; the template itself says where a message ends",
     "loss_type": "sft_loss is also called sft",
@@ -81,11 +82,6 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
     ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --*-lora-*"),
-    (
-        "There is no batch that one function could make: samples begin and end each for itself. Give "
-        "--custom-generate-function-path, which makes one sample; --dynamic-sampling-filter-path sees every finished group.",
-        "--rollout-function-path",
-    ),
     (
         "Tools that ship are --tools; one of yours is asked by a rollout program (session.tell) or belongs to an agent "
         "(--custom-agent-function-path).",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from miles_async.settings import (
     checkpoints,
     colocate,
+    functions,
     governor,
     megatron,
     prompts,
@@ -20,11 +21,10 @@ from miles_async.settings import (
 )
 from miles_async.settings.derive import KEEP_ALL, KL_CHARGED, WHITENED, solve_four_knobs
 from miles_async.settings.errors import Refusals, refusal
-from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.flat import Flat
 from miles_async.settings.runs import check_bus_url
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 Rule = Callable[[Flat], None]
 
@@ -161,60 +161,6 @@ def top_k_is_a_count_or_all(s: Flat) -> None:
         raise refusal("rollout_top_k", 0, "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
 
 
-def rewards_have_a_source(s: Flat) -> None:
-    if s.rm_type is not None and s.custom_rm_path is not None:
-        raise refusal(
-            "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
-        )
-    if s.supervised and not s.evaluates:
-        return
-    if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
-        raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
-    if s.rm_type is not None and "." in s.rm_type:
-        raise refusal("rm_type", s.rm_type, "not the name of a shipped rule", "Give a function of your own as --custom-rm-path.")
-    if s.rm_type in ("remote_rm", "boxed_remote_rm") and not s.rm_url:
-        raise refusal("rm_url", None, f"rm_type {s.rm_type} asks a service", "Set --rm-url http://HOST:PORT/PATH.")
-    if s.rm_type in ("judge", "boxed_judge") and s.judge_url is None:
-        raise refusal("judge_url", None, f"rm_type {s.rm_type} asks a model", "Set --judge-url http://HOST:PORT/v1.")
-
-
-def addresses_are_urls(s: Flat) -> None:
-    for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url), ("otel_endpoint", s.otel_endpoint)):
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
-    if "@" in (s.otel_endpoint or ""):
-        remedy = "Put it into the variable OTEL_EXPORTER_OTLP_HEADERS, as authorization=Basic%20BASE64."
-        raise refusal("otel_endpoint", "(hidden)", "a login in an address is seen by all users of this host", remedy)
-
-
-def groups_are_scored_by_what_can(s: Flat) -> None:
-    if not s.group_rm:
-        return
-    if s.custom_rm_path is None and s.rm_type != "remote_rm":
-        raise refusal("group_rm", True, f"rm_type {s.rm_type} scores one sample", "Set --custom-rm-path or --rm-type remote_rm.")
-    if s.num_reward_workers != 1:
-        raise refusal("num_reward_workers", s.num_reward_workers, "group_rm needs a prompt's samples in one place", "Set it to 1.")
-
-
-def data_of_a_function_has_a_known_end(s: Flat) -> None:
-    if s.data_source_path is not None and s.num_rollout is None:
-        raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
-
-
-def dotted_paths_are_well_formed(s: Flat) -> None:
-    names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path")
-    own = {name: path for name in (*names, "environment_path", *BATCH) if (path := getattr(s, name)) is not None}
-    for name, path in (own | s.hook_paths).items():
-        if not DOTTED.fullmatch(path):
-            raise refusal(name, path, "not a dotted path", "Write package.module.function.")
-    for name, path in (
-        ("dynamic_sampling_filter_path", s.dynamic_sampling_filter_path),
-        ("buffer_filter_path", s.buffer_filter_path),
-    ):
-        if not (path.isidentifier() or DOTTED.fullmatch(path)):
-            raise refusal(name, path, "neither a shipped name nor a dotted path", "Write package.module.function.")
-
-
 def evaluation_has_data(s: Flat) -> None:
     data = s.eval_prompt_data
     if data and s.eval_config is not None:
@@ -287,18 +233,6 @@ def check_run_name(name: str) -> None:
         )
 
 
-def tools_and_agents_have_what_they_need(s: Flat) -> None:
-    if s.tools and s.custom_agent_function_path:
-        raise refusal("tools", s.tools, "an agent of your own brings its own tools", "Leave out one of the two.")
-    own = s.custom_generate_function_path
-    if own and (s.tools or s.custom_agent_function_path):
-        raise refusal("custom_generate_function_path", own, "it is the rollout, and so are tools and an agent", "Keep one of them.")
-    if s.tools and not s.apply_chat_template:
-        raise refusal("tools", s.tools, "the chat template shows them to the model", "Add --apply-chat-template.")
-    if ("search" in s.tools) != (s.tool_corpus is not None):
-        raise refusal("tool_corpus", s.tool_corpus, "the tool search looks into it", "Give both or neither.")
-
-
 def debug_modes_exclude_each_other(s: Flat) -> None:
     if s.debug_rollout_only and (s.debug_train_only or s.load_debug_rollout_data):
         raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
@@ -308,6 +242,10 @@ def debug_modes_exclude_each_other(s: Flat) -> None:
         pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
             raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
+    train = s.save_debug_train_data
+    if train is not None and not ("{rollout_id}" in train and "{rank}" in train):
+        remedy = "Write {rollout_id} and {rank} into the path."
+        raise refusal("save_debug_train_data", train, "every rollout and rank has a file of its own", remedy)
 
 
 RULES: tuple[Rule, ...] = (
@@ -326,13 +264,8 @@ RULES: tuple[Rule, ...] = (
     filter_can_keep_something,
     context_holds_prompt_and_response,
     top_k_is_a_count_or_all,
-    rewards_have_a_source,
-    addresses_are_urls,
-    tools_and_agents_have_what_they_need,
-    groups_are_scored_by_what_can,
+    *functions.RULES,
     *prompts.RULES,
-    data_of_a_function_has_a_known_end,
-    dotted_paths_are_well_formed,
     *training.RULES,
     evaluation_has_data,
     learning_rate_decays_downwards,
@@ -375,5 +308,7 @@ def notes(s: Flat) -> Iterator[str]:
             f"samples of up to {longest} tokens exceed max_tokens_per_gpu = {s.max_tokens_per_gpu}: such a sample "
             "gets a micro-batch of its own and needs more memory"
         )
+    if s.rollout_function_path and not s.own_rollout_function:
+        yield f"rollout_function_path = {s.rollout_function_path} is what is done here anyway, in our way; it is not called"
     yield from training.notes(s)
     yield from serving.notes(s)

@@ -89,6 +89,28 @@ async def test_a_group_leaves_in_parts_on_its_last_turn_and_late_members_follow(
         assert [v.members for v in await messages(bus, VERDICTS)] == [(0, 2), (3,), (1,)]
 
 
+async def test_a_turn_ends_in_one_call_to_the_bus_however_many_groups_it_lets_go(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus:
+        await issue(bus, *range(1, 7))
+        async with running(bus, "filter", run, FilterSpec()) as context:
+            await put(bus, SCORED, *(member(g, i, float(i)) for g in range(1, 7) for i in range(2)))
+            await held(context, 12)
+            exchange, commits = bus.link._wire.exchange, []
+
+            async def counted(commands):
+                commits.extend(len(c) for c in commands if c[0] == "EVALSHA" and "hop" in c)
+                return await exchange(commands)
+
+            monkeypatch.setattr(bus.link._wire, "exchange", counted)
+            await trained(bus, 2)
+            await until(lambda: turned(bus, 2))
+            assert len(commits) == 1
+        assert [part.group_id for part in await kept(bus)] == [f"g{g}" for g in range(1, 7)]
+        assert isinstance((await messages(bus, GROUPS))[-1], Turned)
+
+
 async def test_the_ledger_closes_between_the_parts(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus:
         await issue(bus, 1)

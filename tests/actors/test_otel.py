@@ -90,7 +90,9 @@ def sent(tmp_path, spec):
 def facts(span):
     def value(v):
         [(kind, content)] = v.items()
-        return [value(one) for one in content["values"]] if kind == "arrayValue" else int(content) if kind == "intValue" else content
+        if kind == "arrayValue":
+            return [value(one) for one in content["values"]]
+        return int(content) if kind == "intValue" else content
 
     return {a["key"].removeprefix("miles_async."): value(a["value"]) for a in span["attributes"]}
 
@@ -146,7 +148,8 @@ def test_a_share_of_samples_is_chosen_by_their_ids():
 def test_a_collector_that_is_away_gets_all_later_and_what_it_refuses_is_counted(tmp_path, collector, monkeypatch):
     monkeypatch.setattr(trackers, "LOOK_S", 0.01)
     monkeypatch.setattr(trackers, "AGAIN_S", 0.01)
-    collector.answers = [(503, b"busy"), (503, b"busy"), (200, b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "old"}}')]
+    in_part = b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "old"}}'
+    collector.answers = [(503, b"busy"), (503, b"busy"), (200, in_part)]
     append_trained(tmp_path, [life()])
     spec, said = spec_of(tmp_path, collector.url), []
     [follower] = follow_all(opens(spec), tmp_path, lambda text, *, well=False: said.append(text), sources(spec))
@@ -157,8 +160,12 @@ def test_a_collector_that_is_away_gets_all_later_and_what_it_refuses_is_counted(
     follower.end(True)
     assert follower.join(20)
     url = f"{collector.url}/v1/traces"
-    fails = f"otel fails: ConnectionError: {url} answers 503 Service Unavailable. The run goes on; it gets what it missed when it works again"
-    assert said == [fails, "otel: 2 spans were refused so far and are dropped: old", "otel takes metrics again"]
+    fails = f"otel fails: ConnectionError: {url} answers 503 Service Unavailable. "
+    assert said == [
+        fails + "The run goes on; it gets what it missed when it works again",
+        "otel: 2 spans were refused so far and are dropped: old",
+        "otel takes metrics again",
+    ]
     collector.answers = [(400, b"")]
     append_trained(tmp_path, [life("g2/0")])
     assert sent(tmp_path, spec) == ["otel: 9 spans were refused so far and are dropped: 400 Bad Request"]

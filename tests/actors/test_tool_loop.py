@@ -108,7 +108,7 @@ async def test_a_worker_opens_the_program_that_its_settings_name(function: str, 
     spec = generation_spec(settings_from(**plain, **({"custom_agent_function_path": function} if function else tools)), place)
     counts: Counter[str] = Counter()
     assert spec.agent is not None and generation_spec(settings_from(**plain), place).agent is None
-    async with open_program(SimpleNamespace(count=counts.update), spec, spec.agent) as program:  # type: ignore[arg-type]
+    async with open_program(SimpleNamespace(count=counts.update), spec) as program:  # type: ignore[arg-type]
         assert isinstance(program, kind) and (program._max_turns == 3 if isinstance(program, ToolLoop) else program.resumable)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from redis.exceptions import ResponseError
 
 from bus import Bus, BusConfig, Commit, Entry, Out, Reader
 from bus.errors import BusFull, DeadlineExceeded, InvariantBroken
@@ -12,6 +13,7 @@ from bus.messages.codec import encode
 from bus.messages.policy import Checkpointed
 from bus.server import EmbeddedRedis
 from bus.streams.hop import Placed, hop_args, id_key
+from bus.streams.link import refuses_writes, translate
 from bus.streams.redis import COMMIT
 from bus.topology import POLICY, PROMPTS, ROLLOUTS
 from tests.bus.suite.messages import a_rollout, a_task
@@ -108,6 +110,15 @@ async def test_a_server_out_of_memory_takes_hops_and_refuses_appends_also_in_one
         await publish(bus, 1)
         assert await bus.length(PROMPTS) == 1
         await reader.close()
+
+
+@pytest.mark.parametrize("code", ["OOM", "READONLY", "MISCONF", "NOREPLICAS"])
+def test_what_refuses_a_write_inside_a_script_is_known_in_the_words_of_redis_6_2(code):
+    words = f"Error running script (call to f_{'0a' * 20}): @user_script:110: @user_script: 110: "
+    error = ResponseError(f"{words}-{code} command not allowed when used memory > 'maxmemory'.")
+    assert refuses_writes(error) and isinstance(translate(error, "h"), BusFull)
+    mistake = ResponseError(f"{words}attempt to index a nil value near -OOM")
+    assert not refuses_writes(mistake) and isinstance(translate(mistake, "h"), InvariantBroken)
 
 
 @pytest.mark.parametrize("n", [0, 1, 129, 400])

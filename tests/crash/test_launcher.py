@@ -42,7 +42,7 @@ def test_a_killed_launcher_is_followed_by_one_that_adopts(run_of: Launch) -> Non
     step = run.step()
     until("training to go on without a launcher", lambda: run.step() > step)
     run.start()
-    until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
+    run.until_it_listens()
     assert {name: pids for name, pids in actors(run).items() if pids} == before
     go_on(run)
     stopped = run.command("stop", "--wait", "60")
@@ -76,7 +76,7 @@ def test_an_adopted_actor_that_dies_is_started_again(run_of: Launch) -> None:
     run.until_step(2)
     kill_launcher(run)
     run.start()
-    until("the second launcher", lambda: (run.dir / "launcher.pid").read_text().strip() == str(run.launcher.pid))
+    run.until_it_listens()
     for actor in ("generation-0", "trainer", "filter"):
         run.kill(actor)
     run.finish()

@@ -24,6 +24,7 @@ CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_los
 CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated"}  # asyncio
 CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_request", "process_request_thread"}  # http.server
 CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states", "get_replay_topk"}  # megatron-core
+CALLED_BY_LIBRARIES |= {"add_samples", "get_buffer_length"}  # rollout functions written for Miles
 CALLED_BY_LIBRARIES |= {"compose", "key_enter"}  # textual, beside on_ and action_ below
 TEXTUAL = "miles_async/console/top/"
 Use = tuple[str, str]

@@ -3,12 +3,16 @@
 import asyncio
 import json
 
+import pytest
+
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
+from actors.recorder.records import records_of
+from bus import Entry
 from bus.messages.groups import GroupVerdict
-from bus.messages.policy import SamplesTrained, SampleTrained
+from bus.messages.policy import SamplesTrained, SampleTrained, StepDone
 from bus.messages.samples import Mark
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import POLICY, TRAINED, VERDICTS
 from miles_async.settings.runs import write_run_file
 
@@ -60,6 +64,26 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
     assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
     assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped by the filter: zero_std_1")
     assert run.ask("trace", "g9/0")[0] == 2
+
+
+def test_members_of_a_group_that_was_trained_in_parts_are_told_apart(run, tmp_path):
+    """Also where every group of a step was trained in as large a part."""
+    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
+
+    def step(number, *samples):
+        version = PolicyVersion(number + 1, number)
+        done = StepDone(step=number, version=version, trained_on=version, groups=("g7",), samples=samples)
+        entry = Entry(id=f"{number}-0", stream=POLICY, readers="", fields={}, body=b"", size=0)
+        return records_of(entry, done)
+
+    fields = {"group": "g7", "reason": "outlasted", "members": [3]}
+    dropped = {"kind": "drop", "wall": 9.0, "entry": "policy@9-0", **fields}
+    lines = [*step(3, "g7/0", "g7/2", "g8/4", "g8/5"), *step(4, "g7/1", "g8/0"), dropped]
+    (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = [run.ask("trace", f"g7/{i}")[1].splitlines()[0] for i in range(4)]
+    trained = [f"g7/{i}: trained in step {n}, policy version {n + 1}" for i, n in ((0, 3), (1, 4), (2, 3))]
+    assert [line.partition(", knob")[0] for line in said[:3]] == trained
+    assert said[3].startswith("g7/3: group dropped by the trainer: outlasted")
 
 
 def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_files_alone(run, tmp_path):
@@ -118,3 +142,34 @@ def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
     words = ("issued", "begun by generation-0", "ended by generation-0 with 4 tokens", "made: 4 tokens by version 1; stop")
     assert [word for word in (*words, "scored 0 by math in 0.5 s") if after.count(word) != 1] == []
     assert (run.dir / "trained.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_name_that_no_sample_has_is_refused_in_one_line_that_says_what_there_is(whole, tmp_path, living):
+    """g1 was trained, g2 dropped with its samples counted, g3 is open."""
+    groups = ["g1", "g2", "g3"] if living else ["g1", "g2"]
+    if not living:
+        marks = (Mark("issued", "", 0, 10.0), Mark("ended", "generation-0", 4, 14.0))
+        rest = (marks, (VersionSpan(1, 0, 4),), "stop", 1, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+        lives = [SampleTrained(name, *rest) for name in ("g1/0", "g1/1")]
+
+        async def recorded(story):
+            await story.say(TRAINED, SamplesTrained(step=1, samples=tuple(lives)))
+            stop = asyncio.Event()
+            stop.set()
+            await Recorder(story.bus, whole.dir).follow(stop)
+
+        whole.tell(recorded)
+        write_run_file(whole.dir, run=whole.name, bus_url=f"unix://{tmp_path}/gone.sock")
+    else:
+        (whole.dir / "settings.toml").write_text("[rollout]\nn_samples_per_prompt = 2\n")
+    expected = {
+        f"{g}/7": f"{g}/7 is not on record: group {g} has 2 samples, {g}/0 to {g}/1. miles-async trace {g} tells the whole group."
+        for g in groups
+    } | {"g99/0": "nothing on record about g99/0. miles-async bus tail prompts shows names of this run; --run NAME asks another."}
+    told = {name: whole.ask("trace", name) for name in expected}
+    assert told == {name: (2, "", f"miles-async trace: {line}\n") for name, line in expected.items()}
+    for name in ("", "g3/", "/3", "g3/-1", "g3/x", "g 3", "g3/0/1", "g3\n/0"):
+        status, out, err = whole.ask("trace", name)
+        assert (status, out, err.count("\n"), "names no sample and no group" in err) == (2, "", 1, True), name
+    assert [whole.ask("trace", name)[0] for name in ("g1/0", "g1/1", "g2/0", "g1")] == [0] * 4

@@ -16,7 +16,8 @@ TAKEN = """
 --eval-max-in-flight --eval-max-response-len --eval-prompt-data --eval-reward-key --eval-temperature --eval-tool-key --eval-top-k
 --eval-top-p --generate-tool-call-parser --group-rm --input-key --label-key --metadata-key --n-samples-per-eval-prompt
 --n-samples-per-prompt --num-epoch --num-rollout --over-sampling-batch-size --partial-rollout --prompt-data --reward-key --rm-type
---rm-url --rollout-all-samples-process-path --rollout-batch-size --rollout-data-postprocess-path --rollout-max-context-len
+--rm-url --rollout-all-samples-process-path --rollout-batch-size --rollout-data-postprocess-path
+--rollout-function-path --rollout-max-context-len
 --rollout-max-prompt-len --rollout-max-response-len --rollout-sample-filter-path --rollout-seed --rollout-shuffle
 --rollout-skip-special-tokens --rollout-stop --rollout-stop-token-ids --rollout-temperature --rollout-top-k --rollout-top-p
 --skip-eval-before-train --tool-key --multimodal-keys
@@ -31,7 +32,6 @@ REFUSED = {
     "--generate-tool-specs-path": "--tools",
     "--rollout-buffer-url": "no service",
     "--rollout-external": "--engine external",
-    "--rollout-function-path": "--custom-generate-function-path",
     "--rollout-submission-granularity": "one by one",
     "--session-message-matcher": "agents.md",
     "--use-session-server": "agents.md",

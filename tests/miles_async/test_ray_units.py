@@ -6,7 +6,7 @@ import pytest
 
 from actors.generation.node import words_of
 from actors.generation.spec import GenerationSpec
-from miles_async.cli.ray import entrypoint, parse
+from miles_async.cli.ray import entrypoint, parse, run
 from miles_async.launcher.ray_units import Unit, no_room, parts_of, units_of
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
@@ -106,3 +106,10 @@ def test_a_job_is_the_train_command_in_its_folder_with_what_stands_behind_the_da
     assert entrypoint(parse(words)) == (
         "cd /shared/me && exec python -m miles_async train 'my run.toml' --launcher ray --console plain --bus-url redis://h:1"
     )
+
+
+@pytest.mark.parametrize("words", [["--wandb-key", "hush"], ["--wandb_key=hush"]])
+def test_a_secret_is_no_part_of_a_job_that_the_whole_cluster_sees(words: list[str]) -> None:
+    with pytest.raises(SettingsError, match="--wandb-key would be readable to all users of the cluster") as refused:
+        run(parse(["submit", "run.toml", "--", *words]))
+    assert "hush" not in str(refused.value)

@@ -18,6 +18,7 @@ TRIED = {
     "second_look": ("custom_generate_function_path", "rollout"),
     "guess": ("custom_generate_function_path", "rollout"),
     "digits": ("custom_generate_function_path", "rollout"),
+    "whole_groups": ("rollout_function_path", "generate_rollout"),
     "from_miles": ("custom_generate_function_path", "generate"),
 }
 
@@ -31,7 +32,7 @@ def test_an_example_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, name, raising=False)
     sample = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
     paths = {field: f"{name}.{function}", "environment_path": "actors.environments.guess.Guess"}
-    ask = Ask(paths=paths, sample=sample, reward_key="score")
+    ask = Ask(paths=paths, sample=sample, reward_key="score", values={"rollout_batch_size": 2, "n_samples_per_prompt": 2})
     for asked in (field, "environment_path"):
         assert problem_of(asked, ask.paths[asked], ask) == ""
 

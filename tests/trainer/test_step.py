@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,27 @@ def test_the_gradient_is_that_of_what_the_model_made(
     got = torch.cat([state[f"exp_avg/{name}"].flatten() for name in params])
     assert torch.cosine_similarity(got, want, dim=0) > 0.999999
     assert torch.cosine_similarity(got, wrong, dim=0) < 0.99
+
+
+def test_what_a_rank_trained_is_written_as_its_loss_saw_it(make_backend: Backend, make_batch: Batch, tmp_path: Path) -> None:
+    backend = make_backend(num_steps_per_rollout=2, save_debug_train_data=str(tmp_path / "{rollout_id}_{rank}.pt"))
+    batch = make_batch(1)
+    batch.step = 3
+    for sample in batch.samples:
+        sample.train.loss_mask[0] = 0
+    result = backend.train_step(batch)
+    found = torch.load(tmp_path / "3_0.pt", weights_only=True)
+    data = found["rollout_data"]
+    assert (found["rollout_id"], found["rank"]) == (3, 0)
+    assert sorted(data["sample_ids"]) == sorted(s.train.sample_id for s in batch.samples)
+    order = {s.train.sample_id: i for i, s in enumerate(batch.samples)}
+    for at, name in enumerate(data["sample_ids"]):
+        sample = batch.samples[order[name]]
+        assert data["tokens"][at].tolist() == [*sample.prompt_tokens, *sample.response_tokens]
+        assert data["loss_masks"][at].tolist() == list(sample.train.loss_mask)
+        assert int(data["loss_masks"][at].sum()) == result.trained_tokens[order[name]]
+        assert np.array_equal(data["rollout_log_probs"][at], np.float32(sample.train.rollout_logp))
+        assert (data["raw_reward"][at], data["response_lengths"][at]) == (sample.train.reward, len(sample.response_tokens))
+        same = torch.allclose(data["log_probs"][at], data["new_log_probs"][at], atol=1e-6)
+        assert same == (data["optimizer_steps"][at] == 0), "the second step's policy has moved"
+    assert set(data["optimizer_steps"]) == {0, 1} and any(float(a.abs().sum()) for a in data["advantages"])

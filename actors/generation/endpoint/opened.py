@@ -12,7 +12,7 @@ from actors.generation.endpoint.calls import format_of
 from actors.generation.endpoint.server import Endpoint
 from actors.generation.endpoint.toolloop import ToolLoop
 from actors.generation.rollouts.session import Program
-from actors.generation.spec import AgentSpec, GenerationSpec
+from actors.generation.spec import GenerationSpec
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
@@ -21,8 +21,10 @@ from actors.runtime.tools import Toolbox
 
 
 @asynccontextmanager
-async def open_program(context: Context, spec: GenerationSpec, agent: AgentSpec) -> AsyncIterator[Program]:
+async def open_program(context: Context, spec: GenerationSpec) -> AsyncIterator[Program]:
     """Raises Refused for an agent, tools or a template that cannot be, SandboxUnavailable."""
+    agent = spec.agent
+    assert agent is not None
     kwargs = json.loads(agent.template_kwargs or "{}")
     chat = await asyncio.to_thread(Chat, spec.model_path, template_path=agent.template_path, kwargs=kwargs)
     kind = format_of(chat.template) if agent.parser == "auto" else agent.parser

@@ -11,9 +11,9 @@ SGLang's `/generate` does. Tokens with mask 1 must be what it answered, id by id
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -64,72 +64,101 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
     return program
 
 
+class Said(NamedTuple):
+    """A call of the engine that was answered. `asked`: the tokens before the answer; `owner`: whose session made it."""
+
+    asked: list[int]
+    turn: Segment
+    owner: Any = None
+
+
 class _Asked:
     """What one episode asked the engine, and what became of it."""
 
     def __init__(self, session: Session, decode: Decode) -> None:
         self._session = session
         self._decode = decode
-        self._turns: list[Segment] = []
+        self._turns: list[Said] = []
 
     async def post(self, url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         """One call of the engine, as SGLang's /generate is called and answers."""
-        params = payload.get("sampling_params", {})
-        known = {name: params[name] for name in Sampling.__struct_fields__ if name in params}
-        if isinstance(known.get("stop"), str):
-            known["stop"] = [known["stop"]]
-        if unknown := sorted(set(params) & {"stop_regex", "min_p", "json_schema", "regex"}):
-            raise Poison(f"sampling_params {', '.join(unknown)} have no counterpart; use stop or stop_token_ids")
-        before = msgspec.structs.asdict(self._session.task.sampling)
-        turn = await self._session.generate(payload["input_ids"], msgspec.convert(before | known, Sampling))
-        self._turns.append(turn)
-        finish = {"type": turn.finish, **({"length": len(turn.tokens)} if turn.finish == "length" else {})}
-        pairs = [[logp, token, None] for logp, token in zip(turn.logprobs, turn.tokens, strict=True)]
-        version = str(turn.spans[-1].version) if turn.spans else ""
-        return {
-            "text": self._decode(turn.tokens),
-            "output_ids": list(turn.tokens),
-            "meta_info": {
-                "output_token_logprobs": pairs,
-                "finish_reason": finish,
-                "completion_tokens": len(turn.tokens),
-                "weight_version": version,
-            },
-        }
+        asked = list(payload["input_ids"])
+        turn = await self._session.generate(asked, sampling_of(self._session.task, payload))
+        self._turns.append(Said(asked, turn))
+        return answer_of(turn, self._decode)
 
     def trajectory(self, sample: Any, task: Task) -> Trajectory:
-        """A filled sample with the turns that it is made of, found by their tokens in the order in which they were asked."""
-        n = sample.response_length
-        tokens, response = list(sample.tokens), list(sample.tokens[len(sample.tokens) - n :])
-        mask = [1] * n if sample.loss_mask is None else list(sample.loss_mask)
-        if not 0 <= n <= len(tokens) or len(mask) != n:
-            raise Poison(f"{task.sample_id}: {len(tokens)} tokens, response_length {n} and {len(mask)} of mask do not fit")
-        segments: list[Segment] = []
-        at = 0
-        while at < n:
-            end = at + 1
-            while end < n and bool(mask[end]) == bool(mask[at]):
-                end += 1
-            segments += self._made(response[at:end], task) if mask[at] and not sample.remove_sample else [env(response[at:end])]
-            at = end
-        reward = sample.reward
-        return Trajectory(tokens[: len(tokens) - n], segments, reward, _encodable(sample.metadata, task.metadata))
+        """A filled sample with the turns that it is made of."""
+        return trajectory_of(sample, task, self._turns)
 
-    def _made(self, run: Sequence[int], task: Task) -> list[Segment]:
-        """The turns that a run of tokens with mask 1 consists of."""
-        found: list[Segment] = []
-        rest = list(run)
-        while rest:
-            turn = next((t for t in self._turns if t.tokens and t.tokens[: len(rest)] == rest[: len(t.tokens)]), None)
-            if turn is None:
+
+def sampling_of(task: Task, payload: Mapping[str, Any]) -> Sampling:
+    """How a call of /generate is to be drawn: as the task says, but for what its sampling_params say. Raises Poison."""
+    params = payload.get("sampling_params") or {}
+    known = {name: params[name] for name in Sampling.__struct_fields__ if params.get(name) is not None}
+    if isinstance(known.get("stop"), str):
+        known["stop"] = [known["stop"]]
+    if unknown := sorted(set(params) & {"stop_regex", "min_p", "json_schema", "regex"}):
+        raise Poison(f"sampling_params {', '.join(unknown)} have no counterpart; use stop or stop_token_ids")
+    before = {name: value for name, value in msgspec.structs.asdict(task.sampling).items() if value is not msgspec.UNSET}
+    return msgspec.convert(before | known, Sampling)
+
+
+def answer_of(turn: Segment, decode: Decode) -> dict[str, Any]:
+    """A turn of the model as SGLang's /generate answers."""
+    finish = {"type": turn.finish, **({"length": len(turn.tokens)} if turn.finish == "length" else {})}
+    pairs = [[logp, token, None] for logp, token in zip(turn.logprobs, turn.tokens, strict=True)]
+    return {
+        "text": decode(turn.tokens),
+        "output_ids": list(turn.tokens),
+        "meta_info": {
+            "output_token_logprobs": pairs,
+            "finish_reason": finish,
+            "completion_tokens": len(turn.tokens),
+            "weight_version": str(turn.spans[-1].version) if turn.spans else "",
+        },
+    }
+
+
+def trajectory_of(
+    sample: Any, task: Task, turns: list[Said], own: Callable[[Said], Segment] = lambda said: said.turn
+) -> Trajectory:
+    """A sample that a function of Miles' filled. Its tokens with mask 1 are found among `turns`, which they are taken out of; `own`
+    makes a turn that was found one of this sample's session. Raises Poison."""
+    n = sample.response_length
+    tokens, response = list(sample.tokens), list(sample.tokens[len(sample.tokens) - n :])
+    mask = [1] * n if sample.loss_mask is None else list(sample.loss_mask)
+    if not 0 <= n <= len(tokens) or len(mask) != n:
+        raise Poison(f"{task.sample_id}: {len(tokens)} tokens, response_length {n} and {len(mask)} of mask do not fit")
+    segments: list[Segment] = []
+    at, begin = 0, len(tokens) - n
+    while at < n:
+        end = at + 1
+        while end < n and bool(mask[end]) == bool(mask[at]):
+            end += 1
+        if not mask[at] or sample.remove_sample:
+            segments.append(env(response[at:end]))
+            at = end
+        while at < end:
+            said = _found(tokens[: begin + at], response[at:end], turns)
+            if said is None:
                 raise Poison(
-                    f"{task.sample_id}: {len(rest)} tokens with loss_mask 1 are not what args.post answered. Give its tokens as "
+                    f"{task.sample_id}: {end - at} tokens with loss_mask 1 are not what the engine answered. Give its tokens as "
                     "they are (never tokenise its text again), and mask 0 to all others."
                 )
-            self._turns.remove(turn)
-            found.append(turn.first(len(rest)))
-            rest = rest[len(turn.tokens) :]
-        return found
+            segments.append(own(said).first(end - at))
+            at += min(end - at, len(said.turn))
+    return Trajectory(tokens[:begin], segments, sample.reward, _encodable(sample.metadata, task.metadata))
+
+
+def _found(before: list[int], run: list[int], turns: list[Said]) -> Said | None:
+    """The turn that `run` begins with, or that begins with all of `run`, taken out: best one that answers just the tokens before,
+    and the longest that is wholly there."""
+    fitting = [s for s in turns if s.turn.tokens and s.turn.tokens[: len(run)] == run[: len(s.turn)]]
+    best = max(fitting, key=lambda s: (s.asked == before, len(s.turn) <= len(run), len(s.turn)), default=None)
+    if best is not None:
+        turns.remove(best)
+    return best
 
 
 def _encodable(metadata: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.whole import in_thread
 from bus import Entry
 from bus.errors import Poison
 from bus.messages.base import pack_ints
@@ -60,7 +61,7 @@ class Live:
         self._admit = admit
         self._entry = entry
         self._running = running
-        self._saves = saves
+        self._saves = running.saves = saves
         self._worlds = worlds
         self._world: World | None = None
         self._next = 0
@@ -102,9 +103,28 @@ class Live:
     def drain(self) -> None:
         """The worker ends: a program that is not in a turn of the model goes on elsewhere. What it asks the environment now, it
         will ask again."""
-        if self._owner is not None and not self._generating and self._reason is None:
-            self._reason = "drain"
+        if not self._generating:
+            self.leave("drain")
+
+    def leave(self, reason: Leaves) -> None:
+        """End the program now: the sample goes on elsewhere. No turn of the model may be under way."""
+        if self._owner is not None and self._reason is None:
+            self._reason = reason
             self._owner.cancel()
+
+    @property
+    def reason(self) -> Leaves | None:
+        """Why the sample leaves; None while it stays."""
+        return self._reason
+
+    def adopt(self, segment: Segment, of: Live) -> Segment:
+        """A turn that another session made, as one of this. For programs whose journals are not saved, before either ends."""
+        no = self._next
+        self._next += 1
+        self._asked.add(no)
+        of._running.hand_over(segment.call, self._running, no)
+        segment.call = no
+        return segment
 
     async def _leave(self, reason: Leaves) -> NoReturn:
         """End the program; this call, and any later one, does not return."""
@@ -147,7 +167,7 @@ class Live:
         if watch is not None:
 
             def more(turn: Turn) -> bool:
-                return not watch(turn.tokens.tolist())
+                return not watch(() if getattr(watch, "blind", False) else turn.tokens.tolist())
 
             if turn.tokens and not more(turn):
                 turn.finish = "stop"
@@ -164,6 +184,8 @@ class Live:
                 self._generating -= 1
             if reason is not None:
                 await self._leave(reason)
+        if len(running.turns) > 1 and not turn.experts.n:
+            turn.forget()
         ends: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
         made = Segment("model", turn.tokens, turn.logprobs, turn.spans, ends, no)
         return until(self._turns.decode, made, sampling.stop) if sampling.stop else made
@@ -196,7 +218,7 @@ class Live:
             if inspect.iscoroutinefunction(call):
                 value = await call(*args)
             else:
-                value = await asyncio.to_thread(call, *args)
+                value = await in_thread(call, *args)
                 if inspect.isawaitable(value):
                     value = await value
         answer = msgspec.msgpack.encode(value)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 
 from actors.generation.engine import Chunk
-from actors.generation.rollouts import Program
+from actors.generation.rollouts import Program, single
+from actors.generation.rollouts.function import RolloutFunction
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
+from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.rollouts.world import Worlds
 from actors.generation.sample import Running, Turn
 from actors.generation.turns import Turns
+from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
 from actors.runtime.whole import said
 from bus import Entry
-from bus.messages.base import pack_ints
+from bus.clock import SystemClock
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.messages.samples import SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.topology import PROMPTS
 
+MOST_GROUPS = 4096  # asked for by a function that keeps none
 VERSIONS = {"1": PolicyVersion(1, 0)}
 
 
@@ -61,14 +68,7 @@ class _Here:
     async def over(self, sample_id: str) -> None: ...
 
 
-async def problem_of(
-    program: Program, *, prompt: str, label: str, metadata: dict[str, Any], deadline_s: float, world: str = ""
-) -> str:
-    """Why a program cannot be used; empty when it can. `world`: dotted path of its environment."""
-    task = SampleTask(
-        sample_id="try/0", group_id="try", index=0, n_samples=1, prompt_id="try", prompt_tokens=pack_ints([1]), label=label,
-        prompt_text=prompt, metadata=metadata, sampling=Sampling(max_new_tokens=64),
-    )  # fmt: skip
+async def _play(program: Program, task: SampleTask, deadline_s: float | None, world: str = "") -> None:
     running = Running(task)
 
     async def admit(_: Running) -> None:
@@ -76,9 +76,38 @@ async def problem_of(
 
     entry = Entry("0-1", PROMPTS, "generation", {}, b"", 0)
     live = Live(cast(Turns, _Answers()), admit, entry, running, saves=False, worlds=cast(Worlds, _Here(world)) if world else None)
+    outcome_of(await live.play(program, deadline_s), running)
+
+
+async def problem_of(program: Program, task: SampleTask, *, deadline_s: float, world: str = "") -> str:
+    """Why a program cannot be used; empty when it can. `world`: dotted path of its environment."""
     try:
-        found = await live.play(program, deadline_s)
-        outcome_of(found, running)
+        await _play(program, task, deadline_s, world)
     except Exception as error:  # noqa: BLE001 - whatever the user's program raises
         return said(error, deadline_s)
     return ""
+
+
+async def function_problem(path: str, values: Mapping[str, Any], task: SampleTask, *, deadline_s: float) -> str:
+    """Why a rollout function cannot be used; empty when it can, or when it goes on asking for further groups. It gets as many as it
+    asks for, of one prompt."""
+    quiet = SimpleNamespace(clock=SystemClock(), count=lambda *_: None, log=logging.getLogger("try"), version=0)
+    function = RolloutFunction(
+        cast(Context, quiet), path, beside=single.rollout, values=lambda: values, decode=lambda ids: " ".join(map(str, ids)),
+        deadline_s=deadline_s,
+    )  # fmt: skip
+    n, issued, samples = int(values.get("n_samples_per_prompt") or 1), 0, set[asyncio.Task[None]]()
+    async with function.open():
+        while not function.why and issued <= MOST_GROUPS and not any(one.done() for one in samples):
+            for _ in range(max(0, function.wanted)):
+                group = f"try{issued}"
+                for i in range(n):
+                    one = msgspec.structs.replace(task, sample_id=f"{group}/{i}", group_id=group, index=i, n_samples=n)
+                    samples.add(asyncio.create_task(_play(function, one, None)))
+                issued += 1
+            await asyncio.sleep(0.01)
+        for one in samples:
+            one.cancel()
+        ended = await asyncio.gather(*samples, return_exceptions=True)
+    raised = [one for one in ended if isinstance(one, Exception) and not isinstance(one, LeftOut | ProgramFailed)]
+    return function.why or (said(raised[0]) if raised else "")

@@ -33,9 +33,13 @@ class ProgramFailed(Transient):
     """A rollout program raised, or did not end in time; another attempt may do."""
 
 
+class LeftOut(Exception):
+    """A rollout function gave up the group of this sample: it neither returned it nor put it back."""
+
+
 class Programs:
-    """One worker's. `path`: dotted path, empty = `program`, without it the single turn. `extra`: the user's own values for Miles'
-    `args`. Raises Refused when it cannot be loaded."""
+    """One worker's: `program`, else the one at the dotted path `path`, else the single turn. `extra`: the user's own values for
+    Miles' `args`. Raises Refused when it cannot be loaded."""
 
     def __init__(
         self,
@@ -47,11 +51,11 @@ class Programs:
         program: Program | None = None,
     ) -> None:
         self._context = context
-        self._name = path or str(program or "single turn")
+        self._name = str(program or path or "single turn")
         self._program: Program = program or single.rollout
-        if path:
+        if path and program is None:
             self._program = program_of(path, lambda: {**context.knobs.values, **extra}, decode)
-        self._deadline_s = deadline_s if path or program else None
+        self._deadline_s = deadline_s if (path or program) and not getattr(program, "has_deadline", False) else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
         self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
@@ -63,10 +67,10 @@ class Programs:
             await watch(self._context.log.error, ends_after_s=ends_after_s)
 
     async def play(self, live: Live, entry: Entry) -> list[Trajectory] | Leaves:
-        """One run. Raises Transient while attempts are left for what the program raises, then Poison."""
+        """One run. Raises Transient while attempts are left for what the program raises, then Poison; LeftOut."""
         try:
             found = await live.play(self._program, self._deadline_s)
-        except (*STOPS, Poison):
+        except (*STOPS, Poison, ProgramFailed, LeftOut):
             raise
         except Exception as error:  # whatever a program of the user's raises
             if self._program is single.rollout:

@@ -63,13 +63,16 @@ TRANSFORMER, OPTIMIZER, DDP = (fields_of(k) for k in (TransformerConfig, Optimiz
 
 
 def given_of(own: MegatronConfig) -> dict[str, Any]:
-    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such."""
+    """Fields of megatron-core that settings give, as it takes them: names with underscores, types and enumerations as such. Raises
+    Refused for a value by a name that is none."""
     given = {name.replace("-", "_"): value for name, value in own.megatron.items()}
     for name, value in given.items():
-        if name == "attention_backend" and isinstance(value, str):
-            given[name] = AttnBackend[value]
-        elif name.endswith("_dtype") and name in OPTIMIZER and isinstance(value, str):
-            given[name] = TYPES[value]
+        known: Mapping[str, Any] = TYPES if name.endswith("_dtype") and name in OPTIMIZER else {}
+        known = AttnBackend.__members__ if name == "attention_backend" else known
+        if known and isinstance(value, str):
+            if value not in known:
+                raise Refused(f"megatron.{name}={value}: it is one of {', '.join(known)}")
+            given[name] = known[value]
     return given
 
 

@@ -40,6 +40,7 @@ from actors.trainer.objective.metrics import COUNTS, MAXIMA, name_nonfinite, val
 from actors.trainer.objective_config import HookError
 from actors.trainer.selfcheck import measure
 from actors.trainer.training.clockwork import Stopwatch
+from actors.trainer.training.dump import dump
 from actors.trainer.training.verbs import Core, Packed, Rates, Work
 
 REFUSALS = (BatchingError, HookError, MissingInputError, ObjectiveConfigError)
@@ -66,6 +67,8 @@ class _Tally:
     flags: dict[str, list[str]] = field(default_factory=dict)
     updates: int = 0
     skipped: list[StepPlan] = field(default_factory=list)
+    seen: list[dict[tuple[int, ...], LossInputs]] = field(default_factory=list)
+    """By step, where it is asked for: what the loss of this rank's micro-batches was made of."""
 
 
 def settle_objective(config: BackendConfig) -> ObjectiveConfig:
@@ -113,6 +116,8 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         tally.flags |= packed.routes.flags
     for step, mine in zip(plan.steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
+    if core.config.save_debug_train_data:
+        dump(core.config.save_debug_train_data, core.ranks.rank, batch, tally.seen)
     if (
         tally.updates
         and core.config.ref_update_interval
@@ -212,6 +217,8 @@ def _one_step(
     norm = prepared.norm(step.samples, scale=core.average_over)
     totals: dict[str, Tensor] = {}
     seen: dict[tuple[int, ...], LossInputs] = {}
+    if core.config.save_debug_train_data:
+        tally.seen.append(seen)
 
     # All at once, before the device has work: a copy to it between forward and backward would wait for the forward to end.
     like = torch.empty(0, device=core.device)

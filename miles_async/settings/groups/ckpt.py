@@ -107,8 +107,8 @@ class CkptSettings(Group, frozen=True, kw_only=True):
     dump_details: Annotated[
         str | None,
         doc(
-            "Directory for every trained batch (save_debug_rollout_data); turns on debug_determinism and env_report too, which "
-            "write into the run's folder."
+            "Directory for every trained batch, as it came (save_debug_rollout_data) and as each rank trained it "
+            "(save_debug_train_data); turns on debug_determinism and env_report too, which write into the run's folder."
         ),
     ] = None
     save_debug_rollout_data: Annotated[
@@ -122,3 +122,11 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc("Path pattern with {rollout_id}: the trainer takes recorded batches from there instead of rollouts."),
     ] = None
+    save_debug_train_data: Annotated[
+        str | None,
+        doc(
+            "Path pattern with {rollout_id} and {rank}: each training process writes there, on its own host, what it trained as "
+            "the loss saw it: tokens, masks, advantages, log-probs. torch.load(FILE, weights_only=True) reads it.",
+            derived="<dump_details>/train_data/{rollout_id}_{rank}.pt, unset without it",
+        ),
+    ]

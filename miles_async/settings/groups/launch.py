@@ -75,9 +75,10 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     deterministic_mode: Annotated[
         bool,
         doc(
-            "The trainer and SGLang compute the same from the same, to the last bit: torch's deterministic algorithms (an "
+            "The trainer and the engines compute the same from the same, to the last bit: torch's deterministic algorithms (an "
             "operation that has none is refused), a fixed order in cuBLAS, NCCL and Transformer Engine, and SGLang's deterministic "
-            "inference. Slower. Which samples a batch has still depends on time; with load_debug_rollout_data it does not.",
+            "inference; the embedded engine computes each sample alone. Slower. Which samples a batch has still depends on time, "
+            "but not at max_weight_staleness 0 without a filter and oversampling, nor with load_debug_rollout_data.",
         ),
     ] = False
     env_report: Annotated[

@@ -188,6 +188,10 @@ shows the next one where it says <image>."""),
         str | None,
         doc("Dotted path of your own rollout program (docs/rollouts.md), or of a generate function written for Miles."),
     ] = None
+    rollout_function_path: Annotated[
+        str | None,
+        doc("Dotted path of Miles' generate_rollout(args, rollout_id, data_source, evaluation), which makes whole groups."),
+    ] = None
     environment_path: Annotated[
         str | None,
         doc("Dotted path of a class with reset(task) and step(action): what session.world() of a rollout program asks."),

@@ -35,9 +35,11 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
     trackio_project: Annotated[str | None, doc("Project. Unset: miles_async.")] = None
     otel_endpoint: Annotated[
         str | None,
-        doc("Send the lives of samples as OpenTelemetry traces to this collector (OTLP/JSON over HTTP). Unset: none. Its keys are in "
-            "the variable OTEL_EXPORTER_OTLP_HEADERS."),
-    ] = None  # fmt: skip
+        doc(
+            "Send the lives of samples as OpenTelemetry traces to this collector (OTLP/JSON over HTTP). Unset: none. Its keys are "
+            "in the variable OTEL_EXPORTER_OTLP_HEADERS."
+        ),
+    ] = None
     otel_sample_share: Annotated[float, doc("Of all samples, chosen by their ids.", ge=0, le=1)] = 1.0
     use_prometheus: Annotated[bool, doc("Serve /metrics for Prometheus: all actors and streams of the run, one address.")] = False
     prometheus_port: Annotated[int, doc("Port of --prometheus-host.", ge=1, le=65535)] = 9090
