@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.trainer.record import read_record
 from bus import Bus, ledger
 from bus.topology import PREFIXES, PROMPTS
 from tests.crash.conftest import Launch
@@ -34,10 +35,8 @@ def until_it_works(run: Run, name: str) -> None:
 
 async def held(bus: Bus, name: str = "guest") -> int:
     """Samples that a worker has taken and not given back."""
-    rows = [
-        await bus.link.run("XPENDING", bus.keys.stream(stream.name), "generation", "-", "+", 100, name) for stream in (PREFIXES, PROMPTS)
-    ]
-    return sum(map(len, rows))
+    keys = [bus.keys.stream(stream.name) for stream in (PREFIXES, PROMPTS)]
+    return sum([len(await bus.link.run("XPENDING", key, "generation", "-", "+", 100, name)) for key in keys])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -60,6 +59,9 @@ def test_the_only_engine_dies(run_of: Launch) -> None:
     os.kill(run.engine_pids()[0], signal.SIGKILL)
     run.finish()
     judge(run)
+    records = map(read_record, (run.home / "batches").iterdir())
+    lengths = {m.rollout.response.n_tokens for record in records for group in record.groups for m in group.samples}
+    assert lengths == {run.setting("rollout", "rollout_max_response_len")}, "an answer that broke off was taken for a whole one"
 
 
 @pytest.mark.slow
