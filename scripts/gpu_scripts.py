@@ -6,8 +6,9 @@
 For each: a model of the script's shape, a chat tokenizer, prompts as chat messages, the torch_dist directory that the script
 refers to (by `miles-async convert`), the script as run.sh; then `miles-async train --from-miles run.sh`. Rewards are drawn, since a
 random model solves nothing. Writes the figures as JSON into DIR, and each run's log, metrics and script. qwen3-0.6b-fsdp wants one
-GPU, qwen3-4b two. `--rehearse`: a tiny model on the embedded engine and a CPU, without the flags that say what the model is and
-where it runs.
+GPU, qwen3-4b two and 256 GiB of host memory; on one GPU its optimizer and trainer stay there (see ON_ONE). Give each a call of its
+own, since SGLang compiles for some minutes at the first start on a machine. `--rehearse`: a tiny model on the embedded engine and
+a CPU, without the flags that say what the model is and where it runs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from tests.miles_async.launch_scripts import MODEL_4B, SCRIPTS  # noqa: E402
 SHAPE = {"qwen3-0.6b-fsdp": "0.6b", "qwen3-4b": "4b"}
 LEFT_OUT = ("--use-wandb --wandb-project p --wandb-group g --wandb-key KEY", "--model-name qwen3-4B", "--use-miles-dashboard")
 """What asks for a service or package that a machine without network lacks, and what Miles' Python recipe reads itself."""
+ON_ONE = """--actor-num-gpus-per-node 1 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1 --no-optimizer-cpu-offload
+--no-overlap-cpu-optimizer-d2h-h2d --no-offload-train --sglang-mem-fraction-static 0.35 --no-save-optim"""
+"""What qwen3-4b needs on one GPU: the host of such a machine (128 GiB) has no room for the optimizer, the trainer's memory in the
+engines' turn and a checkpoint's copy, which an H200 has beside smaller engines."""
 ON_GPUS = ("--sglang-mem-fraction-static", "--sglang-cuda-graph-bs", "--sglang-attention-backend", "--sglang-chunked-prefill-size",
            "--sglang-decode-log-interval", "--rollout-num-gpus-per-engine", "--colocate", "--actor-num-gpus-per-node",
            "--attn-implementation", "--train-env-vars", "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d",
@@ -100,6 +105,8 @@ def environment() -> dict[str, str]:
 
 def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """One script to its last step; its figures."""
+    import torch
+
     home = args.models / name
     began = time.monotonic()
     script = prepare(name, home, rehearse=args.rehearse)
@@ -109,7 +116,9 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
              "--eval-max-response-len", "64" if args.rehearse else "256", "--n-samples-per-eval-prompt", "1",
              "--rm-type", "deterministic_random", "--name", name, "--runs-dir", str(home / "runs"),
              "--console", "plain", "--no-report"]  # fmt: skip
-    words += ["--engine", "embedded"] if args.rehearse else args.flags.split()
+    one = not args.rehearse and name == "qwen3-4b" and torch.cuda.device_count() == 1
+    flags = f"{ON_ONE if one else ''} {args.flags}".split()
+    words += ["--engine", "embedded"] if args.rehearse else flags
     log, metrics = args.out / f"{name}.log", home / "runs" / name / "metrics.jsonl"
     with log.open("wb") as file:
         command = [sys.executable, "-m", "miles_async", "train", "--from-miles", str(script), *words]
@@ -126,7 +135,7 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
     names = ("perf/step_s", "perf/train_s", "train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff")
     steps = [{key: row["metrics"].get(key) for key in names} for row in done]
     shutil.rmtree(home / "saved", ignore_errors=True)
-    return {"flags": args.flags, "exit": code, "prepared_s": round(prepared_s, 1), "s": round(time.monotonic() - began, 1),
+    return {"flags": " ".join(flags), "exit": code, "prepared_s": round(prepared_s, 1), "s": round(time.monotonic() - began, 1),
             "steps": steps, "said": log.read_text(errors="replace")[-600:] if code else ""}  # fmt: skip
 
 

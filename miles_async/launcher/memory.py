@@ -1,4 +1,5 @@
-"""Whether models fit the GPUs: the trainer alone, or trainer and engines in turns (--colocate, --lend-trainer-gpus).
+"""Whether models fit the GPUs, the trainer alone, or trainer and engines in turns (--colocate, --lend-trainer-gpus); and whether
+the host has room for what they leave there.
 
 `check_memory` reads the sizes in the model directory and asks nvidia-smi; where either is silent nothing is checked here, and
 torch and SGLang have the only word. The rest is pure. GPUs of other hosts (--train-master) are taken to be like this one's.
@@ -11,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.config import MegatronConfig
@@ -55,6 +58,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.sglang.engine == "sglang":
         fits(s, total, trainer)
     trainer.check(total)
+    trainer.check_host(host_bytes(), total)
     return tuple(trainer.notes(total))
 
 
@@ -122,6 +126,12 @@ class Trainer:
         each += frozen * (int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
         return each * self.sizes.total // ranks
 
+    @property
+    def offloaded(self) -> float:
+        """The part of Megatron's optimizer that lies on the host."""
+        given = self.megatron
+        return float(given.get("optimizer_offload_fraction", 1.0)) if given.get("optimizer_cpu_offload") else 0.0
+
     def _cut(self, layout: Layout) -> int:
         """Of Megatron: whole weights and gradients of a rank's part; masters and moments too, or cut over its copies (distributed
         optimizer), or on the host. Other models lie on the host."""
@@ -129,15 +139,17 @@ class Trainer:
         gradient = 4 if given.get("grad_reduce_in_fp32", True) else own
         moments = [WIDTH[given.get(name, "fp32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         state: float = sum(moments) + (WIDTH[given.get("main_params_dtype", "fp32")] if self.narrow else 0)
-        if given.get("optimizer_cpu_offload"):
-            state *= 1 - float(given.get("optimizer_offload_fraction", 1.0))
-        cut = given.get("use_distributed_optimizer", self.narrow)
+        return self._of_rank(layout, own + gradient, state * (1 - self.offloaded))
+
+    def _of_rank(self, layout: Layout, whole: float, state: float) -> int:
+        """Bytes of the fullest rank, with so many for each of its elements, and for each that its optimizer holds."""
+        cut = self.megatron.get("use_distributed_optimizer", self.narrow)
         stage = self._stage_share(layout)
         ends = self.sizes.ends if layout.pp == 1 else self.sizes.end
         dense = (self.sizes.layers * stage + ends) / layout.tp
         experts = self.sizes.experts * stage / (layout.ep * layout.expert_tp)
         copies = (layout.world // (layout.tp * layout.pp), layout.world // (layout.pp * layout.ep * layout.expert_tp))
-        each = [own + gradient + state / (max(1, n) if cut else 1) for n in copies]
+        each = [whole + state / (max(1, n) if cut else 1) for n in copies]
         return int(dense * each[0] + experts * each[1])
 
     def _stage_share(self, layout: Layout) -> float:
@@ -161,6 +173,47 @@ class Trainer:
         dense = not self.config.get("num_experts_per_tok")
         if tokens and dense and need + SURE * (full := self.activations(tokens)) > total:
             raise self._too_long(total, need, full)
+
+    # -- the host -----------------------------------------------------------------------------------------------------
+
+    def on_host(self) -> dict[str, int]:
+        """Bytes of this host's memory, of what is sure to lie there; what is rounded up, or written by the way, comes on top."""
+        s, g, megatron = self.s, self.s.sglang, self.s.flat.train_backend == "megatron"
+        here, width = min(s.perf.actor_num_gpus_per_node, self.layout.world), 2 if self.narrow else 4
+        others = int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)) if megatron else 0
+        shared = g.colocate or g.lend_trainer_gpus
+        engines = g.num_generation_workers if shared and g.engine == "sglang" else 0
+        aside = g.colocate and g.offload_rollout and "weight" in g.offload_rollout_level
+        moved = shared and g.offload_train and g.offload_train_target == "cpu"
+        found = {
+            # masters, two moments and gradients, all float32 there
+            "the optimizer": self._of_rank(self.layout, 0, 16 * self.offloaded) if megatron else 0,
+            # and a place for the policy's own weights while others compute
+            "other models": self._of_rank(self.layout, width * (others + 1), 0) if others else 0,
+            "what --offload-train moves": self.bytes() if moved else 0,
+        }
+        found = {name: here * n for name, n in found.items()}
+        return found | {"the engines' weights": width * self.sizes.total * engines if aside else 0}
+
+    def check_host(self, free: int, total: int) -> None:
+        """SettingsError when that is more than the `free` bytes of this host. `total`: bytes of a GPU."""
+        parts = {name: n for name, n in self.on_host().items() if n}
+        if (over := sum(parts.values()) - free) <= 0:
+            return
+        what = f"the host needs {_gib(sum(parts.values()))} of memory and has {_gib(free)} free"
+        what += f" ({', '.join(f'{name} {_gib(n)}' for name, n in parts.items())})"
+        ways, optimizer = [], parts.get("the optimizer", 0)
+        for part in (k / 20 for k in range(int(20 * self.offloaded), 0, -1)) if optimizer else ():
+            less = Trainer(self.s, self.sizes, self.config)
+            less.megatron = self.megatron | {"optimizer_offload_fraction": part}
+            if sum(less.on_host().values()) <= free and less.bytes() <= total:
+                ways.append(f"lower --optimizer-offload-fraction to {part:g}")
+                break
+        if parts.get("what --offload-train moves", 0) >= over:
+            ways.append("set --offload-train-target disk")
+        way = ", or ".join(ways) or "train on more hosts, or one with more memory"
+        field, value = ("optimizer_cpu_offload", True) if optimizer else ("offload_train", self.s.sglang.offload_train)
+        raise refusal(field, value, what, f"{way[0].upper()}{way[1:]}.")
 
     def _nearest(self, total: int) -> str:
         """The smallest layout that has room, on these GPUs or on as few more as it takes."""
@@ -279,6 +332,11 @@ def parameters(directory: Path) -> Sizes:
     except (OSError, ValueError, KeyError, TypeError):
         return Sizes(0)
     return Sizes(layers, experts, sum(ends), max(ends, default=0))
+
+
+def host_bytes() -> int:
+    """Memory of this host that is free."""
+    return int(psutil.virtual_memory().available)
 
 
 def gpu_bytes() -> int | None:

@@ -4,8 +4,9 @@ Reads files and asks the probes it is given; changes nothing. Every failure is a
 are counted, and the first CHECKED_ROWS of each source read as the rooms read them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -58,6 +59,7 @@ def preflight(
     config = refused.attempt(check_model, settings) or {}
     hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
     hints += refused.attempt(check_memory, settings, config) or ()
+    hints += kernels_missing(settings)
     refused.attempt(check_trackers, settings)
     data = refused.attempt(check_data, settings)
     for probe in probes:
@@ -65,6 +67,16 @@ def preflight(
     refused.raise_all()
     assert data is not None
     return Preflight(*data, model_context(config), tuple(hints))
+
+
+def kernels_missing(s: RunSettings) -> Iterator[str]:
+    """Kernels that were asked for, and are not installed here, in whose place others compute."""
+    asked = {name.replace("-", "_"): value for name, value in s.parallel.megatron.items()}.get("attention_backend")
+    if asked == "flash" and find_spec("transformer_engine") and not (find_spec("flash_attn") or find_spec("flash_attn_3")):
+        yield (
+            "attention_backend = flash: the package flash-attn is not installed; Transformer Engine takes what it brings "
+            "(cuDNN's). Install flash-attn, or write --attention-backend auto."
+        )
 
 
 def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:

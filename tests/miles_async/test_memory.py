@@ -210,6 +210,36 @@ def test_what_cannot_fit_is_refused_with_the_nearest_that_does(shape: str, flags
     assert "\n" not in str(caught.value)
 
 
+OFFLOADED = "--train-backend megatron --optimizer-cpu-offload --colocate --max-tokens-per-gpu 8192"
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "says"),
+    [  # masters, moments and gradients 16 bytes a parameter; weights and gradients that leave the GPU 6; engines' weights 2
+        (OFFLOADED, 101, ""),
+        (OFFLOADED, 94, r"^optimizer_cpu_offload = true: the host needs 89\.9 GiB of memory and has 87\.5 GiB free"),
+        (OFFLOADED, 94, r"\. Lower --optimizer-offload-fraction to 0\.8, or set --offload-train-target disk\.$"),
+        (f"{OFFLOADED} --use-kl-loss --kl-loss-coef 0.1", 70, r"needs 104\.9 GiB .* 65\.2 GiB free \(the optimizer 59\.9 GiB, "
+         r"other models 15\.0 GiB, what --offload-train moves 22\.5 GiB, the engines' weights 7\.5 GiB\)\. Train on more hosts"),
+        (f"{OFFLOADED} --actor-num-gpus-per-node 2 --global-batch-size 32", 101, r"the optimizer 59\.9 GiB, what .* 44\.9 GiB"),
+        (f"{OFFLOADED} --no-offload-train", 60, r"\. Lower --optimizer-offload-fraction to 0\.8\.$"),
+        (f"{OFFLOADED} --no-offload-train", 80, ""),
+        ("--colocate --max-tokens-per-gpu 8192", 70, r"^offload_train = true: .* Set --offload-train-target disk\.$"),
+        ("--colocate --max-tokens-per-gpu 8192 --offload-train-target disk", 70, ""),
+        ("--max-tokens-per-gpu 8192", 1, ""),
+    ],
+)  # fmt: skip
+def test_what_leaves_the_gpu_has_room_on_the_host(flags: str, free: int, says: str, tmp_path: Path) -> None:
+    """4B parameters; `free` in 10^9 bytes. A launch script of Miles was ended by the kernel in its first step for want of this."""
+    trainer = trainer_of(tmp_path, "4b", flags)
+    if not says:
+        trainer.check_host(free * BILLION, H200)
+        return
+    with pytest.raises(SettingsError, match=says) as caught:
+        trainer.check_host(free * BILLION, H200)
+    assert "\n" not in str(caught.value)
+
+
 def test_more_ranks_of_fsdp_have_room_wherever_they_are(tmp_path: Path) -> None:
     flags = "--actor-num-gpus-per-node 2 --actor-num-nodes 2 --train-master h:1 --max-tokens-per-gpu 64"
     trainer_of(tmp_path, "30b", flags).check(H200)

@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 from collections import namedtuple
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,24 @@ def test_versions_that_fit_each_other_and_what_their_absence_costs(model: Path, 
     assert found["sglang"][0].level == "note" and "older than 0.5.12" in found["sglang"][0].text
     assert found["sglang-router"][0].level == "wrong" and found["attention"][0].level == "note"
     assert "8 % longer" in found["attention"][0].text and len(found["kernel cache"]) == 1
+
+
+def test_flash_attention_that_is_not_installed_is_told_before_a_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine itself says so in the first step only."""
+
+    def told() -> list[str]:
+        notes = findings(model, train_backend="megatron", megatron={"attention-backend": "flash"})["settings"]
+        return [one.text for one in notes if "flash-attn is not installed" in one.text and one.level == "note"]
+
+    assert told() == [], "without Transformer Engine nobody would call it"
+    monkeypatch.syspath_prepend(tmp_path)
+    for package, said in (("transformer_engine", 1), ("flash_attn", 0)):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        invalidate_caches()
+        assert len(told()) == said, package
 
 
 def test_caches_stand_in_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_a_recipe_for_megatron_is_understood_and_fits_without_a_gpu(
         chat = [{"role": "user", "content": GSM8K["question"]}]
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, "label": "42"}) + "\n")
     monkeypatch.setattr("miles_async.launcher.memory.gpu_bytes", lambda: 143_771 << 20)
+    monkeypatch.setattr("miles_async.launcher.memory.host_bytes", lambda: 720 << 30)
     monkeypatch.setattr("miles_async.launcher.memory.parameters", lambda _: PARAMETERS[recipe])
     assert main(["train", str(ROOT / "configs" / f"{recipe}.toml"), *words, "--dry-run"]) == 0
     shown = capsys.readouterr()

@@ -1,34 +1,37 @@
 """Model directories between Hugging Face and Megatron's torch_dist format, in one process on the host, without a GPU.
 
-    Megatron   TARGET/release/ with the shards, TARGET/latest_checkpointed_iteration.txt, config.json and tokenizer in TARGET
+    Megatron   TARGET/release/ with the shards, TARGET/latest_checkpointed_iteration.txt, config.json and tokenizer in TARGET;
+               hf_types.json where tensors were narrower than Megatron keeps them
     HF         TARGET/model-00001-of-0000N.safetensors with their index, config.json, tokenizer
 
-The model stands in memory once, and beside it one shard. Always true: a target without tracker or index is not complete.
+The model stands in memory once, and beside it one shard. Always true: a target without tracker or index is not complete; no number
+is rounded: a tensor that is wider than the others stays so.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import checkpoint, model, weights
-from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
-from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration
+from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration, plain
 from actors.trainer.training.export import bucketed
 
 SHARD_BYTES = 4 << 30
+TYPES = "hf_types.json"
 BESIDE = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
@@ -39,18 +42,27 @@ def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> No
     """Raises Refused, before anything is allocated or written, for what can't be converted."""
     arch = read(source)
     files = index(source, arch)
-    name = next(iter(arch.hf_names()))
-    with safe_open(str(files[name]), framework="pt") as opened:
-        dtype = opened.get_tensor(name).dtype
+    types = _types(files)
+    dtype = types[next(iter(arch.hf_names()))]
     _room(sum(path.stat().st_size for path in set(files.values())))
     _empty(target)
     with alone():
         chunks = model.build(arch, Layout(), dtype=dtype)
+        every = [(rule, rule.names(layer, expert), weight) for rule, layer, expert, weight in weights.weights(chunks, arch)]
+        wide: dict[str, torch.dtype] = {}  # by rule: layers lie in one tensor
+        for rule, names, weight in every:
+            for kept in (weight.dtype, *(types[name] for name in names)):
+                wide[rule.megatron] = torch.promote_types(wide.get(rule.megatron, kept), kept)
+        for rule, _, weight in every:
+            weight.data = weight.data.to(wide[rule.megatron])
+        narrow = {name: str(types[name]) for rule, names, _ in every for name in names if types[name] != wide[rule.megatron]}
         weights.load_hf(chunks, arch, source)
         say(f"{len(files)} tensors of {arch.family} read, {str(dtype).removeprefix('torch.')}")
         (target / RELEASE).mkdir(parents=True)
         checkpoint.save_sharded(chunks, target / RELEASE, copied=False)()
     _copy(source, target)
+    if narrow:
+        (target / TYPES).write_text(json.dumps(narrow))
     (target / TRACKER).write_text(RELEASE)
 
 
@@ -66,24 +78,45 @@ def megatron_to_hf(
             f"{source} has no config.json beside its checkpoints; give --hf-checkpoint, a directory of the same architecture"
         )
     arch = read(beside)
-    table = check(folder, arch)
-    dtype = table["embedding.word_embeddings.weight"].properties.dtype
+    kept = {plain(key): entry.properties.dtype for key, entry in check(folder, arch).items() if hasattr(entry, "properties")}
+    dtype = kept["embedding.word_embeddings.weight"]
+    narrow = json.loads((beside / TYPES).read_bytes()) if (beside / TYPES).is_file() else {}
     _room(sum(path.stat().st_size for path in folder.glob("*.distcp")))
     _empty(target)
     with alone():
         chunks = model.build(arch, Layout(), dtype=dtype)
+        for rule, _, _, weight in weights.weights(chunks, arch):
+            weight.data = weight.data.to(kept.get(rule.megatron, dtype))
         checkpoint.load_sharded(chunks, arch, folder)
         target.mkdir(parents=True, exist_ok=True)
-        n = _write(chunks, arch, target)
+        n = _write(((name, _narrowed(t, narrow.get(name))) for name, t in weights.export_hf(chunks, arch)), target)
     _copy(beside, target)
     say(f"{n} tensors of {arch.family} written, {str(dtype).removeprefix('torch.')}")
 
 
-def _write(chunks: list[Any], arch: Architecture, target: Path) -> int:
+def _types(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
+    """Of tensors, by name; headers are read."""
+    found = {}
+    for path in sorted(set(files.values())):
+        with safe_open(str(path), framework="pt") as opened:
+            for name in (name for name, file in files.items() if file == path):
+                found[name] = opened.get_slice(name)[:0].dtype
+    return found
+
+
+def _narrowed(tensor: Tensor, dtype: str | None) -> Tensor:
+    """As it was in the directory that was converted, where that holds it."""
+    if dtype is None:
+        return tensor
+    narrow = tensor.to(getattr(torch, dtype.removeprefix("torch.")))
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], target: Path) -> int:
     """Shards, then their index; returns the number of tensors."""
     parts: list[list[str]] = []
     size = 0
-    for bucket in bucketed(weights.export_hf(chunks, arch), SHARD_BYTES):
+    for bucket in bucketed(tensors, SHARD_BYTES):
         save_file(
             {name: t.contiguous() for name, t in bucket}, target / f"{len(parts)}.part", metadata={"format": "pt"}
         )

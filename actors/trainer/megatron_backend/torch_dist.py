@@ -97,6 +97,12 @@ def contents(directory: Path) -> dict[str, Any]:
     return dict(keys)
 
 
+def plain(key: str) -> str:
+    """The name of a rule for a key of a table, which numbers the layers or holds them all in one tensor."""
+    numbered = re.match(r"decoder\.layers\.\d+\.", key)
+    return canonical(key if numbered else key.replace("decoder.layers.", "decoder.layers.0."))[0]
+
+
 def check(directory: Path, arch: Architecture) -> dict[str, Any]:
     """`contents`, of a model of this architecture. Raises Refused where it is of another one."""
     table = contents(directory)
@@ -107,8 +113,7 @@ def check(directory: Path, arch: Architecture) -> dict[str, Any]:
             continue
         spread = re.match(r"decoder\.layers\.(\d+)\.", key)
         layers |= {int(spread[1])} if spread else set()
-        plain = canonical(key if spread else key.replace("decoder.layers.", "decoder.layers.0."))[0]
-        found[plain] += entry.size.numel()
+        found[plain(key)] += entry.size.numel()
         if not spread and key.startswith("decoder.layers."):
             layers |= set(range(entry.size[0]))
     wanted = {rule.megatron for rule in arch.rules} - ({"output_layer.weight"} if arch.tied else set())
