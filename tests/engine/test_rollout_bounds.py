@@ -1,5 +1,5 @@
-"""What a rollout program may do wrong, and what that costs: rewards, tools that hang, long episodes, a blocked worker. And how it is
-tried before a run starts."""
+"""What a rollout program may do wrong, and what that costs: rewards, tools that hang, long episodes, a blocked worker.
+And how it is tried before a run starts."""
 
 from __future__ import annotations
 
