@@ -216,8 +216,12 @@ def _readers(group: Any, length: int, now: float) -> ReadersFacts:
 async def _read(bus: Bus, stream: Stream, command: str, start: str, stop: str, count: int) -> list[Head]:
     rows = await bus.link.run_script(HEADS, [bus.keys.stream(stream.name)], [command, start, stop, count])
     found: list[Head] = []
+    layouts: dict[tuple[bytes, ...], list[str]] = {}  # thousands of entries have the same few
     for entry_id, size, flat in rows:
-        fields = {text_of(k): text_of(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
+        names = tuple(flat[::2])
+        if (known := layouts.get(names)) is None:
+            known = layouts[names] = [text_of(name) for name in names]
+        fields = dict(zip(known, [value.decode("utf-8", "replace") for value in flat[1::2]], strict=True))
         blob = fields.get("blob", "")
         blob_size = blob.rpartition(":")[2]
         found.append(Head(stream.name, text_of(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))

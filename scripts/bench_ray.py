@@ -1,5 +1,5 @@
 """Nodes of a Ray cluster that die and join while a run goes on: does it end with its steps and a closed ledger, and how soon does a
-node that joins serve?
+node that joins serve, counted from when Ray knows it, and from the start of Ray on it?
 
     .venv/bin/python scripts/bench_ray.py --minutes 10 --every 30
 
@@ -67,12 +67,14 @@ def main() -> None:
                 kills += 1
                 time.sleep(AWAY_S)
                 began = time.time()
-                node = run.add(cpus=2)
+                node = run.add(cpus=2)  # until Ray says that it is there
+                joined, served = time.time(), 0.0
                 while time.monotonic() < next_kill and not (served := serving_on(run, node.node_id, began)):
                     time.sleep(0.2)
-                joins.append(round(served - began, 1) if served else None)
+                joins.append((round(served - joined, 1), round(served - began, 1)) if served else None)
                 steps.append(run.step())
-                print(f"kill {kills}: step {steps[-1]}, new node served after {joins[-1]} s", flush=True)
+                said = f"served {joins[-1][0]} s after it joined, {joins[-1][1]} s after its start" if served else "did not serve"
+                print(f"kill {kills}: step {steps[-1]}, new node {said}, load {os.getloadavg()[0]:.1f}", flush=True)
                 time.sleep(max(0.0, next_kill - time.monotonic()))
             step = run.step()
             until("training to go on after the last kill", lambda: run.step() > step)

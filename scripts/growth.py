@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from bus import Bus
+from bus import STREAMS, Bus
 
 SETTLED_S, FEWEST = 120.0, 5
 FEW_CLUSTERS, TENTHS = 8, 10
 MB = 1 << 20
-UNITS = {"own": ("MB", MB), "rss": ("MB", MB), "memory": ("MB", MB), "resident": ("MB", MB), "bytes": ("MB", MB)}
+UNITS = dict.fromkeys(("own", "rss", "memory", "but capped logs", "resident", "bytes"), ("MB", MB))
 
 Line = dict[str, Any]
 
@@ -45,6 +45,7 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
         ("generation.embedded", "engine"),
         ("fork_server", "fork server"),
         ("reward.pool", "reward pool"),
+        ("redis-server", "Redis server"),
     ):
         if any(part in word for word in words):
             return kind
@@ -71,7 +72,10 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
             )
     told = await bus.server_info()
     memory, resident = (int(re.search(rf"^{name}:(\d+)", told, re.M)[1]) for name in ("used_memory", "used_memory_rss"))  # type: ignore[index]
-    redis = {"memory": memory, "resident": resident, "keys": int(await bus.link.run("DBSIZE"))}
+    logs = [bus.keys.stream(stream.name) for stream in STREAMS if stream.cap]
+    capped = sum([await bus.link.run("MEMORY", "USAGE", key) or 0 for key in logs])  # grow until they are full, which takes hours
+    keys = int(await bus.link.run("DBSIZE"))
+    redis = {"memory": memory, "but capped logs": memory - capped, "resident": resident, "keys": keys}
     return {
         "processes": found,
         "Redis": redis,

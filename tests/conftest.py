@@ -19,7 +19,8 @@ from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 from tests.warm.launched import warm_server
 
-WHOLE_RUNS = {"run_of", "far_run", "ray_run"}  # fixtures
+LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
+WHOLE_RUNS = {"run_of"} | LONGEST
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -29,14 +30,16 @@ settings.load_profile("house")
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Between the files of each worker's share stand as many whole runs as of any other's, and none at its end: a run that waits
-    leaves the processor to tests that compute, and nobody waits for the last one. pytest-xdist gives worker k the k-th part."""
+    leaves the processor to tests that compute, and nobody waits for the last one. pytest-xdist gives worker k the k-th part; who
+    has no more takes from the end of another's. Tests of Megatron stay together, for each worker that has one must load it."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers == 1:
         return
     runs = [item for item in items if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
-    runs.sort(key=lambda item: "far_run" not in item.fixturenames)  # those that wait for minutes begin first
+    runs.sort(key=lambda item: LONGEST.isdisjoint(item.fixturenames))  # those that take minutes begin first
     others = [item for item in items if not WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
     files = [list(found) for _, found in groupby(others, key=lambda item: item.path)]
+    files.sort(key=lambda tests: "megatron" not in tests[0].path.parts)  # first of the first part, where no other worker takes any
     total, begun = len(items) - len(runs), 0
     parts: list[list[list[pytest.Item]]] = [[] for _ in range(workers)]
     for tests in files:

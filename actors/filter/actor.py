@@ -26,6 +26,8 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import load_hook
 from actors.runtime.logs import fold_log
+from actors.runtime.miles import judge_of
+from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row
 from actors.runtime.staleness import bound_in_steps, rule_of
 from bus import Commit, Entry, Out, Tail
@@ -57,7 +59,10 @@ class Filter:
     def __init__(self, context: Context, spec: FilterSpec) -> None:
         self._context = context
         self._interval = int(context.knobs.update_weights_interval)
-        self._custom: Judge | None = load_hook(spec.custom_filter, Judge) if spec.custom_filter else None
+        self._custom: Judge | None = None
+        if spec.custom_filter:
+            args = lambda: {**context.knobs.values, **spec.hook_values}  # noqa: E731
+            self._custom = judge_of(load_hook(spec.custom_filter, Judge), args, decoder_of(spec.model_dir))
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None

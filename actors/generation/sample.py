@@ -77,6 +77,10 @@ class Turn:
             self._digest = digest_of(pack_ints(self.asked))
         return self._digest
 
+    def forget(self) -> None:
+        """What it answers, now that it has ended: only its digest is kept, or an episode would hold its history once a turn."""
+        self._digest, self.asked = self.digest, None
+
     @property
     def last_version(self) -> int:
         """Version id of the last token."""

@@ -95,9 +95,9 @@ def _lives(packed: Packed) -> list[list[int]]:
 
 
 def _in_part(samples: Sequence[str]) -> dict[str, list[int]]:
-    """Indexes by group of the groups of which a step trained fewer samples than of its largest."""
+    """Indexes by group of the groups of which a step trained fewer samples than a group has, as far as its samples show."""
     found = _indexes_by_group(samples)
-    most = max(map(len, found.values()), default=0)
+    most = 1 + max((index for indexes in found.values() for index in indexes), default=-1)
     return {group: indexes for group, indexes in found.items() if len(indexes) < most}
 
 

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ from actors.reward.sample import Reward, sample_of, settle
 from actors.reward.scorer import Scorers, answer_of
 from actors.reward.siblings import Siblings
 from actors.reward.teacher import Teacher
+from actors.reward.verifier import tell_args
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.refusals import Row
@@ -58,6 +60,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = 3  # further attempts before the dead letter; max_deliveries of the bus bounds it too
     patience_s: float = 60.0  # with a scorer that fails for every sample; then the run ends with its text
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
+    hook_values: dict[str, Any] = {}  # on the `args` of functions written for Miles, beside the settings
     teacher_urls: tuple[str, ...] = ()  # servers asked for log-probs of every training sample; empty = none
 
 
@@ -209,9 +212,9 @@ class RewardRoom:
         try:
             if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
                 return [Reward(0.0)] * len(rollouts), "data", taught, answer
-            given = rollouts[0].episode.reward if rollouts[0].episode else msgspec.UNSET
-            if given is not msgspec.UNSET:  # by the rollout program
-                values, name, default_key = [given], "program", ""
+            given = [one.episode.reward if one.episode else msgspec.UNSET for one in rollouts]
+            if msgspec.UNSET not in given:  # by the rollout program
+                values, name, default_key = given, "program", ""
             elif self._siblings is None:
                 scorer = self._scorers.named(task.rm_type)
                 values = [await scorer.score(samples[0], timeout_s)]
@@ -271,6 +274,7 @@ def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
 
 async def run(context: Context, spec: RewardSpec) -> None:
     """The reward's process."""
+    tell_args({**context.knobs.values, **spec.hook_values})
     scorers = scorers_of(spec, context.count)
     if scorers.lacks_second_look:
         text = "math-verify is not installed: our own reading of an answer decides alone (pip install 'miles-async[math]')"

@@ -10,22 +10,30 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import json
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
 from actors.runtime.hooks import load_hook
+from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
 
 Hook = Callable[[Any], Any]
 NICE = "MILES_ASYNC_HOOK_NICE"  # variable: how far back such a process stands; unset = as its parent
+ARGS = "MILES_ASYNC_HOOK_ARGS"  # variable: what functions written for Miles find on `args`, JSON
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def tell_args(values: Mapping[str, Any]) -> None:
+    """What functions written for Miles find on `args`, in processes that begin after this."""
+    os.environ[ARGS] = json.dumps(dict(values), default=str)
 
 
 def main() -> None:
@@ -35,7 +43,7 @@ def main() -> None:
     lower_to(int(os.environ.get(NICE, "0")))
     asks, answers = _take_pipes()
     try:
-        hook: Hook = load_hook(hook_path)
+        hook: Hook = reward_of(load_hook(hook_path), json.loads(os.environ.get(ARGS, "{}")))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
         _send(answers, Ready(error=f"{type(error).__name__}: {_line(error)}"))
         sys.exit(2)

@@ -5,7 +5,8 @@ Always true: its tokens, log-probs and versions are copies, so that whatever suc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,10 @@ class MilesSample(SimpleNamespace):
         }
         return MilesSample(**(begun | fields))
 
+    def get_reward_value(self, args: Any) -> Any:
+        """The number among the rewards that --reward-key names."""
+        return self.reward[args.reward_key] if isinstance(self.reward, dict) and args.reward_key else self.reward
+
     def __getattr__(self, name: str) -> Any:
         if name != "response" or "decode" not in self.__dict__:
             raise AttributeError(f"a sample has no {name!r} here")
@@ -81,3 +86,50 @@ def judged(scored: Scored, decode: Decode) -> list[MilesSample]:
         del sample.response
         found.append(sample)
     return found
+
+
+def takes_args(hook: Any) -> bool:
+    """Whether a function has Miles' signature: `(args, sample)`, `(args, samples)`."""
+    try:
+        given = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(needed) == 2 and needed[0] == "args"
+
+
+def reward_of(hook: Any, values: Mapping[str, Any]) -> Any:
+    """A reward function of the user's, for one table or a list of them; Miles' `(args, sample)` and `(args, samples)` are taken
+    too. `values`: what is on `args`."""
+    if not takes_args(hook):
+        return hook
+
+    def shown(sample: Mapping[str, Any]) -> MilesSample:
+        status = Status.COMPLETED if sample["finish"] == "stop" else Status.TRUNCATED
+        group, _, index = str(sample["sample_id"]).rpartition("/")
+        return MilesSample(
+            **sample, response_length=sample["n_tokens"], status=status, reward=None, group_index=group, index=int(index or 0)
+        )
+
+    def plain(sample: Any) -> Any:
+        args = SimpleNamespace(**values)
+        return hook(args, [shown(one) for one in sample] if isinstance(sample, list) else shown(sample))
+
+    async def waited(sample: Any) -> Any:
+        return await plain(sample)
+
+    return waited if inspect.iscoroutinefunction(hook) else plain
+
+
+def judge_of(hook: Any, values: Callable[[], Mapping[str, Any]], decode: Decode) -> Any:
+    """A filter of the user's; Miles' `(args, group)` is taken too, which answers with a boolean, or an object with `keep` and
+    `reason`."""
+    if not takes_args(hook):
+        return hook
+
+    def judge(samples: Sequence[Scored]) -> str | None:
+        found = hook(SimpleNamespace(**values()), [judged(one, decode)[-1] for one in samples])
+        reason = getattr(found, "reason", None) or getattr(hook, "__name__", "filter")
+        return None if getattr(found, "keep", found) else str(reason)
+
+    return judge

@@ -111,7 +111,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         actors=_actors(vitals, silences, max(5.0, LATE_BEATS * (identity or Identity()).heartbeat_s)),
         ledger=small.ledger,
         open_groups=len({g.group_id for g in groups}),
-        open_samples=sum(len(g.indexes) for g in groups),
+        open_samples=sum(g.n_samples if g.members is None else len(g.members) for g in groups),
         policy=policy_facts(policy, said, now),
         evals=newest_evals,
         knob_epoch=int((small.state.get("knob_epoch") or "-1").partition(":")[0]),

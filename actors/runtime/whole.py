@@ -78,10 +78,18 @@ def called(hook: Any, args: tuple[Any, ...]) -> Future[Any]:
     return done
 
 
-def _run(hook: Any, args: tuple[Any, ...], done: Future[Any]) -> None:
+async def in_thread(hook: Any, *args: Any) -> Any:
+    """What a plain function of the user's returns, from a thread of its own: in a pool, those that hang would leave none for
+    others."""
+    done: Future[Any] = Future()
+    threading.Thread(target=_run, args=(hook, args, done, False), daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool = True) -> None:
     try:
         found = hook(*args)
-        if inspect.isawaitable(found):
+        if waits and inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
     except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
         if not done.cancelled():

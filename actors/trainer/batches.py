@@ -53,7 +53,7 @@ class Batches:
         self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
         self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
         self._drained = (0, 0)  # samples and tokens that it has cost
-        self._restarts = 0  # of the server, at the last `check`
+        self._restarts = -1  # of the server, at the last `check`; -1 = none yet, and a replay has none
         self.turned_s = 0.0  # of the last wait, how long the filter took to release what was on its last turn
 
     def bound(self, knobs: KnobValues) -> int:

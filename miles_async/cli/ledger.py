@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         elif args.check:
             print(found.text())
         else:
-            from miles_async.console.scene import policy_of_late
+            from miles_async.console.scene import OfLate
 
-            uncommitted, _ = await policy_of_late(bus)
+            uncommitted, _ = await OfLate().read(bus)
             print(as_text(found, args.by, len(uncommitted)))
         return 0 if found.closes else 1
 

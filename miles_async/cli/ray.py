@@ -8,6 +8,7 @@ are found: a file system that all nodes see. What it prints is shown until it en
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 from pathlib import Path
@@ -94,6 +95,13 @@ def connected(address: str) -> Any:
 
 
 async def _follow(client: Any, job: str) -> int:
-    async for lines in client.tail_job_logs(job):
-        print(lines, end="", flush=True)
-    return ENDED.get(str(client.get_job_status(job).value), 1)
+    logging.getLogger(type(client).__module__).setLevel(logging.ERROR)  # it tells of its connections
+    try:
+        async for lines in client.tail_job_logs(job):
+            print(lines, end="", flush=True)
+        return ENDED.get(str(client.get_job_status(job).value), 1)
+    except (RuntimeError, OSError) as error:  # also those of requests
+        text = " ".join(str(error).split())[:200]
+        raise SettingsError(
+            f"the dashboard is lost: {text}", remedy=f"The job goes on if its nodes do: ray job logs {job} --follow."
+        ) from None

@@ -115,15 +115,19 @@ def _recorded(plan: "ShadowPlan", run_dir: Path, before: RunSettings, model: Pat
 
 
 def _comparer(plan: "ShadowPlan", settings: tuple[RunSettings, RunSettings], model: Path) -> "Comparer":
+    from actors.reward.verifier import tell_args
     from miles_async.console.shadow.compare import Filter, Rewards
     from miles_async.launcher.plan import backend_config, reward_spec
     from miles_async.launcher.prepare import place_of
+    from miles_async.settings.custom_config import custom_config
 
     before, after = settings
+    values = {**after.flat.values, **custom_config(after.rollout.custom_config_path)}
     if plan.what == "reward":
+        tell_args(values)
         return Rewards(reward_spec(after, str(model)), after.flat.reward_timeout_s)
     if plan.what == "filter":
-        return Filter(after.flat.dynamic_sampling_filter_path, JUDGE_S)
+        return Filter(after.flat.dynamic_sampling_filter_path, JUDGE_S, values, str(model))
     from miles_async.console.shadow.losses import Losses
 
     run, shadow = (backend_config(one, place_of(before)) for one in settings)

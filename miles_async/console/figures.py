@@ -76,11 +76,12 @@ def eta_s(history: History, total_steps: int) -> float | None:
 
 class Lying(msgspec.Struct, frozen=True):
     """Entries of a data stream: all, of these held by a reader, the age of the oldest held one in seconds. `unsaved`: trained
-    groups that wait for nothing but a checkpoint, not counted in the others."""
+    groups that wait for nothing but a checkpoint, not counted in the others; while there are any they are the oldest, and the age
+    of the others is None."""
 
     depth: int
     held: int
-    oldest_s: float
+    oldest_s: float | None
     unsaved: int
 
 
@@ -88,7 +89,7 @@ def lying(facts: StreamFacts, history: History) -> Lying:
     """What lies on a data stream and waits for its readers."""
     oldest = max((r.oldest_age_s for r in facts.readers if r.oldest_id), default=0.0)
     unsaved = min(history.unsaved_groups(), facts.pending) if facts.name == "groups" else 0
-    return Lying(facts.length - unsaved, facts.pending - unsaved, oldest, unsaved)
+    return Lying(facts.length - unsaved, facts.pending - unsaved, None if unsaved else oldest, unsaved)
 
 
 def alarms(history: History, wall: float, count: int) -> list[Record]:

@@ -24,11 +24,10 @@ import msgspec
 from actors.recorder.history import MAX_STALENESS, REWARD, History
 from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
-from miles_async.console.explain import meaning
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.report_data import Run, data_of, read_run
 from miles_async.console.shadow.results import notes as shadow_notes
-from miles_async.console.text import duration, human_bytes, human_count, knob_text, percent, plural
+from miles_async.console.text import duration, human_bytes, human_count, knob_text, meaning, percent, plural
 from miles_async.console.whatif.advice import advise, share
 
 FILE, COMPARED = "report.html", "report-compared.html"

@@ -14,7 +14,7 @@ from actors.recorder.history import History, Step, history_of
 from actors.recorder.records import records_of
 from actors.runtime.host import is_stopped
 from actors.runtime.snapshot import Snapshot, read_snapshot, readable
-from bus import Bus
+from bus import Bus, Entry
 from bus.dead import prompt_of
 from bus.inspect import Head, newest_heads
 from bus.knobs.live import read_history, values_at
@@ -66,17 +66,19 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
         return self.snapshot.policy.finished or (bool(actors) and all(a.vitals.state == "stopped" for a in actors))
 
 
-async def read_scene(bus: Bus, run_dir: Path | None = None, *, ledger: LedgerCheck | None = None) -> Scene:
+async def read_scene(
+    bus: Bus, run_dir: Path | None = None, *, ledger: LedgerCheck | None = None, of_late: OfLate | None = None
+) -> Scene:
     """One look at everything. The ledger check is exact; the rest may be a few milliseconds apart. `run_dir`: the run's
     folder where it is on this host; its metrics.jsonl still knows steps that the bus has trimmed. `ledger`: an audit that is
-    recent enough for the one who looks; else another is made, which holds the server."""
+    recent enough for the one who looks; else another is made, which holds the server. `of_late`: of who looks again."""
     if ledger is None:
         ledger = await check(bus)
     snapshot, places, server, time = await asyncio.gather(
         read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
     )
     verdicts, dead, patches, (uncommitted, steps) = await asyncio.gather(
-        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus), policy_of_late(bus)
+        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus), (of_late or OfLate()).read(bus)
     )
     first: Mapping[str, float | None] = {}
     if run_dir is not None:
@@ -110,21 +112,40 @@ def _recorded(run_dir: Path) -> tuple[Mapping[str, float | None], list[Step]]:
     return first if isinstance(first, dict) else {}, history_of(records).steps
 
 
-async def policy_of_late(bus: Bus, most: int = 1000) -> tuple[frozenset[str], list[Step]]:
-    """Samples of the steps behind the newest checkpoint or restore, and the steps on the log, oldest first."""
-    samples: set[str] = set()
-    history = History()
-    for entry in reversed(await bus.last(POLICY, most)):
+class OfLate:
+    """Samples of the steps behind the newest checkpoint or restore, and the newest steps on the log, oldest first. Read again it
+    takes only what came since: a step's entry has all of its metrics."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self._most, self._restarts = most, -1
+
+    async def read(self, bus: Bus) -> tuple[frozenset[str], list[Step]]:
+        """What there is by now."""
+        entries: list[Entry] = []
+        if self._restarts != bus.link.server_restarts or len(self._history.steps) > 2 * self._most:
+            self._restarts, self._at = bus.link.server_restarts, "0"
+            self._samples: set[str] = set()
+            self._history = History()
+            entries = (await bus.last(POLICY, self._most))[::-1]
+        else:
+            while page := await bus.scan(POLICY, start=f"({self._at}", count=self._most):
+                self._at = page[-1].id
+                entries += page
+        for entry in entries:
+            await self._take(bus, entry)
+        return frozenset(self._samples), list(self._history.steps)
+
+    async def _take(self, bus: Bus, entry: Entry) -> None:
+        self._at = entry.id
         if entry.fields.get("type") not in ("policy.step", "policy.checkpointed", "policy.restored"):
-            continue
+            return
         message = await readable(bus, entry)
         if isinstance(message, StepDone):
-            samples.update(message.samples)
+            self._samples.update(message.samples)
         elif entry.fields["type"] != "policy.step":
-            samples.clear()
+            self._samples.clear()
         for record in records_of(entry, message):
-            history.fold(record)
-    return frozenset(samples), history.steps
+            self._history.fold(record)
 
 
 async def _news(bus: Bus, now: float) -> list[Event]:

@@ -18,7 +18,7 @@ from bus.messages.groups import index_of
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
 from bus.topology import VERDICTS
-from miles_async.console.text import shorten
+from miles_async.console.text import meaning, shorten
 from miles_async.settings.errors import SettingsError
 
 if TYPE_CHECKING:  # as in actors/recorder/file.py
@@ -143,6 +143,7 @@ def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment
                 again = ", its prompt is issued again" if record.get("reissued") else ""
                 who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
                 text = f"group dropped by the {who}: {record['reason']}{again}"
+                text += f" ({words})" if (words := meaning(str(record["reason"]))) else ""
                 found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
             case "sample" if record["sample"] == sample_id:
                 text = (

@@ -13,7 +13,7 @@ from bus.sweep import sweep_orphans
 from bus.topology import EVENTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.doctor.finding import Finding
-from miles_async.console.scene import read_scene
+from miles_async.console.scene import OfLate, read_scene
 
 AUDIT_SHARE = 0.01  # of the time that the ledger's audit may take: it holds the server, longer the more lies on the bus
 TIDY_S = 600.0
@@ -39,7 +39,7 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
     what is left of actors long gone, and bodies that no entry names, are taken off the bus."""
     first_seen: dict[tuple[str, str], float] = {}
     told: set[tuple[str, str]] = set()
-    audits, tidy_s = Audits(), 0.0
+    audits, of_late, tidy_s = Audits(), OfLate(), 0.0
     ledger: LedgerCheck | None = None
     while not stop.is_set():
         try:
@@ -51,7 +51,8 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
                 tidy_s = now + TIDY_S
                 await forget_leavers(bus)
                 await sweep_orphans(bus)
-            present = {(f.rule, f.about): f for f in diagnose(await read_scene(bus, ledger=ledger)) if f.level != "info"}
+            scene = await read_scene(bus, ledger=ledger, of_late=of_late)
+            present = {(f.rule, f.about): f for f in diagnose(scene) if f.level != "info"}
             now = bus.clock.monotonic()
             first_seen = {key: first_seen.get(key, now) for key in present}
             told &= present.keys()

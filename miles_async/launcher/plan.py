@@ -158,6 +158,7 @@ def reward_spec(settings: RunSettings, model_dir: str) -> RewardSpec:
         skip_special_tokens=settings.rollout.rollout_skip_special_tokens,
         max_retries=settings.rollout.reward_max_retries,
         tokenizer_dir=model_dir,
+        hook_values=custom_config(settings.rollout.custom_config_path),
         teacher_urls=settings.grpo.opd_teacher_urls if settings.flat.distills else (),
     )
 

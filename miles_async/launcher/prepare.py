@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import resource
@@ -58,7 +59,7 @@ def open_files_needed(settings: RunSettings) -> int:
 
 
 def check_host(settings: RunSettings) -> None:
-    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written."""
+    """Refuse a host on which the run could neither start nor end: too few open files, a folder that cannot be written, no Ray."""
     need = open_files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
@@ -80,6 +81,20 @@ def check_host(settings: RunSettings) -> None:
             value=settings.launch.runs_dir,
             remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
         ) from None
+    if settings.launch.launcher == "ray":
+        _check_ray(settings.launch.ray_address)
+
+
+def _check_ray(address: str) -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError(
+            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
+        )
+    from miles_async.launcher.ray_cluster import check_head
+
+    check_head(address)
+
+
 MODEL_S = 3600.0  # to make a builtin model: half a minute, or some on a busy host
 ENGINE_TOKEN = "MILES_ASYNC_ENGINE_TOKEN"  # variable with the key of engines that are not ours
 

@@ -26,9 +26,6 @@ def connect(settings: RunSettings) -> None:
     """Become a driver on the cluster, in the main thread before the loop: Ray sets a handler of SIGTERM, and ours comes after.
     SettingsError, one line, when there is none, it is of another version, or the run's bus is out of its nodes' reach."""
     address = settings.launch.ray_address
-    check_address(address)
-    if address != "auto":
-        _check_head(address)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         namespace = f"miles_async-{settings.launch.name}"
@@ -60,10 +57,11 @@ def check_address(address: str) -> None:
         raise refused(address, f"does not answer: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _check_head(address: str) -> None:
+def check_head(address: str) -> None:
     """SettingsError where another server listens, Redis or the dashboard say: Ray would try it for minutes. A head speaks
     HTTP/2, and begins with its settings."""
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
+    check_address(address)
+    if address == "auto" or os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     host, _, port = address.rpartition(":")
     said = b""

@@ -81,7 +81,7 @@ class Seats:
         wait_s = self._settings.launch.ray_wait_s
         try:
             for group in needed:  # in this order: the largest has the choice
-                await asyncio.to_thread(self._made, group, 0)
+                await self._make(group, 0)
             seats = {asyncio.ensure_future(self._seat(g, at)): g for g in needed for at in range(len(g.unit.bundles))}
             done, late = await asyncio.wait(seats, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
             await asyncio.gather(*done)
@@ -91,8 +91,10 @@ class Seats:
             without = await self._unplaced(names)
             units = [group.unit for group in needed if group.unit.name in without]
             what = f"Ray has places for {', '.join(sorted(names))}, and has not started its processes there"
+            remedy = "Raise it, or look what Ray's logs on those nodes say (ray logs)."
             if units:
                 what = no_room(units, await nodes_of(), await free_resources())
+                remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
         except BaseException as error:  # also an interrupt: a group that waits for room would wait for ever
             await self._withdraw()
             if isinstance(error, RunFailed):
@@ -103,7 +105,6 @@ class Seats:
                 one.cancel()
             await asyncio.gather(*seats, return_exceptions=True)
         await self._withdraw()
-        remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
         raise SettingsError(what, field="ray_wait_s", value=wait_s, remedy=remedy)
 
     async def _withdraw(self) -> None:
@@ -160,7 +161,7 @@ class Seats:
         """The bundle's actor of Ray's, once there is room for it."""
         while at not in group.seats:
             async with group.lock:  # who leaves is not to be seated at the same place
-                handle = await asyncio.to_thread(self._made, group, at)
+                handle = await self._make(group, at)
             group.waits.setdefault(at, asyncio.get_running_loop().time())
             try:
                 facts = await handle.hello.remote(self._place.run_dir, self._place.engine_token)
@@ -178,6 +179,15 @@ class Seats:
             who = ", ".join(group.unit.bundles[at].actors) or f"part {at} of {group.unit.name}"
             self._notes.append(("placed", f"{who} on {facts['address']} (node {facts['node'][:8]}{gpus})"))
         return group.seats[at]
+
+    async def _make(self, group: Group, at: int) -> Any:
+        """As `_made`, to its end also when cancelled: what it makes late would be in a group that was removed meanwhile, and be
+        found there by the next who asks for that name."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._made, group, at))
+        try:
+            return await asyncio.shield(making)
+        finally:
+            await asyncio.wait([making])
 
     def _made(self, group: Group, at: int) -> Any:
         """The actor of Ray's in the unit's placement group; both may be there already."""

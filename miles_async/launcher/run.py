@@ -10,7 +10,6 @@ summary.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import signal
@@ -49,7 +48,6 @@ from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
 from miles_async.settings.dump import dump_toml
-from miles_async.settings.errors import SettingsError
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
@@ -112,10 +110,6 @@ def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkSe
     threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
     if settings.launch.launcher == "local":
         return partial(LocalPlacer, Path(place.run_dir), threads=threads, servers=servers)
-    if importlib.util.find_spec("ray") is None:
-        raise SettingsError(
-            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
-        )
     from miles_async.launcher.ray_cluster import connect
     from miles_async.launcher.ray_placer import RayPlacer
 

@@ -24,7 +24,7 @@ from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.runtime.hooks import load_hook
-from actors.runtime.miles import MilesSample, judged
+from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
 from actors.runtime.sources import rows_function
@@ -36,8 +36,8 @@ from bus.messages.versions import VersionSpan
 from miles_async.settings.flat import BATCH
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) -> number or table, may be async; with group_rm (samples: list) -> list of such",
-    "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None",
+    "custom_rm_path": "(sample: dict) or (args, sample) -> number or table, may be async; with group_rm lists of them",
+    "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None; or (args, group) -> whether to keep it",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,
     "rollout_function_path": "(args, rollout_id, data_source, evaluation) -> groups of samples, or Miles' newer class",
@@ -74,6 +74,10 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
+    if field == "custom_rm_path":
+        hook = reward_of(hook, ask.values)
+    if field == "dynamic_sampling_filter_path":
+        hook = judge_of(hook, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
     if field == "rollout_function_path":
         return asyncio.run(function_problem(path, ask.values, _task(ask), deadline_s=ask.deadline_s))
     if field == "environment_path":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -253,6 +254,20 @@ async def play(
     session = ScriptedSession(chat, task(max_new_tokens=tokens, label="3"), script)
     async with Endpoint(chat, "hermes", lambda name, by=1: None) as endpoint:
         return await AgentProgram(agent, endpoint, idle_s=idle_s)(session.task, session)
+
+
+async def test_plain_agents_are_as_many_at_once_as_there_are_samples(chat: Chat) -> None:
+    """Each waits for all others: one that hangs takes no place from them."""
+    met = threading.Barrier(48)
+
+    def agent(task: Task, base_url: str, api_key: str) -> float:
+        met.wait(30.0)
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[user("1+2")])  # type: ignore[list-item]
+        return 1.0
+
+    found = await asyncio.gather(*(play(chat, agent, lambda _: "3", idle_s=40.0) for _ in range(met.parties)))
+    assert all(trajectory.reward == 1.0 for [trajectory] in found)
 
 
 async def test_an_agent_is_a_program(chat: Chat) -> None:

@@ -51,6 +51,21 @@ async def test_equal_rewards_are_dropped_with_their_reason_and_the_ledger_closes
         assert await bus.hash_of(bus.keys.open_groups) == {}
 
 
+async def test_a_filter_written_for_miles_is_asked_with_args_and_samples(redis_url: str, run_name: str) -> None:
+    hook = "tests.miles_async.test_try_hooks.keeps_of_miles"
+    async with open_bus(redis_url, run_name, knobs={"dynamic_sampling_filter_path": hook, "rollout_batch_size": 2}) as bus:
+        await issue(bus, 1, 2)
+        async with running(bus, "filter", run, FilterSpec(custom_filter=hook, hook_values={"reward_key": ""})):
+            await put(bus, SCORED, *(scored(group, i, float(i + group)) for group in (1, 2) for i in range(2)))
+            verdicts = await until(lambda: two_of(bus))
+    assert {one.group_id: (one.kept, one.reason) for one in verdicts} == {"g1": (False, "easy"), "g2": (True, "")}
+
+
+async def two_of(bus) -> list:
+    found = await messages(bus, VERDICTS)
+    return found if len(found) == 2 else []
+
+
 async def test_a_lost_sibling_closes_its_group(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name) as bus:
         await issue(bus, 1)

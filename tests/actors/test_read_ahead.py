@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.trainer import actor
-from actors.trainer.backend import StepBatch, StepResult, TrainBackend
+from actors.trainer.backend import StepBatch, StepResult
+from actors.trainer.backends import NoTraining
 from actors.trainer.spec import TrainerSpec
 from bus.messages.groups import GroupKept
 from bus.messages.policy import StepDone
@@ -23,7 +24,7 @@ from tests.declared import PLAIN, backend_of
 DEADLINE_S = 20.0
 
 
-class Slow(TrainBackend):
+class Slow(NoTraining):
     """Its steps end when the test says so."""
 
     def __init__(self) -> None:

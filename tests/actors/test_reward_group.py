@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from actors.reward.actor import RewardSpec, run
-from bus.messages.samples import RolloutLost
+from bus.messages.samples import Episode, RolloutLost
 from bus.topology import DEAD, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.actors.test_reward_actor import OPEN, done, scored_and_lost
@@ -16,22 +16,24 @@ from tests.actors.test_reward_actor import tokenizer_dir as tokenizer_dir
 from tests.declared import room_of
 
 GROUP_HOOK = """
-def hook(samples):
-    if any(s["response"] == "raise" for s in samples):
+async def hook(args, samples):
+    if any(s.response == "raise" for s in samples):
         raise ValueError("broken for a group")
-    best = max(len(s["response"]) for s in samples)
-    return [{"score": float(len(s["response"]) == best), "n": len(samples)} for s in samples]
-"""
+    best = max(len(s.response) for s in samples)
+    n = len(samples) + args.more * (args.n_samples_per_prompt - 2)
+    return [{"score": float(len(s.response) == best), "n": n} for s in samples]
+"""  # with Miles' signature
 
 
 async def test_with_group_rm_a_prompt_is_scored_when_all_its_samples_are_here(
     redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
 ) -> None:
-    """g1 whole over a restart, g2 with a lost member, g3 that the function cannot take, g4 of which one is malformed."""
+    """g1 whole over a restart, g2 with a lost member, g3 that the function cannot take, g4 of which one is malformed, g5 whose
+    rewards its program gave."""
     (tmp_path / "hook.py").write_text(GROUP_HOOK)
     spec = room_of(
         RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path / 'hook.py'}:hook", group_rm=True, reward_key="score",
-        max_retries=0, n_workers=1,
+        max_retries=0, n_workers=1, hook_values={"more": 1},
     )  # fmt: skip
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         await put(bus, ROLLOUTS, done(1, 0, "a"), done(2, 0, "b"))
@@ -45,8 +47,11 @@ async def test_with_group_rm_a_prompt_is_scored_when_all_its_samples_are_here(
             await put(bus, ROLLOUTS, done(1, 1, "bb"), lost, done(3, 0, "raise"), done(3, 1, "c"), broken)
             await scored_and_lost(bus, 7)
             await put(bus, ROLLOUTS, done(4, 0, "c"))  # its sibling has passed
-            found = await scored_and_lost(bus, 8)
+            given = [msgspec.structs.replace(done(5, i, "e"), episode=Episode(reward=(i + 1) / 4)) for i in range(2)]
+            await put(bus, ROLLOUTS, *given)
+            found = await scored_and_lost(bus, 10)
         assert [(found[i].reward, found[i].rewards["n"]) for i in ("g1/0", "g1/1")] == [(0.0, 2.0), (1.0, 2.0)]
+        assert [(found[i].reward, found[i].scorer) for i in ("g5/0", "g5/1")] == [(0.25, "program"), (0.5, "program")]
         assert isinstance(found["g2/1"], RolloutLost) and found["g2/0"].scorer == "none"
         for group in ("g3", "g4"):
             members = [found[f"{group}/{i}"] for i in range(2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +15,14 @@ from actors.trainer.accounts import remaining
 from actors.trainer.backend import StepResult
 from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import whole_again
+from actors.trainer.convert import to_samples
 from actors.trainer.intake import Intake
+from actors.trainer.record import RecordedBatch, batch_of, read_record, write_record
 from bus import Commit, Guard
 from bus.knobs.live import LiveKnobs, propose
 from bus.ledger import check, read_accounts
 from bus.messages.groups import GroupKept, OpenGroup, Turned
+from bus.messages.policy import StepDone
 from bus.messages.samples import Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import EVENTS, GROUPS
@@ -153,6 +157,16 @@ async def test_a_group_at_the_edge_of_a_batch_is_trained_in_two_steps_and_booked
         assert await bus.hash_of(bus.keys.open_groups) == {}
         assert await bus.length(GROUPS) == 0
         await closes(bus)
+
+
+def test_a_part_that_was_recorded_is_trained_again_as_it_was(tmp_path: Path) -> None:
+    groups = (kept(1, 0, 2, known=(0.0, 1.0, 2.0)), kept(2, 0, 1, 2), kept(3, 1, known=(2.0, 1.0)))
+    version = PolicyVersion(4, 3)
+    done = StepDone(step=4, version=version, trained_on=version, groups=("g1", "g2", "g3"), seed=7)
+    write_record(str(tmp_path / "{rollout_id}"), RecordedBatch(done=done, groups=groups, knobs=dict(SPLIT)))
+    again = batch_of(read_record(tmp_path / "3"))
+    assert [s.train.known_rewards for s in again.samples] == [(0.0, 1.0, 2.0)] * 2 + [()] * 3 + [(2.0, 1.0)]
+    assert repr(again.samples) == repr(to_samples(groups)) and (again.step, again.seed) == (3, 7)
 
 
 async def test_a_trainer_that_starts_again_goes_on_with_the_rest_of_a_group(redis_url: str, run_name: str) -> None:

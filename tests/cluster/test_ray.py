@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
-from miles_async.launcher.ray_cluster import connect
+from actors.runtime.child import free_port
+from miles_async.launcher.ray_cluster import check_head
 from miles_async.settings.errors import SettingsError
-from miles_async.settings.load import settings_from
 from tests.cluster.house import RayRun
 from tests.crash.house import REPO, Tables, merged, until
 from tests.crash.judge import judge
@@ -149,6 +151,28 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
     assert not run.processes()
 
 
+@pytest.mark.slow
+def test_a_jobs_output_is_shown_and_a_dashboard_that_dies_is_one_line(tmp_path: Path) -> None:
+    head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port(), "dashboard_host": "127.0.0.1"}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        words = [sys.executable, "-m", "miles_async", "ray", "submit", "nosuch.toml"]
+        words += ["--ray-address", f"http://127.0.0.1:{head['dashboard_port']}", "--python"]
+        done = subprocess.run([*words, sys.executable], cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1 and not done.stderr, done.stderr
+        assert "miles-async train: no such settings file: nosuch.toml" in done.stdout
+        (waits := tmp_path / "waits").write_text("#!/bin/sh\necho it waits\nexec sleep 100\n")
+        waits.chmod(0o755)
+        with subprocess.Popen([*words, str(waits)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as submit:
+            assert submit.stdout is not None and any("it waits" in line for line in submit.stdout)
+            cluster.head_node.kill_dashboard()
+            _, said = submit.communicate(timeout=60)
+        assert submit.returncode == 2 and len(said.splitlines()) == 1, said
+        assert "miles-async ray: the dashboard is lost" in said and "ray job logs raysubmit_" in said
+    finally:
+        cluster.shutdown()
+
+
 @pytest.mark.parametrize("answer", [b"-ERR unknown command\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 def test_another_server_at_the_address_is_named_at_once(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -162,12 +186,10 @@ def test_another_server_at_the_address_is_named_at_once(answer: bytes) -> None:
                     continue
 
         threading.Thread(target=serve, daemon=True).start()
-        base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "p", "num_rollout": 1, "rm_type": "math"}
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        settings = settings_from(**base, launcher="ray", ray_address=address, bus_url="redis://10.0.0.5:6379")
         says = f"answers {answer[:9]!r}" if answer else "says nothing"
         with pytest.raises(SettingsError, match=re.escape(f"{address}': is no head of a Ray cluster: it {says}")):
-            connect(settings)
+            check_head(address)
 
 
 def test_without_a_cluster_one_line_says_so() -> None:

@@ -49,7 +49,7 @@ def placer_of(cluster: Cluster, tmp_path: Path) -> Callable[..., tuple[RayPlacer
         engine_token="t",
     )  # fmt: skip
 
-    def make(gpus: int = 8, wait_s: float = 60.0, engines: int = 1) -> tuple[RayPlacer, ActorSpec]:
+    def make(gpus: int = 8, wait_s: float = 120.0, engines: int = 1) -> tuple[RayPlacer, ActorSpec]:
         settings = settings_from(
             hf_checkpoint="/m", prompt_data="p", num_rollout=1, rm_type="math", rollout_batch_size=8, name="r", launcher="ray",
             engine="sglang", rollout_num_gpus=gpus * engines, rollout_num_gpus_per_engine=gpus, sglang_nnodes=2,
@@ -139,4 +139,8 @@ async def test_who_cannot_begin_takes_back_what_it_asked_for_and_nothing_else(
         await second.open()
     assert groups() == before
     await asyncio.wait_for(first.place(spec), 60)
+    seats = first._seats.of("generation-0")[0].seats
+    ray.kill(seats[1].handle)  # as one ends that had no process for long, its worker pausing after crashes
+    await asyncio.wait_for(first.place(spec), 60)
+    assert await seats[1].handle.names.remote() == []
     await first.close()

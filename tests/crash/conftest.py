@@ -26,7 +26,7 @@ VARIANTS = (
     *("other_settings", "an_adopted", "without_a_launcher", "ended_without", "run_again[1]", "killed_twice"),
     *("before_the_first", "of_an_evaluation", "groups_of_a_lost_bus", "while_it_restores", "middle_of_a_drain"),
     *("actors_start", "again_and_again", "together_with", "longer_than_a_lease", "while[read-only]", "in-an-activation"),
-    *("a-scorer", "its-acknowledgement", "the-sampler", "under_its_worker[19]", "joins_and[vanishes]", "outlives"),
+    *("a-scorer", "its-acknowledgement", "the-sampler", "under_its_worker[19]", "outlives"),
 )
 """Parts of the names of cases that come close to another one of the matrix."""
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,3 +67,29 @@ async def lost_world(task: Task, session: Session) -> list[Trajectory]:
 
 
 lost_world.resumable = False  # type: ignore[attr-defined]
+
+
+def whole_groups(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[list[Any]]:
+    """A rollout function as it is written for Miles: two turns of each sample. In its third call it kills its worker, once."""
+    groups = data_source.get_samples(args.rollout_batch_size)
+    samples = [sample for group in groups for sample in group]
+    struck = Path(args.runs_dir) / "struck"
+
+    def made(sample: Any) -> None:
+        prompt, mask = len(sample.tokens), list[int]()
+        for turn in range(2):
+            body = {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": EACH}}
+            url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+            asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked) as answer:
+                said = json.loads(answer.read())["output_ids"]
+            heard = [3] * (1 - turn)
+            sample.tokens, mask = sample.tokens + said + heard, mask + [1] * len(said) + [0] * len(heard)
+        sample.response_length, sample.loss_mask = len(sample.tokens) - prompt, mask
+
+    with ThreadPoolExecutor(len(samples)) as threads:
+        for at, _ in enumerate(threads.map(made, samples)):
+            if at == 3 and rollout_id >= 2 and not struck.exists():
+                struck.touch()
+                os.kill(os.getppid(), signal.SIGKILL)
+    return groups

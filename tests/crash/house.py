@@ -28,7 +28,7 @@ from bus import Bus, BusConfig, Entry
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY
 from miles_async.launcher.prepare import shared_memory
-from tests.warm.launched import Warmed
+from tests.warm.launched import Warmed, warmed
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -143,6 +143,10 @@ class Run:
             return Warmed(self._warm, ["miles_async", *words], env=env, cwd=self.home, stdout=stdout, stderr=stderr)
         command = [*wrap, sys.executable, "-m", "miles_async", *words]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=self.home)
+
+    def environment(self) -> dict[str, str]:
+        """Of a process of ours beside the run, whose engine is to be warm."""
+        return usual() if self._warm is None else warmed(self._warm, usual())
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Another miles-async command, in the run's home, with its runs."""
@@ -335,10 +339,10 @@ def end_server(run_dir: Path) -> None:
 
 
 def toml_of(tables: Tables) -> str:
-    """Numbers, strings and booleans read alike in JSON and TOML."""
+    """Numbers, strings and booleans read alike in JSON and TOML. None: the setting is not given."""
     lines: list[str] = []
     for table, values in tables.items():
-        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)]
     return "\n".join(lines) + "\n"
 
 

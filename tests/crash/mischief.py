@@ -19,7 +19,7 @@ from bus.errors import KnobRejected
 from bus.knobs.live import propose, read_history, values_at
 from bus.topology import PREFIXES, PROMPTS
 from tests.actors.garbage import garbage
-from tests.crash.house import REPO, Run
+from tests.crash.house import Run
 
 ACTORS = ("trainer", "sampler", "filter", "partial", "publisher", "evaluator", "reward-0")
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -225,5 +225,5 @@ def join(run: Run, name: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+            env=run.environment(),
         )

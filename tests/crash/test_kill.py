@@ -152,3 +152,15 @@ def test_killed_in_mid_episode(program: str, settings: Tables, points: tuple[str
         for scored in (s for group in read_record(file).groups for s in group.samples):
             spoken = [span.n for span in scored.rollout.response.spans if not span.made]
             assert spoken == [2, 2] or (program == "rewritten" and len(scored.rollout.strands) == 2)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_rollout_function(run_of: Launch) -> None:
+    """Worker and function are gone at once, later the worker alone at a commit: the groups that were held are made again."""
+    run = run_of(longer({"rollout": {"rollout_function_path": "tests.crash.episode.whole_groups"}}, ("one", "two")))
+    killed(run, ("generation:before_commit:40",))
+    assert (run.home / "runs" / "struck").exists()
+    judge(run)
+    for file in (run.home / "batches").iterdir():
+        for scored in (s for group in read_record(file).groups for s in group.samples):
+            assert [(span.made, span.n) for span in scored.rollout.response.spans if not span.made] == [(False, 1)]

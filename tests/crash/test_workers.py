@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bus import Bus, ledger
+from bus.topology import PREFIXES, PROMPTS
 from tests.crash.conftest import Launch
 from tests.crash.house import Run, until
 from tests.crash.judge import judge
@@ -29,6 +30,14 @@ def until_it_works(run: Run, name: str) -> None:
         return (await ledger.read_accounts(bus)).tokens_by_worker.get(name, 0)
 
     until(f"tokens of {name}", lambda: run.ask(tokens) > 0)
+
+
+async def held(bus: Bus, name: str = "guest") -> int:
+    """Samples that a worker has taken and not given back."""
+    rows = [
+        await bus.link.run("XPENDING", bus.keys.stream(stream.name), "generation", "-", "+", 100, name) for stream in (PREFIXES, PROMPTS)
+    ]
+    return sum(map(len, rows))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -71,11 +80,13 @@ def test_a_worker_joins_and(number: signal.Signals, run_of: Launch) -> None:
     guest = join(run, "guest")
     try:
         until_it_works(run, "guest")
+        run.until("samples under way there", lambda: run.ask(held) > 0)
         guest.send_signal(number)
         assert guest.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
     finally:
         guest.kill()
         guest.wait()
+    run.until("others to take over what it held", lambda: run.ask(held) == 0, seconds=60.0)
     run.until_step(run.step() + 2)
     run.drain()
     judge(run, steps=run.saved())

@@ -134,6 +134,45 @@ async def invented(task: Task, session: Session) -> list[Trajectory]:
     return [Trajectory(task.prompt, [type(said)("model", [1, 2, 3], [-1.0] * 3, said.spans, call=said.call)])]
 
 
+async def forgets_each_time(task: Task, session: Session) -> list[Trajectory]:
+    """A new history at each turn, as of an agent that summarises all the time."""
+    prompts = [[*task.prompt, turn % 50] for turn in range(300)]
+    one = msgspec.structs.replace(task.sampling, max_new_tokens=1)
+    return [Trajectory(prompt, [await session.generate(prompt, one)]) for prompt in prompts]
+
+
+def hangs(turn: int) -> None:
+    """A plain tool that does not come back while the test goes on."""
+    STATE["over"].wait()
+
+
+async def patient(task: Task, session: Session) -> list[Trajectory]:
+    """Its first tool hangs, which it takes for an answer; the second one works."""
+    first = await session.generate(task.prompt)
+    try:
+        await session.tell("hangs", hangs, 0, deadline_s=0.2)
+    except TimeoutError:
+        STATE["late"] = STATE.get("late", 0) + 1
+    told = env([await session.tell("add", add, task.sample_id, 1, first.tokens, deadline_s=20.0)])
+    return [Trajectory(task.prompt, [first, told, await session.generate(task.prompt + first.tokens + told.tokens)])]
+
+
+async def talks_long(task: Task, session: Session) -> list[Trajectory]:
+    """Three hundred turns, each behind 200 further tokens."""
+    tokens, segments = list(task.prompt), []
+    for _ in range(300):
+        said, heard = await session.generate(tokens), env([7] * 200)
+        segments += [said, heard]
+        tokens += said.tokens + heard.tokens
+    return [Trajectory(task.prompt, segments)]
+
+
+async def judged_so(task: Task, session: Session) -> list[Trajectory]:
+    """Its reward is what `label` says, as Python."""
+    said = await session.generate(task.prompt)
+    return [Trajectory(task.prompt, [said], reward=eval(task.label))]  # noqa: S307 - the test's own
+
+
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """As written for Miles, but for `args.post`: two answers of the engine with a tool's between them."""
     response: list[int] = []

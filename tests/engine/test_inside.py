@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 from tests.engine.processes import until
 from tests.engine.test_quick_load import tensors
+from tests.warm.launched import open_warm
 
 BUCKET = 64  # bytes: the model's four tensors make three buckets
 Engine = tuple[SGLangClient, str]
@@ -36,16 +35,13 @@ def gpus() -> int:
 
 
 @pytest.fixture
-def peer(tmp_path: Path, gpus: int) -> Iterator[str]:
+def peer(tmp_path: Path, gpus: int, warm: Path | None) -> Iterator[str]:
     """Address of a process that stands for SGLang's scheduler."""
     port = tmp_path / "port"
     env = {**os.environ, VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-m", "tests.engine.inside_peer", str(port), str(gpus)], env=env) as process:
-        try:
-            until(lambda: port.exists() and bool(port.read_text()), "the peer listens", 30.0)
-            yield f"http://127.0.0.1:{port.read_text()}"
-        finally:
-            process.kill()
+    with open_warm(warm, ["tests.engine.inside_peer", str(port), str(gpus)], tmp_path / "printed", env):
+        until(lambda: port.exists() and bool(port.read_text()), "the peer listens", 30.0)
+        yield f"http://127.0.0.1:{port.read_text()}"
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ async def house(redis_url: str, run_name: str, folder: Path, name: str, **fields
     """A bus with a version served and two groups of two samples to make, of one prompt."""
     spec = GenerationSpec(
         engine="external", engine_url="scripted", rollout_function=f"{HERE}.{name}",
-        program_values={"plus": PLUS, "folder": str(folder)}, **fields,
+        program_values={"plus": PLUS, "folder": str(folder), "sglang_router_ip": "router"}, **fields,
     )  # fmt: skip
     async with open_bus(redis_url, run_name, groups=("g1", "g2")) as bus:
         await put(bus, PROMPTS, *members("g1"), *members("g2"))

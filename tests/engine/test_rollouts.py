@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
-from actors.generation.rollouts import Session, live
+from actors.generation.rollouts import Session, live, probe
 from actors.generation.rollouts.watchdog import watch
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
@@ -32,7 +34,7 @@ from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.agent_house import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
+from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, talks_long, token_at
 from tests.engine.scripted import sample
 from tests.engine.workers import order
 
@@ -308,6 +310,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what the engine answered"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
+        ("forgets_each_time", "g/0 has 300 trajectories, and each is trained with all it read: at most 256 are taken"),
         ("invented", "as the model's that no call of this session made"),
     ],
 )
@@ -316,6 +319,24 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
 ) -> None:
     rollout, _, [letter] = await played(redis_url, run_name, program)
     assert isinstance(rollout, RolloutLost) and said in letter.error
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("True", 1.0), ("{'score': 1, 'why': 'right'}", {"score": 1.0}), ("[1.0]", None), ("'1'", None)]
+)
+async def test_a_reward_of_the_program_is_a_number_or_numbers(redis_url: str, run_name: str, given: str, kept: Any) -> None:
+    """Whatever else would cost the sample at its next reader, which could only say that the message is malformed."""
+    path = f"{HERE}.judged_so"
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=path)
+    async with open_bus(redis_url, run_name, groups=("g",)) as bus:
+        await put(bus, PROMPTS, with_stop(task(label=given)))
+        async with running(bus, "w0", body_on(Talker()), spec):
+            rollout = await one_rollout(bus)
+        letters = await messages(bus, DEAD)
+    if kept is not None:
+        assert isinstance(rollout, RolloutDone) and rollout.episode and rollout.episode.reward == kept
+    else:
+        assert "which is no number and no table of numbers" in letters[0].error
 
 
 async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:
@@ -356,6 +377,38 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_a_tool_that_hangs_takes_nothing_from_others(redis_url: str, run_name: str) -> None:
+    """Forty at once, more than any pool of threads has."""
+    STATE["over"] = threading.Event()
+    spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.patient")
+    names = [f"h{i}" for i in range(40)]
+
+    async def all_there() -> bool:
+        return await bus.length(ROLLOUTS) == len(names)
+
+    try:
+        async with open_bus(redis_url, run_name, groups=names, knobs={"sglang_server_concurrency": 40}) as bus:
+            await put(bus, PROMPTS, *(with_stop(task(name)) for name in names))
+            async with running(bus, "w0", body_on(Talker()), spec):
+                await until(all_there)
+            assert STATE["late"] == len(names) and not await messages(bus, DEAD)
+    finally:
+        STATE["over"].set()
+
+
+async def test_a_long_episode_holds_its_history_once() -> None:
+    """Not once for each of its turns: 60,000 tokens, 300 turns."""
+    asked = task()
+    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, max_new_tokens=1000))
+    tracemalloc.start()
+    try:
+        assert await probe.problem_of(talks_long, asked, deadline_s=60.0) == ""
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10e6
 
 
 async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from actors.generation.actor import Worker
@@ -22,10 +21,9 @@ from bus.messages.policy import Turn
 from bus.topology import ACTIVE, PARKED, POLICY, PROMPTS
 from tests.actors.house import messages, open_bus, running, until
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, order, rollouts_of, sample, told
+from tests.engine.workers import PROMPT, TOKENS, at_work, engines, events, half_way, order, rollouts_of, sample, told
 
 TAGS = ("kv_cache", "cuda_graph", "weights")
-pytestmark = pytest.mark.usefixtures("cold_engine")  # engines are found by the words of their processes
 Models = Callable[[str], tuple[Path, Path]]
 
 
@@ -37,16 +35,6 @@ async def tell(bus: Bus, holder: Any, number: int, **more: bool) -> None:
 
 async def released(bus: Bus, turn: int) -> bool:
     return any(event.data["turn"] == turn for event in await events(bus, "memory released"))
-
-
-def engines(run_dir: Path) -> list[psutil.Process]:
-    """Those of this run; other tests of this process have their own."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it ended while we looked
-            if str(run_dir) in " ".join(process.cmdline()):
-                found.append(process)
-    return found
 
 
 @asynccontextmanager
@@ -93,6 +81,11 @@ async def test_samples_under_way_wait_for_the_end_of_the_trainers_turn(
         assert np.abs(np.frombuffer(response.logprobs, np.float32) - np.array(expected)).max() < 1e-3
 
 
+async def gone(run_dir: Path) -> bool:
+    """A warm engine ends a moment after the process that its worker ended."""
+    return not engines(run_dir)
+
+
 async def _no() -> bool:
     return False
 
@@ -107,7 +100,8 @@ async def test_an_engine_that_does_not_give_its_memory_is_ended(
         os.kill(process.pid, signal.SIGSTOP)
         await tell(bus, "trainer", 2)
         await until(lambda: released(bus, 2), deadline_s=60)
-        assert not engines(tmp_path) and await told(bus, "engine stalled", 1)
+        await until(lambda: gone(tmp_path))
+        assert await told(bus, "engine stalled", 1)
         await tell(bus, "engines", 2)
         await until(lambda: told(bus, "joined", 2), deadline_s=30)
 
@@ -126,8 +120,8 @@ async def test_an_engine_whose_update_failed_half_way_is_ended_when_the_trainer_
         await until(lambda: told(bus, "engine stalled", 1), deadline_s=30)
         await tell(bus, "trainer", 3)
         await until(lambda: released(bus, 3), deadline_s=60)
-        left = engines(tmp_path)
-        assert not left or await told(bus, "joined", 2)
+        if not await told(bus, "joined", 2):
+            await until(lambda: gone(tmp_path))
 
 
 async def test_an_engine_that_is_lent_a_gpu_leaves_its_samples_to_peers(

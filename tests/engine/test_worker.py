@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,19 @@ from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
 from tests.engine.models import Oracle
-from tests.engine.workers import PROMPT, TOKENS, at_work, attached, events, half_way, order, rollouts_of, sample, told
+from tests.engine.workers import (
+    PROMPT,
+    TOKENS,
+    at_work,
+    attached,
+    engines,
+    events,
+    half_way,
+    order,
+    rollouts_of,
+    sample,
+    told,
+)
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["chunks of one version", "chunks that could mix versions"])
@@ -54,7 +64,6 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
         assert len(tokens) == TOKENS
 
 
-@pytest.mark.usefixtures("cold_engine")
 @pytest.mark.timeout(200)
 async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], tmp_path: Path
@@ -66,9 +75,8 @@ async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
         await bus.append([Out(ACTIVE, order(1, first))])
         await bus.append([Out(PROMPTS, sample("g0")), Out(PROMPTS, sample("g1"))])
         await until(lambda: half_way(worker), deadline_s=30)
-        process = worker._link.process
-        assert process is not None and process.pid
-        os.kill(process.pid, signal.SIGSTOP)
+        [process] = engines(tmp_path)
+        process.suspend()
         await bus.append([Out(ACTIVE, order(2, second))])
         await until(lambda: told(bus, "joined", 2), deadline_s=100)
         assert len(await events(bus, "engine stalled")) == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from actors.generation.actor import Worker
 from actors.generation.spec import GenerationSpec
@@ -106,3 +108,13 @@ async def rollouts_of(bus: Bus, n: int) -> list[RolloutDone]:
 
 
 __all__ = ("PROMPT", "TOKENS", "at_work", "attached", "events", "half_way", "order", "rollouts_of", "sample", "told")
+
+
+def engines(run_dir: Path) -> list[psutil.Process]:
+    """Those of this run, found by their words: a warm one is another process's child."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended while we looked
+            if str(run_dir) in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -7,10 +7,12 @@ import pytest
 
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
+from actors.recorder.records import records_of
+from bus import Entry
 from bus.messages.groups import GroupVerdict
-from bus.messages.policy import SamplesTrained, SampleTrained
+from bus.messages.policy import SamplesTrained, SampleTrained, StepDone
 from bus.messages.samples import Mark
-from bus.messages.versions import VersionSpan
+from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import POLICY, TRAINED, VERDICTS
 from miles_async.settings.runs import write_run_file
 
@@ -62,6 +64,26 @@ def test_after_the_run_a_trace_is_told_from_its_file(run, tmp_path):
     assert "reward 0.5 (label 2) for\n" in shown and "1+1=2\\x1b[2J" in shown and "\x1b" not in shown
     assert run.ask("trace", "g8/0")[1].startswith("g8/0: group dropped by the filter: zero_std_1")
     assert run.ask("trace", "g9/0")[0] == 2
+
+
+def test_members_of_a_group_that_was_trained_in_parts_are_told_apart(run, tmp_path):
+    """Also where every group of a step was trained in as large a part."""
+    write_run_file(run.dir, run=run.name, bus_url=f"unix://{tmp_path}/gone.sock")
+
+    def step(number, *samples):
+        version = PolicyVersion(number + 1, number)
+        done = StepDone(step=number, version=version, trained_on=version, groups=("g7",), samples=samples)
+        entry = Entry(id=f"{number}-0", stream=POLICY, readers="", fields={}, body=b"", size=0)
+        return records_of(entry, done)
+
+    fields = {"group": "g7", "reason": "outlasted", "members": [3]}
+    dropped = {"kind": "drop", "wall": 9.0, "entry": "policy@9-0", **fields}
+    lines = [*step(3, "g7/0", "g7/2", "g8/4", "g8/5"), *step(4, "g7/1", "g8/0"), dropped]
+    (run.dir / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = [run.ask("trace", f"g7/{i}")[1].splitlines()[0] for i in range(4)]
+    trained = [f"g7/{i}: trained in step {n}, policy version {n + 1}" for i, n in ((0, 3), (1, 4), (2, 3))]
+    assert [line.partition(", knob")[0] for line in said[:3]] == trained
+    assert said[3].startswith("g7/3: group dropped by the trainer: outlasted")
 
 
 def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_files_alone(run, tmp_path):

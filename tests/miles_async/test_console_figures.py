@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.recorder.history import FIRST, NEWEST, History, history_of
-from miles_async.console.figures import eta_s, shares, throughput, time_split
+from bus.inspect import ReadersFacts, StreamFacts
+from miles_async.console.figures import Lying, eta_s, lying, shares, throughput, time_split
 from miles_async.console.text import compress, duration, human_bytes, human_count, plural, shorten, sparkline, table
 from miles_async.console.web.curves import Curves
 
@@ -101,3 +102,11 @@ def test_steps_of_a_lost_future_leave_the_history_and_are_counted():
     assert history.steps[-1].wall == 111.0  # a repeated line is not a step
     assert (history.lost_steps, history.evals) == (2, [])
     assert history.unsaved_groups() == 3
+
+
+def test_trained_groups_that_wait_for_a_checkpoint_give_no_age_to_those_that_wait_for_the_trainer():
+    readers = (ReadersFacts("trainer", 1, 5, 0, oldest_id="1-0", oldest_age_s=300.0),)
+    facts = StreamFacts("groups", "filter", True, 6, 0, readers=readers)
+    assert lying(facts, history_of([])) == Lying(6, 5, 300.0, 0)
+    trained = history_of([step(1, 100.0), step(2, 101.0)])
+    assert lying(facts, trained) == Lying(4, 3, None, 2)

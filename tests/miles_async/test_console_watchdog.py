@@ -13,7 +13,7 @@ from bus.leavers import ENDED_S
 from bus.messages.control import Event
 from bus.topology import EVENTS, POLICY
 from miles_async.console import watchdog
-from miles_async.console.scene import policy_of_late, read_scene
+from miles_async.console.scene import OfLate, read_scene
 from miles_async.console.watchdog import AUDIT_SHARE, Audits, watch
 from tests.actors.house import messages, until
 from tests.miles_async.console_data import Story, config, vitals
@@ -64,12 +64,15 @@ async def test_actors_long_gone_are_taken_off_the_bus(redis_url, run_name) -> No
 
 async def test_garbage_on_the_policy_log_ends_no_look_at_the_run(redis_url, run_name) -> None:
     async with Bus(config(redis_url, run_name)) as bus:
-        await Story(bus).whole()
-        before = await policy_of_late(bus)
+        story, of_late = Story(bus), OfLate()
+        await story.whole()
+        before = await of_late.read(bus)
         for fields in (["body", b"\xc1"], ["type", "policy.step", "body", b"\xc1"], ["type", "policy.step", "blob", "redis:no:1"]):
             await bus.link.run("XADD", bus.keys.stream(POLICY.name), "*", *fields)
-        assert await policy_of_late(bus) == before
-        assert (await read_scene(bus)).uncommitted == before[0]
+        assert await OfLate().read(bus) == await of_late.read(bus) == before
+        assert (await read_scene(bus, of_late=of_late)).uncommitted == before[0]
+        await story.train(2, "g3")
+        assert await OfLate().read(bus) == await of_late.read(bus) != before
 
 
 async def test_the_watchdog_outlives_a_server_that_refuses_writes(redis_url, run_name, monkeypatch) -> None:

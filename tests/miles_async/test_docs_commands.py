@@ -263,7 +263,8 @@ class Desk:
             if words != command.words:
                 del self.left[words]
         run = [sys.executable, "-u", "-m", "miles_async", *command.words]
-        env = {**os.environ, "PYTHONPATH": f"{FOUND}{os.pathsep}{self.here}"}
+        env = self.run.environment()
+        env["PYTHONPATH"] += f"{os.pathsep}{self.here}"
         with (self.here / f"{name}.out").open("w") as out:
             self.processes[name] = subprocess.Popen(run, stdout=out, stderr=out, env=env, text=True)
 

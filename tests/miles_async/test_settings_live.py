@@ -115,7 +115,7 @@ def refused(patch: dict[str, Any], **fields: Any) -> str:
 
 
 @given(drawn(SOME, 9), drawn(LIVE, 4))
-@hypothesis_settings(max_examples=400, suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
+@hypothesis_settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
 def test_a_start_and_a_patch_have_one_verdict_and_what_passes_the_trainer_takes(
     fields: dict[str, Any], patch: dict[str, Any]
 ) -> None:

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_async.launcher.engines import engine_specs
+from miles_async.launcher.plan import Place
 from miles_async.settings.checks import check_model
 from miles_async.settings.derive import solve_four_knobs
 from miles_async.settings.errors import SettingsError
@@ -16,6 +18,8 @@ from miles_async.settings.run import RunSettings
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
 }  # fmt: skip
+
+FUNCTION = {"rollout_function_path": "a.b", "num_generation_workers": 1, "sglang_server_concurrency": 256}
 
 
 def make(**fields: Any) -> RunSettings:
@@ -63,6 +67,11 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"tools": ("search",), "apply_chat_template": True}, ("tool_corpus = (unset)", "both or neither")),
         ({"tools": ("python",), "custom_agent_function_path": "a.b"}, ("an agent of your own brings its own tools",)),
         ({"custom_agent_function_path": "a.b", "custom_generate_function_path": "c.d"}, ("it is the rollout", "Keep one")),
+        ({"custom_agent_function_path": "a.b", **FUNCTION}, ("it makes all samples", "Keep one")),
+        ({**FUNCTION, "num_generation_workers": 2}, ("num_generation_workers = 2", "--use-router")),
+        ({**FUNCTION, "sglang_server_concurrency": 64}, ("holds the 256 samples", "Set at least 256")),
+        ({**FUNCTION, "pause_generation_mode": "abort"}, ("all its groups anew",)),
+        ({"rollout_function_path": "miles.rollout.sft_rollout.generate_rollout"}, ("supervised", "--loss-type sft")),
         ({"use_tis": True, "no_correction": True}, ("no_correction", "use_tis")),
         ({"use_tis": True, "tis_clip_low": 3.0}, ("tis_clip_low = 3.0", "tis_clip = 2.0")),
         ({"use_rs": True}, ("use_rs", "--use-mis")),
@@ -231,3 +240,18 @@ def test_experts_are_replayed_from_one_source_and_where_there_are_any():
     for settings in ({"use_rollout_routing_replay": True}, several | {"use_routing_replay": True}):
         with pytest.raises(SettingsError, match=r"routing_replay.*the model has no experts"):
             check_model(make(**settings))
+
+
+def test_a_rollout_function_is_beside_one_worker_and_those_of_miles_beside_none() -> None:
+    at = dict.fromkeys(("run_dir", "model_dir", "weights_dir", "blob_dir", "fingerprint"), "x")
+    place = Place(**at, stop_token_ids=(), num_rollout=3)
+    base = {"sglang_server_concurrency": 256, "num_generation_workers": 2, "use_router": True, "engine": "sglang"}
+
+    def workers(path: str) -> dict[str, tuple[str, bool]]:
+        found = make(rollout_function_path=path, **base)
+        return {n: (s.rollout_function, s.takes_samples) for n, role, s in engine_specs(found, place) if role == "generation"}
+
+    assert workers("a.b") == {"generation-0": ("a.b", True), "generation-1": ("", False)}
+    own = "miles.rollout.sglang_rollout.generate_rollout"
+    assert set(workers(own).values()) == {("", True)}
+    assert any("is done here anyway" in note for note in notes(make(rollout_function_path=own).flat))

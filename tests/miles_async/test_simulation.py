@@ -98,20 +98,23 @@ def test_member_at_bound_one_keeps_three_quarters_of_the_speed(rule, speed):
 
 
 @pytest.mark.parametrize(
-    ("bound", "cap", "slots", "step_s", "idle", "masked"), [(2, 0, 384, 4.71, 171 / 384, 8.2), (4, 0, 256, 4.17, 0.0, 0.2)]
+    ("rule", "bound", "cap", "slots", "step_s", "running", "masked"),
+    [("whole", 2, 32, 384, 7.20, 106, 0.0), ("split", 4, 0, 384, 5.17, 372, 4.0), ("split", 2, 0, 384, 5.70, 221, 7.4)],
 )
-def test_an_engine_that_slows_with_its_batch(bound, cap, slots, step_s, idle, masked):
-    """Two H200s and geometric lengths: 2.87 ms a token alone and 14.8 us more for each request running; the trainer takes
-    42,000 tokens a second."""
+def test_an_engine_that_slows_with_its_batch_as_one_of_two_h200_did(rule, bound, cap, slots, step_s, running, masked):
+    """The figures are measured ones. 1.73 ms a token alone and 25.4 us more for each request running, as these runs show; the
+    trainer takes 4 s for 171,000 tokens, and lengths are geometric."""
     draw = random.Random(1)
-    lengths = (min(2048, 1 + int(draw.expovariate(1 / 660))) for _ in itertools.count())
-    each = (DrawnGroup(tuple(Draw(n, n * 0.00287) for n in itertools.islice(lengths, N))) for _ in itertools.count())
-    given = knobs(max_weight_staleness=bound, rollout_batch_size=32, slots=slots, over_sampling_batch_size=cap)
-    pace = Pace(train_s=0.05, train_token_s=1 / 42_000, slowdown=1.479e-5 / 0.00287)
-    found = Simulation(given, pace, each, random.Random(1)).play(30, 10)
-    assert found.step_s == pytest.approx(step_s, rel=0.03)
-    assert found.idle == pytest.approx(idle, abs=0.02)
-    assert 100 * found.masked == pytest.approx(masked, abs=1.0)
+    lengths = (min(2048, 1 + int(draw.expovariate(1 / 715))) for _ in itertools.count())
+    each = (DrawnGroup(tuple(Draw(n, n * 1.73e-3) for n in itertools.islice(lengths, N))) for _ in itertools.count())
+    given = knobs(
+        max_weight_staleness=bound, staleness_policy=rule, rollout_batch_size=32, slots=slots, over_sampling_batch_size=cap
+    )
+    pace = Pace(train_s=0.05, train_token_s=3.95 / 171_000, publish_s=(0.08,), pause_s=(0.023,), slowdown=25.4e-6 / 1.73e-3)
+    found = Simulation(given, pace, each, random.Random(1)).play(24, 12)
+    assert found.step_s == pytest.approx(step_s, rel=0.05)
+    assert (1 - found.idle) * slots == pytest.approx(running, abs=20)
+    assert 100 * found.masked == pytest.approx(masked, abs=1.5)
 
 
 class Watched(Simulation):

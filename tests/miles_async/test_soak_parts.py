@@ -49,6 +49,9 @@ def test_growth_is_that_within_lives_not_what_restarts_make_of_it():
     together, _ = slope_of(leaking, apart=False)
     assert abs(together) < 0.005, "the restarts hide it"
     assert all(map(math.isnan, slope_of([("a", 1.0, 2.0)] * 3, apart=True)))
+    waves = [("one", float(x), 50.0 + 3 * math.sin(x / 40)) for x in range(600)]
+    slope, error = slope_of(waves, apart=True)
+    assert abs(slope) < 3 * error < 0.1, "of one life, its tenths tell how sure that is"
 
 
 def test_young_lives_are_left_out_and_kinds_are_told_apart():

@@ -52,6 +52,19 @@ def one_for_all(samples: Any) -> float:
     return 1.0
 
 
+async def of_miles(args: Any, sample: Any) -> dict[str, float]:
+    return {"score": float(sample.response == sample.label) * args.rollout_batch_size, "n": sample.response_length}
+
+
+def whole_of_miles(args: Any, samples: list[Any]) -> list[float]:
+    return [float(one.index) for one in samples]
+
+
+def keeps_of_miles(args: Any, group: list[Any]) -> Any:
+    values = [one.get_reward_value(args) for one in group]
+    return SimpleNamespace(keep=max(values) > args.rollout_batch_size, reason="easy")
+
+
 @pytest.mark.parametrize(
     ("field", "hook", "group_rm", "says"),
     [
@@ -63,10 +76,14 @@ def one_for_all(samples: Any) -> float:
         ("custom_rm_path", "as_many", True, ""),
         ("custom_rm_path", "one_for_all", True, "not with a list of as many rewards"),
         ("custom_rm_path", "one_for_all", False, ""),
+        ("custom_rm_path", "of_miles", False, ""),
+        ("custom_rm_path", "whole_of_miles", True, ""),
+        ("dynamic_sampling_filter_path", "keeps_of_miles", False, ""),
     ],
 )
 def test_it_is_called_as_it_will_be(field: str, hook: str, group_rm: bool, says: str) -> None:
     data = data_of(path="7", metadata_key="", tool_key="")
-    path, values = f"{__name__}.{hook}", {"num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
-    found = problem_of(field, path, Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, values=values))
+    path, values = f"{__name__}.{hook}", {"reward_key": None, "num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    ask = Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, reward_key="score", values=values)
+    found = problem_of(field, path, ask)
     assert (says in found) if says else found == ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from bus.messages.policy import WeightManifest
 from bus.messages.weights import Bucket, TensorMeta, WeightPlan
 from bus.plans import get_plan, put_plan
 from tests.engine.processes import until
+from tests.warm.launched import Warmed, open_warm
 
 META = TensorMeta("a", "bfloat16", (2, 3))
 
@@ -266,23 +267,17 @@ async def test_an_engine_that_cannot_compare_serves_what_the_files_hold(
 
 # -- a broadcast between processes ---------------------------------------------------------------------------------
 
-PEER = """
-import sys, torch, torch.distributed as dist
-from datetime import timedelta
-from pathlib import Path
-from actors.runtime.broadcast import join_group
-import msgspec
-from bus.messages.weights import WeightPlan
-plan = msgspec.json.decode((Path(sys.argv[1]) / "plan.json").read_bytes(), type=WeightPlan)
-limit = timedelta(seconds=plan.deadline_s)
-group = join_group(plan.address, plan.port, int(sys.argv[3]), plan.world_size, plan.group, backend="gloo", deadline=limit)
-print("joined", flush=True)
-if sys.argv[2] == "stay":
-    for bucket in plan.buckets:
-        flat = torch.empty(bucket.n_bytes, dtype=torch.uint8)
-        dist.broadcast(flat, src=0, group=group)
-        print(int(flat.long().sum()), flush=True)
-"""
+Peer = Callable[..., AbstractContextManager[Warmed | subprocess.Popen[bytes]]]
+
+
+@pytest.fixture
+def peer(tmp_path: Path, warm: Path | None) -> Peer:
+    """Starts one of the test's folder; see broadcast_peer.py."""
+
+    def start(mode: str, rank: int = 1) -> AbstractContextManager[Warmed | subprocess.Popen[bytes]]:
+        return open_warm(warm, ["tests.trainer.broadcast_peer", str(tmp_path), mode, str(rank)], tmp_path / f"printed-{rank}")
+
+    return start
 
 
 def sender(tmp_path: Path) -> tuple[NcclSender, dict[str, torch.Tensor]]:
@@ -299,27 +294,22 @@ def filled(engines: dict[str, int], tensors: dict[str, torch.Tensor], folder: Pa
     return made
 
 
-def peer(tmp_path: Path, mode: str, rank: int = 1) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", PEER, str(tmp_path), mode, str(rank)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.timeout(150)
-def test_a_version_is_broadcast_bucket_by_bucket(tmp_path: Path) -> None:
+def test_a_version_is_broadcast_bucket_by_bucket(tmp_path: Path, peer: Peer) -> None:
     trainer, tensors = sender(tmp_path)
-    with peer(tmp_path, "stay") as process:
+    with peer("stay") as process:
         trainer.open()
         trainer.send()
-        out, _ = process.communicate(timeout=30)
+        assert process.wait(30) == 0
     trainer.close()
     sums = [int(t.view(torch.uint8).long().sum()) for t in tensors.values()]
-    assert out.split() == ["joined", *map(str, sums)]
+    assert (tmp_path / "printed-1").read_text().split() == ["joined", *map(str, sums)]
 
 
 @pytest.mark.timeout(150)
-def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_path: Path) -> None:
+def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_path: Path, peer: Peer) -> None:
     trainer, _ = sender(tmp_path)
-    with peer(tmp_path, "leave") as process:
+    with peer("leave") as process:
         trainer.open()
         assert process.wait(30) == 0
         failed: list[BaseException] = []
@@ -341,9 +331,9 @@ def test_a_peer_lost_in_mid_broadcast_breaks_the_group_and_not_the_trainer(tmp_p
 
 
 @pytest.mark.timeout(150)
-def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path: Path) -> None:
+def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path: Path, peer: Peer) -> None:
     trainer = filled({"w": 1, "x": 1}, {"a": torch.zeros(1 << 24, dtype=torch.uint8)}, tmp_path, deadline_s=300.0)
-    with peer(tmp_path, "leave", 1) as lost, peer(tmp_path, "stay", 2) as other:
+    with peer("leave", 1) as lost, peer("stay", 2) as other:
         trainer.open()
         assert lost.wait(30) == 0
         with pytest.raises(GroupBroken) as broken:
@@ -354,7 +344,7 @@ def test_a_broadcast_that_breaks_lets_go_of_those_who_wait_for_the_rest(tmp_path
 
 
 @pytest.mark.timeout(150)
-def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path) -> None:
+def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path, peer: Peer) -> None:
     trainer = filled({"w": 1, "x": 1}, {"a": torch.arange(40, dtype=torch.uint8)}, tmp_path, deadline_s=300.0)
     failed: list[BaseException] = []
 
@@ -364,7 +354,7 @@ def test_a_group_that_is_given_up_lets_go_of_those_who_wait_in_it(tmp_path: Path
         except GroupBroken as error:
             failed.append(error)
 
-    with peer(tmp_path, "stay") as process:
+    with peer("stay") as process:
         thread = threading.Thread(target=join)
         thread.start()
         found = psutil.Process(process.pid)

@@ -92,3 +92,22 @@ class Warmed:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def open_warm(
+    socket: Path | None, words: Sequence[str], printed: Path, env: Mapping[str, str] = os.environ
+) -> Iterator[Warmed | subprocess.Popen[bytes]]:
+    """`python -m words` meanwhile, warm where that can be. What it prints is in the file, and shown when a test fails."""
+    with printed.open("wb") as out:
+        process: Warmed | subprocess.Popen[bytes]
+        if socket is not None:
+            process = Warmed(socket, words, env=env, cwd=printed.parent, stdout=out, stderr=out)
+        else:
+            process = subprocess.Popen([sys.executable, "-m", *words], env=env, stdout=out, stderr=out)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(30)
+            print(printed.read_text(errors="replace"))

@@ -6,7 +6,7 @@ import sys
 
 WARM = "MILES_ASYNC_TEST_WARM"  # path of the warm server's socket
 FORK_SERVER = "actors.runtime.fork_server"
-LOADS = {  # what is loaded before a program of ours is started
+LOADS = {  # what is loaded before a program of ours is started, where that is more than the program
     FORK_SERVER: (),  # its flags, which name them
     "actors.generation.embedded": ("actors.generation.embedded.scheduler", "actors.generation.embedded.server"),
     "miles_async": ("miles_async.cli.train", "miles_async.launcher.run"),
@@ -19,7 +19,7 @@ def ask(path, words, *, env, paths, cwd, handles):
     import json
     import socket
 
-    modules = [FORK_SERVER, *(words[1:-1] if words[0] == FORK_SERVER else LOADS[words[0]])]
+    modules = [FORK_SERVER, *(words[1:-1] if words[0] == FORK_SERVER else LOADS.get(words[0], words[:1]))]
     told = {"modules": modules, "words": words, "env": env, "path": paths, "cwd": cwd}
     warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -17,6 +17,7 @@ import msgspec
 
 from actors.generation.endpoint.server import Endpoint, Episode
 from actors.generation.rollouts.session import Session, Task, Trajectory
+from actors.runtime.whole import in_thread
 from bus.errors import Poison
 
 
@@ -57,7 +58,7 @@ class AgentProgram:
         url = self._endpoint.url
         if inspect.iscoroutinefunction(self._run):
             return await self._run(task, url, key)
-        value = await asyncio.to_thread(self._run, task, url, key)
+        value = await in_thread(self._run, task, url, key)
         return await value if inspect.isawaitable(value) else value
 
     async def _watch(self, agent: asyncio.Future[Any], episode: Episode) -> None:

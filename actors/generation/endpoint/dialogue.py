@@ -32,8 +32,20 @@ class Turn:
 
     def __init__(self, parent: Turn | None, context: list[int], segment: Segment, tools: str, messages: list[Message]) -> None:
         self.parent, self.context, self.segment, self.tools, self.messages = parent, context, segment, tools, messages
-        self.tokens: list[int] = [*(parent.tokens if parent is not None else ()), *context, *segment.tokens]
         self.children = 0
+
+    @property
+    def path(self) -> list[Turn]:
+        """From the root to here."""
+        found = [self]
+        while found[-1].parent is not None:
+            found.append(found[-1].parent)
+        return found[::-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All to its end, put together anew: an episode of many turns would hold them as often as it has turns."""
+        return [token for turn in self.path for part in (turn.context, turn.segment.tokens) for token in part]
 
 
 class Place:
@@ -98,16 +110,14 @@ class Dialogues:
         for leaf in self._turns:
             if leaf.children:
                 continue
-            path = [leaf]
-            while path[-1].parent is not None:
-                path.append(path[-1].parent)
+            path = leaf.path
             segments: list[Segment] = []
-            for turn in reversed(path):
+            for turn in path:
                 if turn.parent is not None:
                     segments.append(env(turn.context))
                 segments.append(env(turn.segment.tokens) if id(turn) in trained else turn.segment)
                 trained.add(id(turn))
-            found.append(Trajectory(path[-1].context, segments, response=leaf.messages[-1]["content"]))
+            found.append(Trajectory(path[0].context, segments, response=leaf.messages[-1]["content"]))
         return found
 
 

@@ -116,7 +116,8 @@ def main() -> None:
     while True:
         order = call("next", **result)
         try:
-            args = SimpleNamespace(**order["values"], sglang_router_ip=address.hostname, sglang_router_port=address.port)
+            engine = {"sglang_router_ip": address.hostname, "sglang_router_port": address.port}
+            args = SimpleNamespace(**{**order["values"], **engine})
             hook = hook or load_hook(path)
             if inspect.isclass(hook):
                 function = function or hook(SimpleNamespace(args=args, data_source=source))

@@ -22,6 +22,7 @@ from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.whole import in_thread
 from bus import Entry
 from bus.errors import Poison
 from bus.messages.base import pack_ints
@@ -183,6 +184,8 @@ class Live:
                 self._generating -= 1
             if reason is not None:
                 await self._leave(reason)
+        if len(running.turns) > 1 and not turn.experts.n:
+            turn.forget()
         ends: Literal["stop", "length"] = "stop" if turn.finish == "stop" else "length"
         made = Segment("model", turn.tokens, turn.logprobs, turn.spans, ends, no)
         return until(self._turns.decode, made, sampling.stop) if sampling.stop else made
@@ -215,7 +218,7 @@ class Live:
             if inspect.iscoroutinefunction(call):
                 value = await call(*args)
             else:
-                value = await asyncio.to_thread(call, *args)
+                value = await in_thread(call, *args)
                 if inspect.isawaitable(value):
                     value = await value
         answer = msgspec.msgpack.encode(value)

@@ -6,6 +6,7 @@ and the mask of its turn. All else is the environment's: no log-prob, no version
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
@@ -19,6 +20,8 @@ from bus.errors import Poison
 from bus.messages.base import pack_ints
 from bus.messages.samples import Episode, Response, Routed, Strand
 from bus.messages.versions import NOT_MADE, VersionSpan
+
+MOST_STRANDS = 256  # trajectories of one sample
 
 
 class Outcome:
@@ -36,6 +39,11 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     name = running.task.sample_id
     if not isinstance(found, list) or [t for t in found if not isinstance(t, Trajectory)]:
         raise Poison(f"the rollout program returned {found!r:.100} for {name}, which is no list of trajectories")
+    if len(found) > MOST_STRANDS:
+        raise Poison(
+            f"{name} has {len(found):,} trajectories, and each is trained with all it read: at most {MOST_STRANDS} are taken. Its "
+            "program or agent rewrites its history at each turn; let it append."
+        )
     kept: dict[int, int] = {}
     strands = [_strand(trajectory, running, kept, vocabulary) for trajectory in found]
     discarded = running.n_tokens - sum(kept.values())
@@ -50,12 +58,23 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
     episode = Episode(
         prompt_tokens=UNSET if own else prompt,
         earlier=tuple(strands[:-1]),
-        reward=UNSET if last.reward is None else last.reward,
+        reward=_reward(last.reward, name),
         metadata=last.metadata,
         answer=UNSET if last.response is None else last.response,
         turns=len(running.turns),
     )
     return Outcome(strands[-1].response, ends, episode, discarded)
+
+
+def _reward(given: Any, name: str) -> float | dict[str, float] | UnsetType:
+    """As it travels: a number, or the numbers of a table. Raises Poison."""
+    if given is None:
+        return UNSET
+    parts = given if isinstance(given, Mapping) else {"": given}
+    numbers = {str(key): float(value) for key, value in parts.items() if hasattr(value, "__float__")}
+    if not numbers:
+        raise Poison(f"the rollout program gave {name} the reward {given!r:.60}, which is no number and no table of numbers")
+    return numbers if isinstance(given, Mapping) else numbers[""]
 
 
 def _strand(trajectory: Trajectory, running: Running, kept: dict[int, int], vocabulary: int) -> Strand:

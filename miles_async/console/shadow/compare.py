@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, Self
 
@@ -15,6 +15,8 @@ from actors.reward.actor import RewardSpec, scorers_of, text_by
 from actors.reward.sample import Sample, sample_of, settle
 from actors.reward.scorer import Scorers
 from actors.runtime.hooks import load_hook
+from actors.runtime.miles import judge_of
+from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import called
 from bus.errors import DeadlineExceeded, MilesAsyncError, Poison, Transient
 from bus.messages.base import Packed
@@ -150,9 +152,9 @@ class Filter:
 
     at_once = 1
 
-    def __init__(self, path: str, deadline_s: float) -> None:
+    def __init__(self, path: str, deadline_s: float, values: Mapping[str, Any] = {}, model_dir: str = "") -> None:
         self._path, self._deadline_s = path, deadline_s
-        self._judge: Judge = JUDGES.get(path) or load_hook(path, Judge)
+        self._judge: Judge = JUDGES.get(path) or judge_of(load_hook(path, Judge), lambda: values, decoder_of(model_dir))
         self._failures = Failures(f"filter {path}")
         self.paired = Paired()
         self.left_out: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.report_data import read_settings
-from miles_async.console.scene import read_scene
+from miles_async.console.scene import OfLate, read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
@@ -27,7 +27,7 @@ from miles_async.console.web.state import State, Word, state_of, waiting
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
 OLDEST_WORD_S = 10.0  # of the doctor, however busy the host is
-LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.02  # of the time that they may take
+LOOK_SHARE, DOCTOR_SHARE = 0.2, 0.01  # of the time that they may take
 SILENT_S = 3.0  # a bus that has not answered for so long is worth a word
 
 
@@ -129,7 +129,7 @@ class Hub:
     async def _consult(self, stop: asyncio.Event) -> None:
         """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits
         of the ledger as the watchdog's."""
-        clock, audits = self._bus.clock, Audits()
+        clock, audits, of_late = self._bus.clock, Audits(), OfLate()
         ledger: LedgerCheck | None = None
         while await self._somebody(stop):
             began, share = clock.monotonic(), DOCTOR_SHARE
@@ -140,7 +140,7 @@ class Hub:
                 steps = list(self._feed.history.steps)
                 first = next((s.metrics for s in steps[:1] if s.step == 1), {})
                 scene = msgspec.structs.replace(
-                    await read_scene(self._bus, ledger=ledger), first_step=first, steps=steps
+                    await read_scene(self._bus, ledger=ledger, of_late=of_late), first_step=first, steps=steps
                 )
                 findings, said = await asyncio.to_thread(lambda s: (diagnose(s), dict(explain(s))), scene)
                 of_trainer = said.get("trainer", "")

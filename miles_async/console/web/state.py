@@ -16,11 +16,10 @@ from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
 from bus.topology import ROLES
 from miles_async.console.doctor.finding import Finding
-from miles_async.console.explain import meaning
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.lines import ledger_line, plain_line, waits_text
 from miles_async.console.report_data import staleness_bounds
-from miles_async.console.text import knob_text, shorten
+from miles_async.console.text import knob_text, meaning, shorten
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
@@ -157,7 +156,7 @@ def _flow(snapshot: Snapshot, history: History, looks: Looks) -> State:
     streams = {}
     for facts in snapshot.streams.values():
         rate, found = looks.rate(facts.name), lying(facts, history) if facts.is_data else None
-        oldest = found.oldest_s if found and found.held else 0.0
+        oldest = found.oldest_s if found and found.held else None
         streams[facts.name] = {
             "depth": found.depth if found else facts.length,
             "held": found.held if found else 0,

@@ -49,6 +49,8 @@ export class Drops {
     say(this.none, totals.length ? "" : "Nothing was dropped.");
     rows(this.totalRows, totals, ([reason]) => reason, ([reason, , means]) => el("tr", {}, el("th", { scope: "row", text: reason }), el("td"), el("td", { text: means })),
       (row, [, n]) => say(row.children[1], count(n)));
+    // Rows that somebody points at, or has the focus in, stay where they are.
+    if (this.newestRows.matches(":hover, :focus-within")) return;
     rows(this.newestRows, drops.newest, (d) => `${d.group}${d.wall}${d.members ?? ""}`, (d) => el("tr", {}, el("td", { class: "when", text: clockTime(d.wall) }),
       el("td", {}, el("button", { type: "button", class: "inline", text: d.group, onclick: () => this.trace(d.group) })),
       el("td", { text: d.reason }), el("td", { text: d.reward === undefined ? "" : short(d.reward) }), el("td", { text: d.members ? d.members.length : d.samples ?? "" })), () => {});

@@ -11,7 +11,7 @@ export function count(n) {
 
 export function short(n) {
   if (n === null || n === undefined || Number.isNaN(n)) return "–";
-  if (n !== 0 && (Math.abs(n) < 0.001 || Math.abs(n) >= 1e5)) return n.toExponential(1).replace("e+", "e");
+  if (n !== 0 && (Math.abs(n) < 0.001 || Math.abs(n) >= 1e5)) return n.toExponential(2).replace(/\.?0*e\+?/, "e");
   return String(Number(n.toPrecision(3)));
 }
 
