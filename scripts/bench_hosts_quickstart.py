@@ -5,7 +5,8 @@
 Hosts are network namespaces of this machine (tests/hosts/net.py), so both ways share its cores: a ratio tells what the way over
 hosts costs. One host: trainer, rooms and two workers, as the quickstart stands. Three: trainer, rooms and Redis on the first, a
 worker on each other one, 1 Gbit/s links, clocks 90 s before and behind, memory and folders of their own. Links add no delay:
-tc's netem is missing on many kernels. The two ways take turns, so that a busy machine meets both.
+tc's netem is missing on many kernels. The two ways take turns, so that a busy machine meets both. The model is made before, once:
+it would be made on one host in both ways, while the workers of the others look for the run and take its processors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from tests.crash.house import REPO, until
 from tests.hosts.net import Host, Net
 
 DEADLINE_S = 1800.0
+SEED = 1234  # the run's, when none is given
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO)}
 ME = [sys.executable, "-m", "miles_async"]
 
@@ -67,7 +70,6 @@ def on_three(net: Net, home: Path, *flags: str) -> dict[str, Any]:
     a, b, c = net.host("a"), net.host("b", skew_s=90), net.host("c", skew_s=-90)
     for host in (a, b, c):
         host.shape("1gbit")
-    make_model(home / "model", TASKS["arithmetic"], seed=42)
     words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {home / 'redis.sock'} --save ''"
     redis = subprocess.Popen([*a.enter(), "sh", "-c", f"exec {words} --dir {home}"], stdout=subprocess.DEVNULL)
     until("Redis", (home / "redis.sock").exists, seconds=10.0)
@@ -76,7 +78,7 @@ def on_three(net: Net, home: Path, *flags: str) -> dict[str, Any]:
     workers = []
     for host in (b, c):
         own = ["--bus", url, "--run", "q", "--model-path", str(home / "model"), "--name", host.name]
-        joining = [*host.enter([home / "runs"]), "sh", "-c", 'until "$@"; do sleep 0.5; done', "sh", *ME, "worker", *own]
+        joining = [*host.enter([home / "runs"]), "sh", "-c", 'until "$@"; do sleep 1; done', "sh", *ME, "worker", *own]
         with (home / f"{host.name}.log").open("ab") as log:
             workers.append(subprocess.Popen(joining, cwd=REPO, env=ENVIRONMENT, stdout=log, stderr=log))
     found = facts(home, began, run.wait(DEADLINE_S))
@@ -90,17 +92,20 @@ def quickstart(args: argparse.Namespace) -> int:
     """Both ways in turns; the medians and their ratio."""
     flags = ["--num-rollout", str(args.steps)] if args.steps else []
     found: dict[str, list[dict[str, Any]]] = {"one": [], "three": []}
-    for _ in range(args.runs):
-        for way, run in (("one", on_one), ("three", on_three)):
-            with TemporaryDirectory(prefix="ma-quick-") as folder:
-                home = Path(folder)
-                (home / "runs").mkdir()
+    with TemporaryDirectory(prefix="ma-quick-") as top:
+        model = Path(top) / "model"
+        make_model(model, TASKS["arithmetic"], seed=SEED)
+        for i in range(args.runs):
+            for way, run in (("one", on_one), ("three", on_three)):
+                home = Path(top) / f"{way}-{i}"
+                shutil.copytree(model, home / "model")
+                shutil.copytree(model, home / "runs" / ".models" / f"arithmetic-seed{SEED}")
                 net = Net(home / "net")
                 try:
                     found[way].append(run(net, home, *flags))
                 finally:
                     net.close()
-            print(json.dumps({way: found[way][-1]}), flush=True)
+                print(json.dumps({way: found[way][-1]}), flush=True)
     medians = {way: statistics.median(run["s"] for run in runs) for way, runs in found.items()}
     summary = {"runs": found, "median_s": medians, "ratio": round(medians["three"] / medians["one"], 3)}
     print(json.dumps(summary))

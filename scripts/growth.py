@@ -153,8 +153,9 @@ def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tupl
     return slope, math.sqrt(n / (n - 1) * sum(s * s for s in scores)) / spread
 
 
-def slopes(lines: Sequence[Line]) -> list[Slope]:
-    """Of measurements with `piece` and `done` (steps trained by then, those that were lost included), oldest first."""
+def slopes(lines: Sequence[Line], settled_s: float = SETTLED_S) -> list[Slope]:
+    """Of measurements with `piece` and `done` (steps trained by then, those that were lost included), oldest first. `settled_s`: of
+    a life that is left out."""
     if not lines:
         return []
     lives: dict[tuple[str, str], list[tuple[str, float, float]]] = defaultdict(list)
@@ -164,7 +165,7 @@ def slopes(lines: Sequence[Line]) -> list[Slope]:
         x = float(line["done"])
         for process in line["processes"]:
             for name in ("own", "rss", "fds", "threads"):
-                if process["age_s"] > SETTLED_S and name in process:
+                if process["age_s"] > settled_s and name in process:
                     lives[process["what"], name].append((process["life"], x, float(process[name])))
         if x >= from_step:
             for what in ("Redis", "run folder", "append-only file", "shared memory"):

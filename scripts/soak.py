@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/soak.py --minutes 30 --seed 1 --out soak.json
     .venv/bin/python scripts/soak.py --minutes 20 --home DIR            (again and again: each piece goes on with the one before)
-    .venv/bin/python scripts/soak.py --minutes 20 --pause 5 --calm      (nothing is disturbed, small batches: does anything grow?)
+    .venv/bin/python scripts/soak.py --minutes 20 --pause 5 --calm --settled 600    (nothing is disturbed: does anything grow?)
 
 Every disturbance is drawn from the seed and the number of the piece. Between two of them the ledger is checked as it is at that
 instant, and what the run uses is measured; at the end of a piece the run is drained and the whole lineage of all pieces is
@@ -57,8 +57,8 @@ STANDS_S = 300.0  # without a step; every room has been back long before
 class Soak:
     """The run, what is done to it, and what was seen."""
 
-    def __init__(self, run: Run, home: Home, seed: int) -> None:
-        self.home = home
+    def __init__(self, run: Run, home: Home, seed: int, settled_s: float) -> None:
+        self.home, self._settled_s = home, settled_s
         self.seed = seed + home.piece
         self.mischief = Mischief(run, self.seed, f"guest-{home.piece}")
         self._written = 0  # disturbances that are in the home's files
@@ -153,7 +153,7 @@ class Soak:
         trained = [s for step in sorted(steps) if steps[step].wall >= since for s in steps[step].samples]
         traced = await self._trace_some(bus, trained, [v.group for v in verdicts if not v.kept and v.wall >= since])
         self.home.put("traced", samples=traced)
-        return soak_figures.figures(self.home, found, policy, steps, issued)
+        return soak_figures.figures(self.home, found, policy, steps, issued, self._settled_s)
 
     async def _trace_some(self, bus: Bus, trained: Sequence[str], dropped: Sequence[str]) -> int:
         """Of TRACED trained samples and dropped groups, drawn at random, the whole life is on record; how many were asked."""
@@ -302,6 +302,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=6.0, help="mean seconds between two disturbances")
     parser.add_argument("--calm", action="store_true", help="disturb nothing, train on small batches")
+    parser.add_argument("--settled", type=float, default=growth.SETTLED_S, help="seconds of a life in which caches fill")
     parser.add_argument("--config", type=Path, default=REPO / "configs" / "quickstart.toml")
     parser.add_argument(
         "--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one"
@@ -313,7 +314,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     share_models(directory)
     run = Run(directory, own_data(tables_of(args.config, small=args.calm), directory))
-    state = Soak(run, Home(directory), args.seed)
+    state = Soak(run, Home(directory), args.seed, args.settled)
     try:
         piece = judged(state, 0.0) if args.judge else soak(state, minutes=args.minutes, pause_s=args.pause, calm=args.calm)
         figures = asyncio.run(piece)

@@ -17,7 +17,7 @@ from scripts.soak_home import Home
 
 
 def figures(
-    home: Home, found: ledger.LedgerCheck, policy: Sequence[Any], steps: dict[int, StepDone], issued: int
+    home: Home, found: ledger.LedgerCheck, policy: Sequence[Any], steps: dict[int, StepDone], issued: int, settled_s: float
 ) -> dict[str, Any]:
     """`steps`: of the surviving lineage; `policy`: every message."""
     all_steps = [m for m in policy if isinstance(m, StepDone)]
@@ -39,7 +39,7 @@ def figures(
         "ledger": found.text(),
         "accounts": msgspec.to_builtins(found.accounts),
         "letters": [line["text"] for line in home.lines("letter")],
-        "growth": [row._asdict() for row in growth.slopes(home.lines("measured"))],
+        "growth": [row._asdict() for row in growth.slopes(home.lines("measured"), settled_s)],
         "faults": [f"piece {line['piece']}: {line['text']}" for line in home.lines("fault")],
     }
 

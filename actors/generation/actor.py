@@ -282,8 +282,7 @@ class Worker:
         except LeftOut:
             context.count("tokens", running.made_here)
             lost = _lost(entry, task, reason="cancelled", tokens_made=running.n_tokens)
-            await self._commit(entry, lost, running, {"restarted": running.thrown})
-            return
+            return await self._commit(entry, lost, running, {"restarted": running.thrown})
         finally:
             self._running.pop(task.sample_id, None)
         context.count("tokens", running.made_here)
@@ -392,8 +391,7 @@ async def run(context: Context, spec: GenerationSpec, spare: Child | None = None
     """A worker's process."""
     collect_seldom()
     if spec.agent is None and not spec.rollout_function:
-        await Worker(context, spec, spare).run()
-        return
+        return await Worker(context, spec, spare).run()
     if spec.agent is None:
         from actors.generation.rollouts.function import open_function as open_program
     else:  # a web server and transformers, which take their time

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,10 +14,8 @@ import pytest
 from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
-from actors.generation.rollouts import Session, live, probe
-from actors.generation.rollouts.watchdog import watch
+from actors.generation.rollouts import Session, live
 from actors.generation.spec import GenerationSpec
-from actors.reward.sample import Sample
 from actors.runtime import consume
 from actors.runtime.context import Context
 from actors.runtime.refusals import RunEnds
@@ -30,11 +25,10 @@ from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
-from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.agent_house import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
-from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, talks_long, token_at
+from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
 from tests.engine.scripted import sample
 from tests.engine.workers import order
 
@@ -321,24 +315,6 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
     assert isinstance(rollout, RolloutLost) and said in letter.error
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [("True", 1.0), ("{'score': 1, 'why': 'right'}", {"score": 1.0}), ("[1.0]", None), ("'1'", None)]
-)
-async def test_a_reward_of_the_program_is_a_number_or_numbers(redis_url: str, run_name: str, given: str, kept: Any) -> None:
-    """Whatever else would cost the sample at its next reader, which could only say that the message is malformed."""
-    path = f"{HERE}.judged_so"
-    spec = GenerationSpec(engine="external", engine_url="scripted", program=path)
-    async with open_bus(redis_url, run_name, groups=("g",)) as bus:
-        await put(bus, PROMPTS, with_stop(task(label=given)))
-        async with running(bus, "w0", body_on(Talker()), spec):
-            rollout = await one_rollout(bus)
-        letters = await messages(bus, DEAD)
-    if kept is not None:
-        assert isinstance(rollout, RolloutDone) and rollout.episode and rollout.episode.reward == kept
-    else:
-        assert "which is no number and no table of numbers" in letters[0].error
-
-
 async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:
     rollout, accounts, dead = await played(redis_url, run_name, "side_by_side")
     assert not dead and STATE["runs"] == 2 and [turn for _, turn, _ in ASKED] == [0, 1]
@@ -377,69 +353,3 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
-
-
-async def test_a_tool_that_hangs_takes_nothing_from_others(redis_url: str, run_name: str) -> None:
-    """Forty at once, more than any pool of threads has."""
-    STATE["over"] = threading.Event()
-    spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.patient")
-    names = [f"h{i}" for i in range(40)]
-
-    async def all_there() -> bool:
-        return await bus.length(ROLLOUTS) == len(names)
-
-    try:
-        async with open_bus(redis_url, run_name, groups=names, knobs={"sglang_server_concurrency": 40}) as bus:
-            await put(bus, PROMPTS, *(with_stop(task(name)) for name in names))
-            async with running(bus, "w0", body_on(Talker()), spec):
-                await until(all_there)
-            assert STATE["late"] == len(names) and not await messages(bus, DEAD)
-    finally:
-        STATE["over"].set()
-
-
-async def test_a_long_episode_holds_its_history_once() -> None:
-    """Not once for each of its turns: 60,000 tokens, 300 turns."""
-    asked = task()
-    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, max_new_tokens=1000))
-    tracemalloc.start()
-    try:
-        assert await probe.problem_of(talks_long, asked, deadline_s=60.0) == ""
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 10e6
-
-
-async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:
-    said: list[str] = []
-    left: list[int] = []
-    watching = asyncio.create_task(watch(said.append, ends_after_s=0.6, patience_s=0.3, leave=left.append))
-    await asyncio.sleep(0.1)
-    time.sleep(1.5)  # noqa: ASYNC251 - the fault
-    watching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
-    assert len(left) == 1 and "session.tell" in said[0]
-    assert "this worker ends" in said[-1] and "at test_rollouts.py:" in said[-1]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("rollout_programs.calculator", ""),
-        ("rollout_programs.generate", ""),
-        ("rollout_programs.broken", "raised KeyError: 'no such tool' at rollout_programs.py:"),
-        ("rollout_programs.twice", "in two trajectories"),
-        ("rollout_programs.retokenised", "not what the engine answered"),
-        ("rollout_programs.add", "raised TypeError"),
-        ("rollout_programs.hanging", "did not end within its deadline (0.5 s) at rollout_programs.py:"),
-        ("rollout_programs.nowhere", "cannot be loaded"),
-    ],
-)
-def test_each_program_is_tried_before_a_run_starts(name: str, problem: str) -> None:
-    made = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
-    field = "custom_generate_function_path"
-    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=0.5, values={"plus": 7})
-    found = problem_of(field, ask.paths[field], ask)
-    assert problem in found and bool(problem) == bool(found)

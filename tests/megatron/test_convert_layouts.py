@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import checkpoint, model, weights
@@ -16,7 +20,8 @@ from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
-from tests.megatron.models import MODELS, make, tensors
+from actors.trainer.training.export import bucketed
+from tests.megatron.models import DENSE, MODELS, make, tensors
 from tests.megatron.pool import Pool
 
 FAMILIES = ("qwen3", "glm4", "qwen3_moe", "deepseek_v3", "minimax_m2")
@@ -99,6 +104,60 @@ def test_weights_are_bit_equal_on_every_layout(
 ) -> None:
     source = str(saved / family) if from_checkpoint else ""
     same(pool.run(4, moved, layout, family, str(models), source, ""), models / family)
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the memory that was made inside and is held: `now`, and the `most` at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._held: dict[int, int] = {}  # tensors in each piece of memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            memory, size = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+            if memory in self._held or memory not in inside:  # else it is a view of a weight
+                self.now += 0 if memory in self._held else size
+                self._held[memory] = self._held.get(memory, 0) + 1
+                self.most = max(self.most, self.now)
+                weakref.finalize(t, self._gone, memory, size)
+        return out
+
+    def _gone(self, memory: int, size: int) -> None:
+        self._held[memory] -= 1
+        if not self._held[memory]:
+            del self._held[memory]
+            self.now -= size
+
+
+def exported(directory: str, limit: int) -> tuple[int, int]:
+    """(most bytes that an export holds beside the weights, bytes that it gave)"""
+    layout = Layout(2, tp=2, sequence_parallel=True)
+    groups = Groups(layout)
+    try:
+        arch = read(Path(directory))
+        chunks = model.build(arch, layout, dtype=torch.float32)
+        weights.load_hf(chunks, arch, directory)
+        given = 0
+        with Living() as living:
+            for bucket in bucketed(weights.export_hf(chunks, arch), limit):
+                given += sum(t.nbytes for _, t in bucket)
+                del bucket
+        return living.most, given
+    finally:
+        groups.close()
+
+
+def test_an_export_holds_a_bucket_and_the_tensor_that_is_gathered(tmp_path: Path, pool: Pool) -> None:
+    """The embedding is by far the largest: once whole, not once more for its parts or for its padding. Rank 1 holds no less."""
+    config = transformers.Qwen3Config(**DENSE | {"vocab_size": 4_001}, head_dim=16, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    limit, embedding = 1 << 17, 4_002 * 64 * 4
+    for most, given in pool.run(2, exported, str(tmp_path), limit):
+        assert given > embedding and most <= limit + 1.2 * embedding, (most, given)
 
 
 def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(

@@ -187,7 +187,8 @@ class Decoder:
         return self._logits(self._run(F.embedding(tokens, self._embed), rotations, attend))
 
     def _decode_alone(self, tokens: Tensor, positions: Tensor, cache: KvCache, back: Tensor | None) -> Tensor:
-        logits, chosen = [], []
+        logits: list[Tensor] = []
+        chosen: list[Tensor | None] = []
         for i, at in enumerate(positions.tolist()):
             one = slice(i, i + 1)
             logits.append(

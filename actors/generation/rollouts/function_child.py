@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -120,7 +120,7 @@ def main() -> None:
             args = SimpleNamespace(**{**order["values"], **engine})
             hook = hook or load_hook(path)
             if inspect.isclass(hook):
-                function = function or hook(SimpleNamespace(args=args, data_source=source))
+                function = function or cast(Any, hook)(SimpleNamespace(args=args, data_source=source))
                 found = function(SimpleNamespace(rollout_id=order["rollout_id"], evaluation=False))
             else:
                 found = hook(args, order["rollout_id"], source, evaluation=False)

@@ -140,30 +140,31 @@ def export_hf(chunks: Sequence[Any], arch: Architecture) -> Iterator[tuple[str, 
         experts = parallel_state.get_expert_model_parallel_group()
         n = dist.get_world_size(experts)
         step, place = arch.experts // n, expert % (arch.experts // n)
-        mine = torch.stack(_gather(local, cut.group, cut.n))
-        for k, parts in enumerate(_gather(mine, experts, n)):
-            yield from zip(rule.names(layer, k * step + place), _whole(rule, cut, list(parts), arch), strict=True)
+        for k, parts in enumerate(_gather(_gather(local, cut.group, cut.n), experts, n)):
+            yield from zip(rule.names(layer, k * step + place), _whole(rule, cut, parts, arch), strict=True)
 
 
-def _gather(local: Tensor, group: Any, n: int) -> list[Tensor]:
+def _gather(local: Tensor, group: Any, n: int) -> Tensor:
+    """[n, ...]: all ranks' parts in one piece of memory, which is the caller's."""
+    parts = local.new_empty(n, *local.shape)
     if n == 1:
-        return [local]
-    parts = [torch.empty_like(local) for _ in range(n)]
-    dist.all_gather(parts, local.contiguous(), group=group)
+        parts[0] = local
+    else:
+        dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
     return parts
 
 
-def _whole(rule: Rule, cut: Cut, parts: list[Tensor], arch: Architecture) -> list[Tensor]:
-    """Hugging Face tensors out of all ranks' parts."""
+def _whole(rule: Rule, cut: Cut, parts: Tensor, arch: Architecture) -> list[Tensor]:
+    """Hugging Face tensors out of all ranks' parts, [n, ...]; without a copy where they lie as they are wanted."""
+    rows = parts.flatten(0, 1) if parts.ndim > 1 else parts
     if rule.kind == "vocabulary":
-        return [torch.cat(parts)[: arch.vocab].clone()]
+        return [rows[: arch.vocab]]
     if rule.kind == "qkv":
         q, kv = head_rows(arch)
-        grouped = torch.cat(parts)
-        rest = grouped.shape[1:]
-        split = grouped.reshape(-1, q + 2 * kv, *rest).split((q, kv, kv), dim=1)
+        rest = rows.shape[1:]
+        split = rows.reshape(-1, q + 2 * kv, *rest).split((q, kv, kv), dim=1)
         return [x.reshape(-1, *rest).contiguous() for x in split]
     if rule.kind in ("halves", "fused_halves"):
-        halves = [torch.cat(side) for side in zip(*(part.chunk(2) for part in parts), strict=True)]
+        halves = [side.reshape(-1, *side.shape[2:]) for side in parts.chunk(2, dim=1)]
         return halves if rule.kind == "halves" else [torch.cat(halves)]
-    return [torch.cat(parts, dim=cut.dim)] if cut.dim is not None and len(parts) > 1 else [parts[0].clone()]
+    return [torch.cat(parts.unbind(), dim=cut.dim) if cut.dim and len(parts) > 1 else rows]
