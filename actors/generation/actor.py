@@ -256,8 +256,7 @@ class Worker:
             await self._give(entry, task)
             return
         if isinstance(message, PrefixResume):
-            whole = await response_whole(context.bus, message.response)
-            message = msgspec.structs.replace(message, response=whole)
+            message = msgspec.structs.replace(message, response=await response_whole(context.bus, message.response))
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
         if not running.marks:
@@ -342,8 +341,7 @@ class Worker:
         parked = Parked(task=running.task, response=nothing, reason=reason, worker=self._context.name)
         thrown = running.thrown
         if self._programs.resumable:
-            so_far = await response_aside(self._context.bus, running.response())
-            so_far = msgspec.structs.replace(so_far, marks=tuple(running.marks))
+            so_far = msgspec.structs.replace(await response_aside(self._context.bus, running.response()), marks=nothing.marks)
             parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens
