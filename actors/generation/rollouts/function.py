@@ -138,7 +138,7 @@ class RolloutFunction:
             self._due = self._context.clock.monotonic() + max(BOOT_S, self._deadline_s)
             child, words = Child(), [*PYTHON, "actors.generation.rollouts.function_child", self._path, self.url]
             started = asyncio.ensure_future(child.start_spare(words))
-            waits: list[asyncio.Future[Any]] = []
+            waits: list[Any] = []
             try:
                 await asyncio.shield(started)
                 child.order(f"{self._key}\n".encode())

@@ -106,8 +106,8 @@ async def function_problem(path: str, values: Mapping[str, Any], task: SampleTas
                     samples.add(asyncio.create_task(_play(function, one, None)))
                 issued += 1
             await asyncio.sleep(0.01)
-        for one in samples:
-            one.cancel()
+        for sample in samples:
+            sample.cancel()
         ended = await asyncio.gather(*samples, return_exceptions=True)
     raised = [one for one in ended if isinstance(one, Exception) and not isinstance(one, LeftOut | ProgramFailed)]
     return function.why or (said(raised[0]) if raised else "")
