@@ -7,6 +7,7 @@ started it; so a later launcher knows without guessing whether to start one or t
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -113,6 +114,17 @@ class EmbeddedRedis:
                     f"({self._last_log_line()}). Wait for it or end it, then start again."
                 )
             time.sleep(_PAUSE_S)
+
+    async def open(self) -> None:
+        """`start`, in a thread. When this is cancelled, what it started is not left behind."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait((starting,))  # it has a deadline of its own
+            if self.started_here:
+                await asyncio.to_thread(self.stop)
+            raise
 
     def adopt(self) -> bool:
         """Take over a server that owns the directory and answers; False when there is none. Starts nothing."""

@@ -80,7 +80,7 @@ async def _kept(run_dir: Path) -> AsyncIterator[str]:
         await asyncio.to_thread(shutil.copytree, run_dir / "redis", Path(copy) / "redis", ignore=no_data)
         server = EmbeddedRedis(Path(copy))
         try:
-            await asyncio.to_thread(server.start)
+            await server.open()
             yield server.url
         finally:
             await asyncio.to_thread(server.stop)

@@ -132,7 +132,7 @@ async def _train(
     url = settings.bus.bus_url
     if url is None:
         embedded = EmbeddedRedis(run_dir)
-        await asyncio.to_thread(embedded.start)
+        await embedded.open()
         ours = embedded.started_here
         url = embedded.url
     try:
@@ -386,4 +386,4 @@ async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:
             await asyncio.wait_for(stop.wait(), 0.2)
         except TimeoutError:
             if not await asyncio.to_thread(embedded.is_alive):
-                await asyncio.to_thread(embedded.start)
+                await embedded.open()

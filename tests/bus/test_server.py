@@ -218,6 +218,15 @@ async def test_a_path_with_odd_characters_works(short_dir):
         server.stop()
 
 
+async def test_a_server_whose_start_is_interrupted_is_not_left_behind(short_dir):
+    opening = asyncio.create_task(EmbeddedRedis(short_dir).open())
+    await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert not EmbeddedRedis(short_dir).adopt() and not (short_dir / "redis.sock").exists()
+
+
 def test_a_server_that_exits_is_reported_in_one_line_with_its_last_words(short_dir):
     base = short_dir / "redis" / "appendonlydir"
     base.mkdir(parents=True)
