@@ -10,7 +10,7 @@ from typing import get_args
 
 from bus.messages.samples import LostReason
 from miles_async.cli.app import COMMANDS
-from miles_async.console.explain import MEANING
+from miles_async.console.text import MEANING
 from tests.floors.tree import ROOT, each, parse
 
 PAGES = sorted(path.relative_to(ROOT) for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"))
