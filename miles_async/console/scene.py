@@ -117,15 +117,16 @@ class OfLate:
     takes only what came since: a step's entry has all of its metrics."""
 
     def __init__(self, most: int = 1000) -> None:
-        self._most, self._restarts = most, -1
+        self._most, self._restarts, self._at = most, -1, "0"
+        self._samples: set[str] = set()
+        self._history = History()
 
     async def read(self, bus: Bus) -> tuple[frozenset[str], list[Step]]:
         """What there is by now."""
         entries: list[Entry] = []
         if self._restarts != bus.link.server_restarts or len(self._history.steps) > 2 * self._most:
             self._restarts, self._at = bus.link.server_restarts, "0"
-            self._samples: set[str] = set()
-            self._history = History()
+            self._samples, self._history = set(), History()
             entries = (await bus.last(POLICY, self._most))[::-1]
         else:
             while page := await bus.scan(POLICY, start=f"({self._at}", count=self._most):
