@@ -76,7 +76,7 @@ async def test_members_of_an_earlier_version_go_back_to_be_scored_anew(redis_url
 
 
 async def _noted(context: Any, text: str) -> bool:
-    return str(context.note).startswith(text)
+    return context.noting().startswith(text)
 
 
 def of_version(group: GroupKept, version: int) -> GroupKept:

@@ -150,7 +150,7 @@ def test_a_refusal_is_one_line_on_stderr_and_status_2(words, said, tmp_path):
 def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
     started(tmp_path)
     (tmp_path / "mine.py").write_text(
-        "def two(args, sample):\n    return 1.0\n"
+        "def two(args, sample, more):\n    return 1.0\n"
         "def words(sample):\n    return 'good'\n"
         "def raises(samples):\n    return samples[0]['reward']\n"
         "def none(step, waiting):\n    return None\n"
@@ -164,7 +164,7 @@ def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
     fields = ["--lora-rank", "min_lr", "hf_checkpoint", "prompt_data"]
     fields += ["custom_config_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"]
     assert (done.returncode, said) == (2, [*fields, "custom_generate_function_path"])
-    assert "(sample: dict) -> number or table" in done.stderr and "raised TypeError" in done.stderr
+    assert "(sample: dict) or (args, sample) -> number or table" in done.stderr and "raised TypeError" in done.stderr
     done = in_process("train", "c.toml", "--dry-run", "--rm-type", "none", "--custom-rm-path", "mine.words", cwd=tmp_path)
     assert done.returncode == 2 and "it gave str 'good', not a number" in done.stderr
     assert not (tmp_path / "runs").exists()
