@@ -50,6 +50,10 @@ class Answer(msgspec.Struct, frozen=True):
     code: int = 0
 
 
+Forked = tuple[int, "asyncio.Future[int | None]"]
+"""Pid, and what becomes its exit status."""
+
+
 class ForkServer:
     """The ordering side. `start` is None when the server cannot serve; the caller starts a process of its own then."""
 
@@ -62,20 +66,18 @@ class ForkServer:
             start_new_session=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-        self._orders: asyncio.Queue[asyncio.Future[int]] = asyncio.Queue()
+        self._orders: asyncio.Queue[asyncio.Future[Forked | None]] = asyncio.Queue()
         self._ends: dict[int, asyncio.Future[int | None]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def start(
-        self, words: Sequence[str], log: Path, env: Mapping[str, str]
-    ) -> tuple[int, asyncio.Future[int | None]] | None:
+    async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str]) -> Forked | None:
         """Pid, and a future of the exit status: None = the server was lost before it could tell."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read(), name="fork server")
         if self._reader.done() or self._process.stdin is None:
             return None
         loop = asyncio.get_running_loop()
-        forked: asyncio.Future[int] = loop.create_future()
+        forked: asyncio.Future[Forked | None] = loop.create_future()
         self._orders.put_nowait(forked)
         try:
             self._process.stdin.write(msgspec.json.encode(Order(list(words), str(log), dict(env))) + b"\n")
@@ -83,11 +85,10 @@ class ForkServer:
         except OSError:
             return None
         try:
-            pid = await asyncio.wait_for(forked, ANSWER_S)
+            return await asyncio.wait_for(forked, ANSWER_S)
         except TimeoutError:
             self._process.kill()  # or it could start later what the caller starts now
             return None
-        return (pid, self._ends.setdefault(pid, loop.create_future())) if pid else None
 
     async def _read(self) -> None:
         """Waits for answers; woken by the pipe, also by its end."""
@@ -97,13 +98,15 @@ class ForkServer:
         while line := await stream.readline():
             answer = msgspec.json.decode(line, type=Answer)
             if not answer.ended:
-                self._ends[answer.pid] = loop.create_future()
-                _tell(self._orders.get_nowait(), answer.pid)
+                end: asyncio.Future[int | None] = loop.create_future()
+                self._ends[answer.pid] = end
+                # With its end: a child may have ended, and that been read, before whoever ordered it is woken.
+                _tell(self._orders.get_nowait(), (answer.pid, end))
             else:
                 _tell(self._ends.pop(answer.pid), answer.code)
         transport.close()
         while not self._orders.empty():
-            _tell(self._orders.get_nowait(), 0)
+            _tell(self._orders.get_nowait(), None)
         for future in self._ends.values():
             _tell(future, None)
         self._ends.clear()
@@ -127,7 +130,7 @@ class ForkServer:
                 pass  # it died with an order unread
 
 
-def _tell(future: asyncio.Future[Any], value: int | None) -> None:
+def _tell(future: asyncio.Future[Any], value: Forked | int | None) -> None:
     """Unless whoever waited has gone."""
     if not future.done():
         future.set_result(value)

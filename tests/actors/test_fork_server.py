@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,19 @@ async def test_a_child_runs_its_order_and_its_exit_status_comes_back(program: Pa
         children = [await started(server, program, word) for word in ("0", "70")]
         assert [await asyncio.wait_for(child.wait(), 20) for child in children] == [0, 70]
         assert (program / "70.log").read_text() == '[["70"], "x", true]\n'
+    finally:
+        await server.close()
+
+
+async def test_the_end_of_a_child_is_known_also_when_it_is_read_together_with_its_start(program: Path) -> None:
+    server, log = ForkServer([]), program / "3.log"
+    try:
+        starting = asyncio.create_task(started(server, program, "3"))
+        await asyncio.sleep(0.01)  # the order is written
+        while not log.exists() or not log.read_text():
+            time.sleep(0.01)  # noqa: ASYNC251 - the loop stands still, as on a busy host
+        time.sleep(0.3)  # noqa: ASYNC251 - and the child ends meanwhile
+        assert await asyncio.wait_for((await starting).wait(), 20) == 3
     finally:
         await server.close()
 
