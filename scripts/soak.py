@@ -32,6 +32,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 
+from actors.recorder.trained import OLDER  # noqa: E402
 from actors.sampler.actor import Position  # noqa: E402
 from bus import BY_NAME, Bus, BusConfig, Tail, dead, ledger  # noqa: E402
 from bus.errors import MilesAsyncError  # noqa: E402
@@ -150,7 +151,8 @@ class Soak:
             bound = values_at(history, message.knob_epoch).max_weight_staleness
             if message.metrics.get("train/staleness_max", 0.0) > bound:
                 self.fault(f"step {step} trained a token {message.metrics['train/staleness_max']} steps old")
-        trained = [s for step in sorted(steps) if steps[step].wall >= since for s in steps[step].samples]
+        since = max(since, first_life(self.mischief.run.dir))
+        trained = [s for step in sorted(steps) if steps[step].wall > since for s in steps[step].samples]
         traced = await self._trace_some(bus, trained, [v.group for v in verdicts if not v.kept and v.wall >= since])
         self.home.put("traced", samples=traced)
         return soak_figures.figures(self.home, found, policy, steps, issued, self._settled_s)
@@ -165,6 +167,15 @@ class Soak:
                 if gaps := wanted - {moment.what for moment in found.moments}:
                     self.fault(f"the life of {name} is told without {', '.join(sorted(gaps))}: {found.state}")
         return sum(map(len, asked))
+
+
+def first_life(run_dir: Path) -> float:
+    """When the first sample that trained.jsonl still holds ended; 0.0 where it holds all."""
+    try:
+        with (run_dir / OLDER).open("rb") as file:
+            return float(msgspec.json.decode(file.readline())["wall"])
+    except FileNotFoundError:
+        return 0.0
 
 
 SMALL: Tables = {

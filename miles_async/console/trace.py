@@ -193,7 +193,8 @@ def ended_state(moments: list[Moment], *, is_open: bool = False) -> str:
     kinds = {m.what: m for m in moments}
     for what in ("trained", "dead", "dropped", "lost step"):
         if what in kinds:
-            return kinds[what].text
+            gone = what == "trained" and "batch" not in kinds
+            return kinds[what].text + ("; how it was made is not on record, which holds the newest samples" if gone else "")
     if is_open:
         return "its group is open but the sample is in no stream: see miles-async ledger --check"
     if "kept" in kinds:

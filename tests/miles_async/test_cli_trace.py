@@ -8,6 +8,7 @@ import pytest
 from actors.recorder.actor import Recorder
 from actors.recorder.file import FILE
 from actors.recorder.records import records_of
+from actors.recorder.trained import FILE as TRAINED_FILE
 from bus import Entry
 from bus.messages.groups import GroupVerdict
 from bus.messages.policy import SamplesTrained, SampleTrained, StepDone
@@ -115,7 +116,9 @@ def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_
     assert [part for part in told if part not in live] == [part for part in told if part not in after] == []
     assert after.count("issued") == live.count("begun by") == 1  # told by both files and bus, said once
     of_group = run.ask("trace", "g1")[1]
-    assert "g1/0 parked: drain" in of_group and "trained in step 1" in of_group
+    assert "g1/0 parked: drain" in of_group and "trained in step 1" in of_group and "not on record" not in after + of_group
+    (run.dir / TRAINED_FILE).unlink()  # it holds the newest samples only
+    assert "trained in step 1, policy version 2, knob epoch 0; how it was made is not on record" in run.ask("trace", "g1/0")[1]
 
 
 def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
