@@ -13,8 +13,9 @@ from tests.megatron.pool import Pool, opened
 collect_ignore_glob = [] if find_spec("megatron") else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    # It ends with the folder: gloo's groups of all its jobs keep hundreds of threads that wake a hundred times a second.
     with opened(4, tmp_path_factory.mktemp("pool")) as pool:
         yield pool
 
