@@ -99,7 +99,7 @@ class RayPlacer:
                 parts += [(p.bundle, p.name, (p.module, file, *p.words), environment | p.variables) for p in others]
             files = {file: msgspec.json.format(msgspec.json.encode(spec), indent=2).decode()}
             for one, name, words, own in parts:
-                seat = None
+                seat = None  # of one that is gone already there is nothing to tell
                 seat = group.seats[one]
                 call = seat.handle.start.remote(name, mark, words, files, folders, own, spec.drain_timeout_s + 5.0)
                 how, pid = await call

@@ -152,7 +152,9 @@ class Seats:
         """A seat without a process gives itself back after a while (ray_host.IDLE_S), also while its actor pauses after crashes."""
         for at, seat in list(group.seats.items()):
             try:
-                await seat.handle.names.remote()
+                await asyncio.wait_for(seat.handle.names.remote(), CLOSE_S)
+            except TimeoutError:  # it is there as far as Ray knows; what is started on it finds out
+                continue
             except RayActorError:
                 if group.seats.get(at) is seat:
                     del group.seats[at]

@@ -22,12 +22,12 @@ from actors.runtime.refusals import RunEnds
 from bus import Bus, ledger
 from bus.messages.base import unpack_ints
 from bus.messages.samples import PrefixResume, RolloutDone, RolloutLost, SampleTask
-from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
+from bus.topology import DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
 from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.rollout_programs import PLUS, Talker, token_at
 from tests.engine.scripted import ScriptedEngine, sample
-from tests.engine.workers import order
+from tests.engine.workers import serve
 
 HERE = "tests.engine.rollout_functions"
 
@@ -54,21 +54,7 @@ async def house(redis_url: str, run_name: str, folder: Path, name: str, **fields
 def body_on(engine: Engine) -> Any:
     async def body(context: Context, spec: GenerationSpec) -> None:
         async with open_function(context, spec) as program:
-            worker = Worker(context, spec, None, program)
-            worker._link._connect = lambda url, inside: engine
-
-            async def joined() -> bool:
-                return worker._link.engine is not None
-
-            async def publisher() -> None:
-                await until(joined)
-                await put(context.bus, ACTIVE, order(1, Path("/nowhere")))
-
-            orders = asyncio.create_task(publisher())
-            try:
-                await worker.run()
-            finally:
-                orders.cancel()
+            await serve(Worker(context, spec, None, program), context, engine)
 
     return body
 

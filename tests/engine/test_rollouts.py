@@ -30,7 +30,7 @@ from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
 from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at
 from tests.engine.scripted import sample
-from tests.engine.workers import order
+from tests.engine.workers import order, serve
 
 
 @pytest.fixture(autouse=True)
@@ -64,20 +64,7 @@ def with_stop(one: SampleTask) -> SampleTask:
 def body_on(engine: Engine) -> Any:
     async def body(context: Context, spec: GenerationSpec) -> None:
         worker = STATE["worker"] = Worker(context, spec)
-        worker._link._connect = lambda url, inside: engine
-
-        async def joined() -> bool:
-            return worker._link.engine is not None
-
-        async def publisher() -> None:
-            await until(joined)
-            await put(context.bus, ACTIVE, order(1, Path("/nowhere")))
-
-        orders = asyncio.create_task(publisher())
-        try:
-            await worker.run()
-        finally:
-            orders.cancel()
+        await serve(worker, context, engine)
 
     return body
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 
 from actors.generation.actor import Worker
+from actors.generation.engine import Engine
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
@@ -18,8 +20,8 @@ from bus.messages.control import Event
 from bus.messages.policy import Activate, WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
-from bus.topology import EVENTS, ROLLOUTS
-from tests.actors.house import messages, open_bus, running, until
+from bus.topology import ACTIVE, EVENTS, ROLLOUTS
+from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.conftest import engine_process
 
 PROMPT = [7, 12, 40, 3]
@@ -84,6 +86,24 @@ async def attached(redis_url: str, run_name: str, model: Path) -> AsyncIterator[
             yield bus, worker
 
 
+async def serve(worker: Worker, context: Context, engine: Engine) -> None:
+    """The worker at work on this engine, which is ordered its first version as soon as it has joined."""
+    worker._link._connect = lambda url, inside: engine
+
+    async def joined() -> bool:
+        return worker._link.engine is not None
+
+    async def publisher() -> None:
+        await until(joined)
+        await put(context.bus, ACTIVE, order(1, Path("/nowhere")))
+
+    orders = asyncio.create_task(publisher())
+    try:
+        await worker.run()
+    finally:
+        orders.cancel()
+
+
 async def events(bus: Bus, kind: str) -> list[Event]:
     return [m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
 
@@ -105,9 +125,6 @@ async def rollouts_of(bus: Bus, n: int) -> list[RolloutDone]:
 
     await until(there, deadline_s=60)
     return [m for m in await messages(bus, ROLLOUTS) if isinstance(m, RolloutDone)]
-
-
-__all__ = ("PROMPT", "TOKENS", "at_work", "attached", "events", "half_way", "order", "rollouts_of", "sample", "told")
 
 
 def engines(run_dir: Path) -> list[psutil.Process]:
