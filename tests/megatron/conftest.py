@@ -1,23 +1,20 @@
-"""One pool of processes for all tests of this folder: they load megatron-core once."""
+"""Processes and models for all tests of this folder: megatron-core is loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 
-from tests.megatron.pool import Pool, opened
+from tests.megatron.pool import Pool
 
 # It is there for Linux on x86_64 only; of these tests the layouts and flags need none of it, but one rule for all is simpler.
 collect_ignore_glob = [] if find_spec("megatron") else ["test_*.py"]
 
 
-@pytest.fixture(scope="package")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    # It ends with the folder: gloo's groups of all its jobs keep hundreds of threads that wake a hundred times a second.
-    with opened(4, tmp_path_factory.mktemp("pool")) as pool:
-        yield pool
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    return Pool(tmp_path_factory.mktemp("pool"))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
-"""Four processes that meet over gloo, started once for all files: each job is a function of a file and runs on the first n.
-They are forked from one that has loaded the libraries, which takes longer than their jobs."""
+"""Processes that meet over gloo: each job is a function of a file, on the first n ranks. Every job has processes of its own, forked
+from one that has loaded the libraries: a model of megatron-core holds its groups for good, and each group has threads that wake a
+hundred times a second."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,62 +15,48 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 LOADED = ["tests.megatron.tiny", "transformers.models.qwen3.modeling_qwen3"]
-DEADLINE_S = 240.0  # the first job waits until all have loaded megatron-core: half a minute each on a busy host
+DEADLINE_S = 240.0  # the first job waits until the libraries are loaded: half a minute on a busy host
 
 
-def _live(pipe: Any, rank: int) -> None:
+def _live(pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    while True:
-        function, n, store, args = pipe.recv()
-        try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=DEADLINE_S)
-            )
-            pipe.send((True, function(*args)))
-        except BaseException:  # noqa: BLE001 - told to who asked
-            pipe.send((False, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=DEADLINE_S)
+        )
+        pipe.send((True, function(*args)))
+    except BaseException:  # noqa: BLE001 - told to who asked
+        pipe.send((False, traceback.format_exc()))
+    pipe.poll(DEADLINE_S)  # tensors of the answer are fetched from here; it is killed then
 
 
 class Pool:
     """`run(n, function, *args)` -> results by rank; a job that fails on a rank fails here, with its traceback."""
 
-    def __init__(self, size: int, directory: Path) -> None:
-        context, self._directory, self._jobs = mp.get_context("forkserver"), directory, 0
-        context.set_forkserver_preload(LOADED)
-        self._members = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(theirs, rank), daemon=True)
-            process.start()
-            self._members.append((process, ours))
+    def __init__(self, directory: Path) -> None:
+        self._context, self._directory, self._jobs = mp.get_context("forkserver"), directory, 0
+        self._context.set_forkserver_preload(LOADED)
 
     def run(self, n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._jobs += 1
-        store = self._directory / f"store-{self._jobs}"
-        for _, pipe in self._members[:n]:
-            pipe.send((function, n, str(store), args))
-        results = []
-        for rank, (_, pipe) in enumerate(self._members[:n]):
-            assert pipe.poll(DEADLINE_S), f"rank {rank} of {n} gave no answer in {DEADLINE_S} s"
-            results.append(pipe.recv())
+        store = str(self._directory / f"store-{self._jobs}")
+        members = []
+        try:
+            for rank in range(n):
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(target=_live, args=(theirs, rank, function, n, store, args), daemon=True)
+                process.start()
+                theirs.close()
+                members.append((process, ours))
+            results = []
+            for rank, (_, pipe) in enumerate(members):
+                assert pipe.poll(DEADLINE_S), f"rank {rank} of {n} gave no answer in {DEADLINE_S} s"
+                results.append(pipe.recv())
+        finally:
+            for process, pipe in members:
+                process.kill()  # it has answered, or will not
+                process.join(5)
+                pipe.close()
         failed = [f"rank {rank}: {said}" for rank, (fine, said) in enumerate(results) if not fine]
         assert not failed, "\n".join(failed)
         return [said for _, said in results]
-
-    def close(self) -> None:
-        for process, _ in self._members:
-            process.kill()  # they wait for a job, and hold nothing
-        for process, _ in self._members:
-            process.join(5)
-
-
-@contextmanager
-def opened(size: int, directory: Path) -> Iterator[Pool]:
-    pool = Pool(size, directory)
-    try:
-        yield pool
-    finally:
-        pool.close()
