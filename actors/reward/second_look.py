@@ -56,12 +56,15 @@ def load() -> Any:
     return compare
 
 
-_compare: Any = None
+def __getattr__(name: str) -> Any:
+    """`verify(sample)`: 1 when `response`, an answer, equals `label`, the reference. Made when a process asks for it, which is
+    before it says that it is ready: sympy's import and its first answer take seconds of a busy host, and no answer's time."""
+    if name != "verify":
+        raise AttributeError(name)
+    compare = load()
+    compare("1", "1")
 
+    def verify(sample: dict[str, Any]) -> float:
+        return float(compare(sample["response"], sample["label"]))
 
-def verify(sample: dict[str, Any]) -> float:
-    """1 when `response`, an answer, equals `label`, the reference."""
-    global _compare
-    if _compare is None:
-        _compare = load()
-    return float(_compare(sample["response"], sample["label"]))
+    return verify
