@@ -121,7 +121,8 @@ class Worker:
     async def _follow_orders(self, tail: Tail, stop: asyncio.Event) -> None:
         """The newest order that names this worker, the trainer's word that it sends, whose turn it is; woken by the blocking
         read. Older orders tell what labels stand for."""
-        await fold_log(self._context, reversed(await self._context.bus.last(ACTIVE, 64)), self._recall)
+        told = reversed(await self._context.bus.last(ACTIVE, 64))
+        await fold_log(self._context, told, self._recall, types=("active.order", "active.state"))
         while not stop.is_set():
             await fold_log(self._context, await tail.read(0.5), self._hear, types=FOR_US)
 

@@ -20,6 +20,7 @@ from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Out
 from bus.messages.control import Event
+from bus.messages.policy import PolicyActive, Seat, Send
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
@@ -80,6 +81,20 @@ async def test_an_update_of_an_engine_that_stands_still_ends_with_its_requests(
         await bus.append([Out(ACTIVE, order(2, second))])
         await until(lambda: told(bus, "joined", 2), deadline_s=100)
         assert len(await events(bus, "engine stalled")) == 1
+
+
+async def test_a_worker_that_starts_again_reads_of_the_log_what_is_for_it(
+    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    first, _ = models("qwen3")
+    given = order(1, first)
+    async with open_bus(redis_url, run_name) as bus:
+        send = Send(version=given.version, transport="ipc", seats=(Seat(worker="generation-0"),))
+        await bus.append([Out(ACTIVE, send), Out(ACTIVE, given), Out(ACTIVE, PolicyActive(version=given.version))])
+    async with attached(redis_url, run_name, first) as (bus, _):
+        await bus.append([Out(ACTIVE, given), Out(PROMPTS, sample("g0", tokens=4))])
+        await rollouts_of(bus, 1)
+        assert not await events(bus, "unreadable")
 
 
 async def refusal(redis_url: str, run_name: str, spec: GenerationSpec, run_dir: Path) -> tuple[str, list[Event]]:
