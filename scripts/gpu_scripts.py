@@ -127,7 +127,7 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
             code: int | str = process.wait(max(1.0, deadline_s - prepared_s))
         except subprocess.TimeoutExpired:
             process.terminate()
-            process.wait(30)
+            process.wait(120)  # engines, ranks and what is being saved end first
             code = "out of time"
     if metrics.exists():
         shutil.copyfile(metrics, args.out / f"{name}.metrics.jsonl")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bus import Bus, Commit
-from bus.messages.control import UNLENT, Event
+from bus.messages.control import BOOTING, UNLENT, Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.cli.status import as_text
@@ -184,6 +184,20 @@ async def test_a_worker_on_an_old_version_is_named_although_newer_ones_keep_comi
         "serves version 2, newer ones have been announced for 50 s (now 9); it waits for activation of version 3"
         in (found["generation-1"].text)
     )
+
+
+async def test_an_engine_that_boots_is_behind_since_it_boots(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.alive(vitals("generation-1", "generation", version=-1, waits_for=BOOTING, waits_since=time.time() - 3))
+        scene = await read_scene(bus)
+        policy = msgspec.structs.replace(
+            scene.snapshot.policy, announced=2, announced_ages={2: 500.0}, announced_age_s=500.0
+        )
+        scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
+        found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
+    assert found["generation-1"].since_s < 30 and found["generation-1"].level == "info"
 
 
 async def test_a_starving_filter_is_named_with_its_reasons(redis_url, run_name):

@@ -38,6 +38,8 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
             continue  # it takes a version when it has a GPU
         loads_s = actor.waited_s if vitals.waits_for.startswith("activation") else 0.0
         behind_s = max(policy.behind_s(vitals.version), loads_s)  # of many versions the snapshot knows the newest only
+        if vitals.waits_for == BOOTING:
+            behind_s = min(behind_s, actor.waited_s)  # a run that goes on announced its version before this engine's start
         if behind_s < BRIEF_S and vitals.version >= 0:
             continue
         has = f"serves version {vitals.version}" if vitals.version >= 0 else "serves no version yet"
