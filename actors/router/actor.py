@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.router.args import DEFAULTS, KEY
+from actors.router.launch import DEFAULTS, KEY
 from actors.router.probe import answers
 from actors.runtime.child import PYTHON, ArgValue, Child, command_line, last_line
 from actors.runtime.context import Context

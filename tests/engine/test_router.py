@@ -16,7 +16,7 @@ from actors.generation.engine import Chunk, GenerateRequest, RouteBroken
 from actors.generation.routed import RoutedEngine
 from actors.generation.router_client import RouterClient, RouterGone
 from actors.router.actor import RouterSpec, answers, run
-from actors.router.args import DEFAULTS
+from actors.router.launch import DEFAULTS
 from actors.runtime.child import Child, command_line, free_port
 from actors.runtime.context import Context
 from actors.runtime.run import Refused

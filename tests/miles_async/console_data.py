@@ -41,9 +41,12 @@ from bus.topology import (
     VERDICTS,
     Stream,
 )
+from miles_async.console.doctor.diagnosis import diagnose
+from miles_async.console.scene import read_scene
 from miles_async.launcher.prepare import live_kinds
 from miles_async.settings.live import initial_values
 from miles_async.settings.load import settings_from
+from tests.bus.suite.clock import ManualClock
 
 SETTINGS = settings_from(
     hf_checkpoint="builtin:arithmetic",
@@ -288,3 +291,14 @@ class Story:
     async def finish(self, step: int) -> None:
         """The trainer's last word."""
         await self.say(POLICY, Finished(step=step, version=PolicyVersion(step + 1, step)))
+
+
+async def faults(bus: Bus, **changed: Any) -> dict[str, str]:
+    """rule -> text of all errors and warnings."""
+    scene = msgspec.structs.replace(await read_scene(bus), **changed)
+    return {f.rule: f.text for f in diagnose(scene) if f.level != "info"}
+
+
+def timeless(redis_url: str, run_name: str) -> Bus:
+    """A bus on whose clock no time passes."""
+    return Bus(config(redis_url, run_name), ManualClock(time.time()))

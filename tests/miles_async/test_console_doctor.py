@@ -8,25 +8,17 @@ import msgspec
 import pytest
 
 from bus import Bus, Commit
-from bus.messages.control import BOOTING, UNLENT, Event
+from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
-from miles_async.cli.status import as_text
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
-from tests.bus.suite.clock import ManualClock
-from tests.miles_async.console_data import Story, config, vitals
+from tests.miles_async.console_data import Story, config, faults, timeless, vitals
 
 DEADLINE_S = 20.0
-
-
-async def faults(bus, **changed):
-    """rule -> text of all errors and warnings."""
-    scene = msgspec.structs.replace(await read_scene(bus), **changed)
-    return {f.rule: f.text for f in diagnose(scene) if f.level != "info"}
 
 
 async def later(bus, seconds):
@@ -34,11 +26,6 @@ async def later(bus, seconds):
     scene = await read_scene(bus)
     since = min(group.since for group in scene.places.incomplete())
     return msgspec.structs.replace(scene, now=since + seconds)
-
-
-def timeless(redis_url, run_name):
-    """A bus on whose clock no time passes."""
-    return Bus(config(redis_url, run_name), ManualClock(time.time()))
 
 
 async def test_nothing_is_wrong_with_a_run_in_its_stride(redis_url, run_name):
@@ -50,64 +37,6 @@ async def test_nothing_is_wrong_with_a_run_in_its_stride(redis_url, run_name):
 async def test_an_empty_bus_is_told_as_such(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         assert "no actor has ever sent a heartbeat" in (await faults(bus))["nobody there"]
-
-
-async def test_a_dead_worker_is_named_with_what_it_holds(redis_url, run_name):
-    async with timeless(redis_url, run_name) as bus:
-        story = Story(bus)
-        await story.whole()
-        silent = bus.clock.wall() - 30
-        await story.alive(vitals("generation-1", "generation", pid=2**22 + 1, wall=silent, version=2))
-        found = await faults(bus)
-    # Silence is counted by the server's clock, which goes on.
-    said = r"generation-1 \(generation, pid 4194305\) has been silent for 3\d s; its process is gone"
-    assert re.search(said, found["silent actor"])
-    assert "it holds 1 entry" in found["silent actor"]
-
-
-@pytest.mark.parametrize(("silent_s", "named"), [(12, False), (40, True)])
-async def test_a_silent_actor_whose_process_is_there_may_be_one_of_a_busy_machine(redis_url, run_name, silent_s, named):
-    async with timeless(redis_url, run_name) as bus:
-        story = Story(bus)
-        await story.whole()
-        for name in ("launcher", "filter"):
-            await story.alive(vitals(name, wall=bus.clock.wall() - silent_s))
-        found = await faults(bus)
-    assert ({"no launcher", "silent actor", "no actor"} <= found.keys()) == named
-    assert named or found == {}
-
-
-@pytest.mark.parametrize(("skew_s", "word"), [(90, "ahead of"), (-90, "behind"), (2, "")])
-async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, word):
-    async with Bus(config(redis_url, run_name)) as bus:
-        await Story(bus).whole()
-        await bus.set_vitals("far", vitals("far", "generation", host="node7", processes="b", wall=time.time() + skew_s, version=2))
-        found = await faults(bus)
-    assert bool(word) == ("clock" in found)
-    assert not word or re.match(f"the clock of node7 is 1:[23][0-9] {word} Redis's", found["clock"]), found
-
-
-async def test_a_worker_that_fetches_says_how_far_it_is(redis_url, run_name):
-    async with Bus(config(redis_url, run_name)) as bus:
-        story = Story(bus)
-        await story.whole()
-        note = "has 120 of 800 MB, 3.1 MB/s"
-        await story.alive(vitals("generation-1", "generation", version=1, note=note, waits_for="activation of version 2"))
-        scene = await read_scene(bus)
-        late = msgspec.structs.replace(scene.snapshot.policy, announced=3, announced_ages={2: 40.0, 3: 35.0})
-        told = await faults(bus, snapshot=msgspec.structs.replace(scene.snapshot, policy=late))
-    assert told["stale worker"].endswith("it waits for activation of version 2 (has 120 of 800 MB, 3.1 MB/s)")
-
-
-async def test_a_worker_that_is_gone_for_good_is_only_history(redis_url, run_name):
-    async with Bus(config(redis_url, run_name)) as bus:
-        story = Story(bus)
-        await story.whole()
-        await story.alive(vitals("visitor", "generation", pid=2**22 + 1, wall=time.time() - 30))
-        scene = await read_scene(bus)
-        found = {f.about: f for f in diagnose(scene) if f.rule == "gone"}
-    assert found["visitor"].level == "info"
-    assert "holds nothing" in found["visitor"].text
 
 
 async def test_a_room_without_a_living_actor_is_named_with_what_waits_for_it(redis_url, run_name):
@@ -168,38 +97,6 @@ async def test_a_sample_in_no_stream_is_an_error_and_opens_the_ledger(redis_url,
     assert "g3/1 is in no stream" in found["incomplete group"].text
 
 
-async def test_a_worker_on_an_old_version_is_named_although_newer_ones_keep_coming(redis_url, run_name):
-    async with Bus(config(redis_url, run_name)) as bus:
-        story = Story(bus)
-        await story.begin()
-        await story.alive(vitals("generation-1", "generation", version=2, waits_for="activation of version 3"))
-        scene = await read_scene(bus)
-        policy = msgspec.structs.replace(
-            scene.snapshot.policy, announced=9, announced_ages={3: 50.0, 9: 0.1}, announced_age_s=0.1
-        )
-        scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
-        found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
-    assert found["generation-1"].level == "warning"
-    assert (
-        "serves version 2, newer ones have been announced for 50 s (now 9); it waits for activation of version 3"
-        in (found["generation-1"].text)
-    )
-
-
-async def test_an_engine_that_boots_is_behind_since_it_boots(redis_url, run_name):
-    async with Bus(config(redis_url, run_name)) as bus:
-        story = Story(bus)
-        await story.begin()
-        await story.alive(vitals("generation-1", "generation", version=-1, waits_for=BOOTING, waits_since=time.time() - 3))
-        scene = await read_scene(bus)
-        policy = msgspec.structs.replace(
-            scene.snapshot.policy, announced=2, announced_ages={2: 500.0}, announced_age_s=500.0
-        )
-        scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
-        found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
-    assert found["generation-1"].since_s < 30 and found["generation-1"].level == "info"
-
-
 async def test_a_starving_filter_is_named_with_its_reasons(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
@@ -251,21 +148,6 @@ async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
         found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
     assert [f.about for f in found] == ["generation-0"]
     assert "generation-0 has waited 5:00 for the engine to boot" in found[0].text
-
-
-async def test_a_worker_that_waits_for_a_gpu_to_be_lent_is_well_and_the_status_says_what_was_lent(redis_url, run_name):
-    async with timeless(redis_url, run_name) as bus:
-        story = Story(bus)
-        await story.whole()
-        ago = bus.clock.wall() - 300
-        await story.alive(vitals("lent-0", "generation", version=0, state="waiting", waits_for=UNLENT, waits_since=ago))
-        counters = {"lend/times": 3.0, "lend/s": 65.0, "lend/tokens": 1234.0, "lend/waited_s": 0.25}
-        await story.alive(vitals("trainer", version=2, counters=counters))
-        scene = await read_scene(bus)
-    assert not [f for f in diagnose(scene) if f.about == "lent-0"]
-    assert dict(explain(scene))["lent-0"].endswith(f"for {UNLENT}: it needs them, or no wait of its is long enough")
-    said = "the trainer's GPUs: lent 3 times, 1:05 in all, 1234 tokens were made on them, the trainer waited 0.2 s for them"
-    assert said in as_text(scene.snapshot)
 
 
 async def test_dead_letters_are_told(redis_url, run_name):

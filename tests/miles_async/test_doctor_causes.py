@@ -32,6 +32,7 @@ from bus.client import connect
 from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
 from bus.messages.policy import Checkpointed
+from bus.server.binary import find_server
 from bus.topology import EVAL_PROMPTS, EVENTS, POLICY, ROLLOUTS, SCORED, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.doctor.finding import Finding, Rule
@@ -264,7 +265,7 @@ def server_of(folder: Path, *flags: str) -> Iterator[str]:
     """A redis-server of one test's own, by its socket."""
     with tempfile.TemporaryDirectory(prefix="ma-") as near:  # a socket's path must be short
         url = f"unix://{near}/redis.sock"
-        words = ["redis-server", "--port", "0", "--unixsocket", f"{near}/redis.sock", "--dir", str(folder), *flags]
+        words = [str(find_server().path), "--port", "0", "--unixsocket", f"{near}/redis.sock", "--dir", str(folder), *flags]
         process = subprocess.Popen(
             [*words, "--appendonly", "yes", "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL
         )

@@ -19,11 +19,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles_async.quickstart.arithmetic import ARITHMETIC, KINDS, MIX, draw
-from miles_async.quickstart.data import write_jsonl
 from miles_async.quickstart.model import ModelDirectoryTaken, make_model
 from miles_async.quickstart.muon import Muon, orthogonalise
 from miles_async.quickstart.task import EOS_ID, UNK_ID, Problem, Task, WarmStart
-from miles_async.quickstart.tasks import TASKS
+from miles_async.quickstart.tasks import TASKS, write_jsonl
 from miles_async.quickstart.warm_start import WarmStartFailed, accuracy, development_problems
 
 DATA = Path(__file__).parents[2] / "configs" / "data"
