@@ -110,8 +110,9 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool, numbered: bo
     state: dict[str, Any] = {}
     for key, chunk in _named(chunks):
         parts = chunk.sharded_state_dict(metadata={**how, **({"non_homogeneous_layers": True} if numbered else {})})
-        # What Transformer Engine keeps for FP8 is an object of its own; without it, it begins anew.
-        state[key] = {name: part for name, part in parts.items() if not name.endswith(EXTRA)}
+        # What Transformer Engine keeps for FP8 is an object of its own; without it, it begins anew. Of grouped experts the first's
+        # bears the plain name, the others' end in their number: all of them go, for a part of them makes no checkpoint.
+        state[key] = {name: part for name, part in parts.items() if not name.rpartition(".")[2].startswith(EXTRA)}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=how)
     return state
