@@ -1,5 +1,5 @@
-"""Layers with Megatron's grouped experts on a host without Transformer Engine: a stand-in for its grouped linear, which keeps weights,
-and what it calls extra state, as that does. For `--spec`: `SPEC`."""
+"""Layers with Megatron's grouped experts on a host without Transformer Engine: a stand-in for its grouped linear, which keeps
+weights, and what it calls extra state, as that does. For `--spec`: `SPEC`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class GroupedLinear(nn.Module):
         parts = [rows @ getattr(self, f"weight{e}").T for e, rows in enumerate(x.split(counts))]
         return torch.cat(parts), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """The first expert's extra state bears the plain name, the others' a number behind it, as weights do."""
         first, total = self.groups.ep.rank() * self.n, self.groups.ep.size() * self.n
         found: dict[str, Any] = {}
@@ -49,7 +51,12 @@ class GroupedLinear(nn.Module):
             held = {f"{e}.weight": getattr(self, f"weight{e}"), f"{e}._extra_state": self.get_extra_state()}
             place = (*sharded_offsets, (len(sharded_offsets), first + e, total))
             made = make_sharded_tensors_for_checkpoint(
-                held, "", {f"{e}.weight": self.axis}, place, tp_group=self.groups.expt_tp, dp_cp_group=metadata["dp_cp_group"]
+                held,
+                "",
+                {f"{e}.weight": self.axis},
+                place,
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(made, f"{e}.", prefix)
             for part in made.values():

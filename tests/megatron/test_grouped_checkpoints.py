@@ -59,9 +59,7 @@ def same(found: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) 
     assert [name for one in found for name, t in one.items() if not torch.equal(t, wanted[name])] == []
 
 
-@pytest.mark.parametrize(
-    ("written", "loaded"), [("one", "ep2"), ("ep2", "one"), ("tp2_etp2", "pp2")]
-)
+@pytest.mark.parametrize(("written", "loaded"), [("one", "ep2"), ("ep2", "one"), ("tp2_etp2", "pp2")])
 def test_a_checkpoint_of_grouped_experts_is_read_by_any_layout_and_by_experts_one_by_one(
     written: str, loaded: str, moe: Path, tmp_path: Path, pool: Pool
 ) -> None:
