@@ -56,7 +56,7 @@ def save_sharded(
     flat, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     shards = torch_strategy.mcore_to_pyt_state_dict(flat, False)
     small = io.BytesIO()
-    torch.save(common, small)
+    torch.save(_without_classes(common), small)
 
     def write() -> None:
         if first := dist.get_rank() == 0:
@@ -95,8 +95,20 @@ def load_sharded(
         if lacks:
             raise Refused(f"{directory} lacks {', '.join(lacks[:3])}")
     if optimizer is not None:
+        own = [dict(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(loaded["optimizer"])
+        for group, had in zip(optimizer.param_groups, own, strict=True):
+            for name in had.keys() - group.keys():  # what a checkpoint doesn't say: this process's own
+                group[name] = had[name]
     return dict(loaded.get("extra") or {})
+
+
+def _without_classes(state: Any) -> Any:
+    """The same without entries whose value is a class. An optimizer on the host lists in its groups which optimizers it is made of;
+    a class in a pickle is code to run, so no reader would take it, and each process has its own."""
+    if isinstance(state, dict):
+        return {name: _without_classes(value) for name, value in state.items() if not isinstance(value, type)}
+    return [_without_classes(value) for value in state] if isinstance(state, list) else state
 
 
 def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -110,8 +122,9 @@ def _state(chunks: Sequence[Any], optimizer: Any, *, loading: bool, numbered: bo
     state: dict[str, Any] = {}
     for key, chunk in _named(chunks):
         parts = chunk.sharded_state_dict(metadata={**how, **({"non_homogeneous_layers": True} if numbered else {})})
-        # What Transformer Engine keeps for FP8 is an object of its own; without it, it begins anew.
-        state[key] = {name: part for name, part in parts.items() if not name.endswith(EXTRA)}
+        # What Transformer Engine keeps for FP8 is an object of its own; without it, it begins anew. Of grouped experts the first's
+        # bears the plain name, the others' end in their number: all of them go, for a part of them makes no checkpoint.
+        state[key] = {name: part for name, part in parts.items() if not name.rpartition(".")[2].startswith(EXTRA)}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=how)
     return state
