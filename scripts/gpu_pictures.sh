@@ -5,6 +5,7 @@
 #
 # PYTHON (default python3) must have torch, torchvision, Pillow, SGLang, transformers and this project's other requirements.
 # Prints, step by step, the mean difference of log-probs between engine and trainer, and the reward.
+# Exit 1 where that difference is more than bfloat16 explains.
 set -euo pipefail
 out=${1:?usage: scripts/gpu_pictures.sh OUT [flags]}
 shift
@@ -32,13 +33,19 @@ timeout "${SMOKE_DEADLINE_S:-540}" "$PYTHON" -m miles_async train --hf-checkpoin
     --console plain --no-report --num-generation-workers 1 --engine sglang --rollout-gpu-ids 0 --sglang-attention-backend triton \
     --sglang-mm-attention-backend triton_attn --sglang-sampling-backend pytorch --sglang-mem-fraction-static 0.3 --sglang-cuda-graph-max-bs 64 --sglang-dtype bfloat16 "$@" \
     2>&1 | tee "$out/pictures.log" || status=$?
-"$PYTHON" - "$out/runs/pictures/metrics.jsonl" <<'PY'
+"$PYTHON" - "$out/runs/pictures/metrics.jsonl" <<'PY' || status=1
 import json, sys
 
+BOUND = 0.05  # bfloat16 on both sides gave 0.004; a tower that sees with older weights 0.27 and more
+above = []
 for line in open(sys.argv[1]):
     row = json.loads(line)
     if row["kind"] == "step":
         shown = ("train/train_rollout_logprob_abs_diff", "rollout/raw_reward")
         print(row["step"], {name: row["metrics"].get(name) for name in shown})
+        if not (row["metrics"].get(shown[0]) or 0.0) <= BOUND:
+            above.append(row["step"])
+if above:
+    sys.exit(f"log-probs of engine and trainer differ by more than {BOUND} at steps {above}")
 PY
 exit "$status"

@@ -26,16 +26,24 @@ SHAPE_KEYS = (
     "moe_intermediate_size",
 )
 
+SIGHT = (
+    "the engine at {url} was not started by this run: started without SGLANG_VLM_CACHE_SIZE_MB=0 in its environment it goes on "
+    "with what its vision tower saw in a picture under older weights, and cannot be told to forget. If it was, all is well; if "
+    "not, train/train_rollout_logprob_abs_diff grows after the first weight update"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Attached:
     """`exact`: chunks never mix tokens of two versions when the engine is paused by retracting, `exact_in_place`: when it is
-    paused in place. `tp_size`: GPUs of the engine. `note`: what could not be checked."""
+    paused in place. `tp_size`: GPUs of the engine. `note`: what could not be checked. `sight`: what to warn of before it is shown
+    pictures."""
 
     exact: bool
     tp_size: int
     note: str = ""
     exact_in_place: bool = False
+    sight: str = ""
 
 
 def describe(info: Mapping[str, Any]) -> Attached:
@@ -50,6 +58,8 @@ def describe(info: Mapping[str, Any]) -> Attached:
 def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path: str) -> Attached:
     """BootRefused, one line, when the server at `url` serves a model of another shape, or cannot take weight updates."""
     found = describe(info)
+    if info.get("version") != "embedded":
+        found = replace(found, sight=SIGHT.format(url=url))
     if not model_path:
         return found
     ours = _config(Path(model_path))

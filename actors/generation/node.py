@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from actors.generation.sglang_args import default_command
-from actors.generation.spec import GenerationSpec, sglang_flags
+from actors.generation.spec import GenerationSpec, sglang_env, sglang_flags
 from actors.runtime.child import command_line
 from actors.runtime.context import ActorSpec
 
@@ -27,8 +27,9 @@ def words_of(spec: GenerationSpec, part: int) -> list[str]:
 def main() -> None:
     """Never returns."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
-    words = words_of(msgspec.convert(spec.room, GenerationSpec), int(sys.argv[2]))
-    os.execvp(words[0], words)
+    room = msgspec.convert(spec.room, GenerationSpec)
+    words = words_of(room, int(sys.argv[2]))
+    os.execvpe(words[0], words, {**os.environ, **sglang_env(room)})
 
 
 if __name__ == "__main__":

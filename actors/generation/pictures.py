@@ -33,6 +33,7 @@ class Pictures:
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._bytes = 0
         self._tokenizer: Any = None
+        self._warned: set[str] = set()
 
     async def of(self, task: SampleTask, tokens: Sequence[int]) -> tuple[str, ...]:
         """Those that `tokens` show, as data URLs. Poison: the prompt's placeholders without the prompt, or a picture that is gone;
@@ -49,6 +50,12 @@ class Pictures:
         if found and self._tokenised_by and not self._survives(tokens):
             raise Changed(f"the engine's tokenizer makes other tokens of the text of {task.sample_id}")
         return tuple([await self._url(picture.blob) for picture in found])
+
+    async def warn(self, text: str) -> None:
+        """Of an engine that is shown pictures; once."""
+        if text and text not in self._warned:
+            self._warned.add(text)
+            await self._context.event("old sight", text, level="warning")
 
     async def _url(self, blob: str) -> str:
         if (known := self._kept.get(blob)) is not None:

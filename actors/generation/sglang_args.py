@@ -27,6 +27,11 @@ every second step. SGLang also holds prompts back, without a limit in time, whil
 prefill had; so there are always that many more than samples. One GPU only: SGLang 0.5.12 has each rank decide by its own clock
 when the wait is over, and ranks that disagree wait for each other for good (its pull requests 30521 and 32454)."""
 
+SEES_ANEW = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""SGLang (0.5.12) keeps what the vision tower made of a picture by the picture alone, across weight updates, and no flush clears
+it: a picture seen before was looked at with old weights for good. Without that memory each prefill looks anew; siblings
+that come later share its keys and values, which are kept by version."""
+
 
 def default_command() -> tuple[str, ...]:
     """The SGLang of this Python."""

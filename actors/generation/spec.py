@@ -11,7 +11,7 @@ from actors.generation.boot_failures import Launch
 from actors.generation.engine import Engine
 from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
-from actors.generation.sglang_args import default_command, server_args
+from actors.generation.sglang_args import SEES_ANEW, default_command, server_args
 from actors.generation.sglang_server import SGLangServer
 from actors.generation.supply import Supply
 from actors.runtime.child import ArgValue, Child, flag_name
@@ -164,7 +164,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
     return SGLangServer(
         model_path=spec.model_path,
         folder=folder,
-        launch=Launch(sglang_flags(spec), {}),
+        launch=Launch(sglang_flags(spec), sglang_env(spec)),
         given=frozenset(map(flag_name, spec.server_args)),
         command=spec.server_command or default_command(),
         gpus=spec.gpus,
@@ -173,6 +173,11 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         token=spec.token,
         alone=spec.nodes == 1,
     )
+
+
+def sglang_env(spec: GenerationSpec) -> dict[str, str]:
+    """Variables of an SGLang server, and of each part of it; they win over those of this process (pure)."""
+    return dict(SEES_ANEW) if family_of(spec.model_path) else {}
 
 
 def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:

@@ -126,6 +126,8 @@ class Turns:
                 context.log.warning("%s: what it has so far is made again", error)
                 return "diverged"
             raise Poison(f"{error}: its prompt cannot be sent as it is") from error
+        if images:
+            await self._pictures.warn(link.kind.sight)
         await link.until_open()
         engine = link.engine
         if link.leaving or context.draining.is_set():
