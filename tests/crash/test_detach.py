@@ -132,7 +132,7 @@ def test_a_view_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
             stdout=log,
         )
     try:
-        run.until("the view to show a step", lambda: "step 1/12" in file.read_text())
+        run.until("the view to show something", lambda: bool(file.read_text()))  # that the trainer is stopped
         run.kill("trainer", signal.SIGCONT)
         run.finish()
         assert view.wait(60) == 0
