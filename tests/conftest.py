@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from tests.warm.launched import warm_server
 
 LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
 WHOLE_RUNS = {"run_of"} | LONGEST
+LANES = 3
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -34,6 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has no more takes from the end of another's. Tests of Megatron stay together, for each worker that has one must load it."""
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers == 1:
+        return
+    if os.environ.get("MILES_ASYNC_CRASH"):
+        in_lanes(items, workers)
         return
     runs = [item for item in items if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ()))]
     runs.sort(key=lambda item: LONGEST.isdisjoint(item.fixturenames))  # those that take minutes begin first
@@ -51,6 +56,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for index, tests in enumerate(part):
             items += own[index * len(own) // fence : (index + 1) * len(own) // fence] + tests
         items += own[len(part) * len(own) // fence :]
+
+
+def in_lanes(items: list[pytest.Item], workers: int) -> None:
+    """Of the matrix: cases over hosts, which wait for minutes and whose starts take the processors for as long, begin first, but
+    LANES at once and no more; the other cases go beside them. Shares are cut as pytest-xdist cuts them."""
+    far = sorted((i for i in items if "far_run" in getattr(i, "fixturenames", ())), key=lambda i: "minutes" not in i.name)
+    near = [item for item in items if "far_run" not in getattr(item, "fixturenames", ())]
+    lanes, left = min(LANES, workers), len(items)
+    items.clear()
+    for number in range(workers):
+        size = left // (workers - number)
+        own = far[number::lanes] if number < lanes else []
+        own += [near.pop(0) for _ in range(min(len(near), size - len(own)))]
+        items += own
+        left -= len(own)
+    items += near
 
 
 def pytest_collection_finish() -> None:

@@ -353,6 +353,8 @@ class EngineLink:
         self.versions[str(order.version.id)] = order.version
         for old in sorted(self.versions, key=int)[:-1024]:  # slow samples bring tokens of long ago
             del self.versions[old]
+        if self._supply is not None:
+            self._supply.know(order)
 
     async def leave_route(self) -> None:
         """Behind its peers: their requests would meet an older version here. The next activation joins again."""
@@ -363,10 +365,7 @@ class EngineLink:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""
         if self.process is not None and self.engine is not None and not self.process.alive:
             await self.fail(EngineUnavailable("the engine's process has ended"))
-        elif (
-            self.state is State.DAMAGED
-            and self._context.clock.monotonic() - self._since > self.control_deadline_s
-        ):
+        elif self.state is State.DAMAGED and self._context.clock.monotonic() - self._since > self.control_deadline_s:
             await self.fail(
                 EngineUnavailable(
                     f"no whole version came within {self.control_deadline_s:g} s after a transport failed; the engine may hold "

@@ -23,6 +23,7 @@ from bus.messages.policy import Activate
 from bus.private import private_directory
 
 KEPT = 2  # versions: the one served, and the one before, which the next host may still be fetching
+TOLD = 1_000  # parcels of the newest orders, as many as their log keeps
 
 
 class Supply:
@@ -38,6 +39,8 @@ class Supply:
         self._depot: Depot | None = None
         self._fetch: Fetch | None = None
         self._used: dict[Path, int] = {}  # our folders, with a lock that says so
+        self._told: dict[str, int] = {}  # parcels of orders, whoever they are for, and their versions
+        self._newest, self._coming = -1, ""  # version of an order; the parcel that is on its way here
 
     def open(self) -> None:
         """Serve, if we are to. BusRefused when the port is taken."""
@@ -47,10 +50,23 @@ class Supply:
                 self._depot = Depot(self._find, self._token, host=host, bind=bind, port=port)
                 self._context.depot = self._depot.url
 
+    def know(self, order: Activate) -> None:
+        """An order was heard, ours or a peer's: what is older than the newest will not come here any more."""
+        self._newest = max(self._newest, order.version.id)
+        if order.parcel is not None:
+            self._told.pop(order.parcel.id, None)
+            self._told[order.parcel.id] = order.version.id
+            for old in list(self._told)[:-TOLD]:
+                del self._told[old]
+
     def _find(self, parcel_id: str) -> Path | None:
-        """Also of one that will be here soon."""
+        """Also of one that will be here soon. A host that comes back asks for what it was told before its link broke: it is to know
+        at once that this is gone, since only then it looks at what is newer."""
         found = [home / parcel_id for home in self._homes if (home / parcel_id).is_dir()]
-        return found[0] if found else self._homes[0] / parcel_id
+        if found:
+            return found[0]
+        is_past = parcel_id != self._coming and self._told.get(parcel_id, self._newest) < self._newest
+        return None if is_past else self._homes[0] / parcel_id
 
     async def bring(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> Path:
         """The folder with an order's files. FetchFailed when nobody had them for the deadline, or now and it is given up (there
@@ -74,7 +90,7 @@ class Supply:
         fetch = Fetch(
             parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came, pointless=given_up
         )
-        self._fetch = fetch
+        self._fetch, self._coming = fetch, parcel.id
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = tasks.create_task(asyncio.to_thread(fetch.run))
@@ -88,7 +104,7 @@ class Supply:
         except* OSError as group:
             raise group.exceptions[0] from None
         finally:
-            self._fetch, context.note = None, note
+            self._fetch, self._coming, context.note = None, "", note
         return folder
 
     def stop(self) -> None:

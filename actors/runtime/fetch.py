@@ -27,6 +27,7 @@ from bus.messages.weights import Parcel, ParcelFile
 
 PIECES, LEAST_PIECE, MOST_PIECE = 64, 64 << 10, 64 << 20  # a relay begins to serve after one piece
 DIGEST = 16  # bytes
+CONNECT_S = 2.0  # TCP asks after 0, 1 and 3 s: who asked in vain a second ago asks anew, or the next source
 STALL_S = 6.0  # without a byte: longer than a source itself waits for its own
 PAUSE_S = 0.25  # after no source had it
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")  # of what an engine may read
@@ -183,9 +184,11 @@ class Fetch:
     def _pieces(self, source: str, file: ParcelFile, have: int) -> Iterator[memoryview]:
         """Checked pieces from `have` on, in one answer."""
         at = urlsplit(source)
-        connection = http.client.HTTPConnection(at.hostname or "127.0.0.1", at.port, timeout=STALL_S)
+        connection = http.client.HTTPConnection(at.hostname or "127.0.0.1", at.port, timeout=CONNECT_S)
         self._connection = connection
         try:
+            connection.connect()
+            connection.sock.settimeout(STALL_S)
             asked = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={have}-{file.n_bytes - 1}"}
             connection.request("GET", f"/{self._parcel.id}/{file.name}", headers=asked)
             answer = connection.getresponse()

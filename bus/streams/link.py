@@ -268,6 +268,7 @@ class Link:
         until = self.clock.monotonic() + allowed_s
         pause_s, refused_s = 0.02, 0.0
         while True:
+            began = self.clock.monotonic()
             try:
                 async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
                     if self._doubted:
@@ -282,7 +283,8 @@ class Link:
                         f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
-                await self.clock.sleep(pause_s * (0.5 + random.random()))  # jitter only: decides nothing
+                # Jitter only: decides nothing. An attempt that nobody answered was a pause itself.
+                await self.clock.sleep(max(0.02, pause_s * (0.5 + random.random()) - (self.clock.monotonic() - began)))
                 pause_s = min(1.0, pause_s * 2)
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import http.client
 import socket
@@ -16,15 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.generation.supply import Supply
 from actors.publisher.elsewhere import source_of
 from actors.runtime import depot as depot_module
 from actors.runtime import fetch as fetch_module
 from actors.runtime.checksum import checksum
+from actors.runtime.context import Context
 from actors.runtime.depot import Depot
 from actors.runtime.fetch import Damaged, Fetch, FetchFailed, pack_parcel
 from actors.runtime.host import place
 from bus.errors import BadMessage
+from bus.knobs.live import LiveKnobs
+from bus.messages.policy import Activate, WeightManifest
+from bus.messages.versions import PolicyVersion
 from bus.messages.weights import Parcel
+from tests.actors.house import open_bus
+from tests.declared import actor_of
 
 SIZE = 5 * fetch_module.LEAST_PIECE + 123
 Serve = Callable[[Path], Depot]
@@ -197,6 +205,29 @@ def test_a_host_that_is_silent_costs_a_stall_and_no_more(
         fetch, _ = fetching(pack_parcel(version), tmp_path / "here", address, serve(version).url)
         fetch.run()
     assert same(version, tmp_path / "here")
+
+
+async def test_a_relay_says_at_once_that_a_version_will_not_come_to_it_any_more(
+    version: Path, tmp_path: Path, redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was away goes on with the order that it had: what it waits for there keeps it from the newest one."""
+    monkeypatch.setattr(depot_module, "PATIENCE_S", 3600.0)  # as long as for one that is on its way
+    async with open_bus(redis_url, run_name) as bus:
+        context = Context(actor_of(name="c", role="generation", bus=bus.config), bus, LiveKnobs(bus))
+        supply = Supply(context, token="secret", serves=True, address="127.0.0.1", deadline_s=5.0)
+        supply.open()
+        parcels = [msgspec.structs.replace(pack_parcel(version), id=f"{n:032x}") for n in (1, 2)]
+        for n, parcel in enumerate(parcels, start=1):
+            manifest = WeightManifest(transport="network", path="", checksum="", n_tensors=1, n_bytes=1)
+            supply.know(Activate(version=PolicyVersion(id=n, step=n), manifest=manifest, mode="retract", parcel=parcel))
+        try:
+            old, _ = fetching(parcels[0], tmp_path / "here", context.depot, deadline_s=0.0)
+            with pytest.raises(FetchFailed, match="does not have it"):
+                await asyncio.to_thread(old.run)
+            assert supply._find(parcels[1].id) is not None, "the newest is waited for"
+            assert supply._find("f" * 32) is not None, "as is one that nobody told of yet"
+        finally:
+            await supply.close()
 
 
 # -- who fetches from whom -----------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def pytest_runtest_makereport(
     return report
 
 
-def keep(runs: list[Run], name: str) -> Path:
+def keep(runs: Sequence[Run], name: str) -> Path:
     """Copies what a failed case left; sockets and other special files stay out."""
     base = Path(os.environ.get("MILES_ASYNC_KEEP") or HERE.parents[1] / "runs" / "failed")
     kept = base / f"{time.strftime('%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:80]}"
@@ -72,7 +72,7 @@ def keep(runs: list[Run], name: str) -> Path:
         def special(directory: str, names: list[str]) -> list[str]:
             return [n for n in names if (path := Path(directory, n)).exists() and not (path.is_file() or path.is_dir())]
 
-        shutil.copytree(run.home, kept / run.home.name, ignore=special, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(run.left, kept / run.left.name, ignore=special, symlinks=True, dirs_exist_ok=True)
     return kept
 
 

@@ -37,7 +37,8 @@ LEASE_S = 1.5
 
 Tables = dict[str, dict[str, Any]]
 SETTINGS: Tables = {
-    "ckpt": {"save_interval": 2, "keep_last": 50},
+    # Nothing of the policy log is trimmed, so that the judge sees all steps, however many a quick machine makes.
+    "ckpt": {"save_interval": 2, "keep_last": 10_000},
     "rollout": {
         "input_key": "prompt",
         "label_key": "label",
@@ -117,6 +118,11 @@ class Run:
     @property
     def steps(self) -> int:
         return int(self._tables["rollout"]["num_rollout"])
+
+    @property
+    def left(self) -> Path:
+        """All that it leaves."""
+        return self.home
 
     def setting(self, table: str, name: str) -> Any:
         """A value the run was given."""

@@ -121,16 +121,23 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow
 def test_a_view_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
     run = run_of({"rollout": {"num_rollout": 12}})
-    run.start()
-    run.until_step(1)
+    run.start(fault="trainer:before_step:2:STOP")  # it goes on when there is somebody who looks
+    run.until("the trainer to stop", lambda: run.struck)
     words = ("top", "r", "--plain", "--runs-dir", str(run.dir.parent))
-    view = subprocess.Popen(
-        [sys.executable, "-m", "miles_async", *words],
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    run.finish()
-    shown, _ = view.communicate(timeout=60)
-    assert view.returncode == 0
-    assert "step 12/12" in shown and "has ended" in shown
+    file = run.home / "view.log"
+    with file.open("w") as log:
+        view = subprocess.Popen(
+            [sys.executable, "-m", "miles_async", *words],
+            env={**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"},
+            stdout=log,
+        )
+    try:
+        run.until("the view to show something", lambda: bool(file.read_text()))  # that the trainer is stopped
+        run.kill("trainer", signal.SIGCONT)
+        run.finish()
+        assert view.wait(60) == 0
+    finally:
+        view.kill()
+        view.wait()
+    shown = file.read_text()
+    assert "step 12/12" in shown and "run r has ended\n" in shown

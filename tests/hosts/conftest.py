@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from actors.runtime.priority import COMPUTE_NICE
-from bus import Bus, BusConfig
+from bus import Bus, BusConfig, Entry
+from bus.inspect import wall_of
 from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
-from tests.crash.conftest import leave_out_slow, toy
+from tests.crash.conftest import FAILED, keep, leave_out_slow, pytest_runtest_makereport, toy
 from tests.crash.house import REPO, Missed, Run, Tables, merged, toy_tables, until
 from tests.hosts.net import Host, Net, why_not
 
-__all__ = ("toy",)
+__all__ = ("pytest_runtest_makereport", "toy")
 HERE = Path(__file__).parent
 UNLOWERED = ("nice", "-n", str(COMPUTE_NICE))
 """Who is as low as that already does not lower its session: as runs that are forked from tests/warm, these do not stand behind all
@@ -42,6 +43,8 @@ class FarRun(Run):
     def __init__(self, net: Net, toy: Path, home: Path, settings: Tables) -> None:
         self.net, self.a, self.model, self.socket = net, net.host("a"), home / "model", home / "redis.sock"
         self.workers: list[subprocess.Popen[bytes]] = []
+        self._heard: list[tuple[float, Event]] = []
+        self._heard_to = "-"
         self.url = f"redis://{self.a.address}:6379"
         own = home / "a"  # the folders that no other host sees
         own.mkdir()
@@ -87,14 +90,28 @@ class FarRun(Run):
 
         return asyncio.run(answer())
 
+    def heard(self) -> list[tuple[float, Event]]:
+        """All that was told, but vitals, and when by this machine's clock. Tests ask several times a second, and in minutes a run
+        tells much: read on from where it ended."""
+
+        async def read(bus: Bus) -> list[tuple[float, Event]]:
+            found: list[Entry] = []
+            while page := await bus.scan(EVENTS, start=self._heard_to):
+                found += page
+                self._heard_to = f"({page[-1].id}"
+            told = [(entry, await bus.message(entry)) for entry in found if entry.fields["type"] == "event.note"]
+            return [(wall_of(entry.id), event) for entry, event in told]
+
+        self._heard += self.ask(read)
+        return self._heard
+
     def events(self, actor: str, kind: str) -> list[Event]:
         """What a worker said."""
+        return [event for _, event in self.heard() if (event.actor, event.kind) == (actor, kind)]
 
-        async def find(bus: Bus) -> list[Event]:
-            found = [await bus.message(e) for e in await bus.scan_all(EVENTS) if e.fields["note"] == kind]
-            return [event for event in found if event.actor == actor]
-
-        return list(self.ask(find))
+    def when(self, actor: str, kind: str) -> list[float]:
+        """When it said so, by this machine's clock."""
+        return [wall for wall, event in self.heard() if (event.actor, event.kind) == (actor, kind)]
 
     def until_it_serves(self, *names: str, more_than: int = 0, seconds: float = 60.0) -> None:
         """Each of these workers has activated so many versions, and one more."""
@@ -105,13 +122,17 @@ class FarRun(Run):
             except Missed as missed:
                 raise Missed(f"{missed}\n{self.story()}") from None
 
+    @property
+    def left(self) -> Path:
+        return self.home.parent
+
     def story(self) -> str:
         logs = [f"-- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.parent.glob("*.log"))]
         return "\n".join([super().story(), *logs])
 
 
 @pytest.fixture
-def far_run(toy: Path) -> Iterator[Callable[..., FarRun]]:
+def far_run(toy: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., FarRun]]:
     """Makes one run of a test, with settings over the usual ones; its hosts are gone at the end."""
     if why := why_not():
         pytest.skip(why)
@@ -131,3 +152,5 @@ def far_run(toy: Path) -> Iterator[Callable[..., FarRun]]:
             net.close()
             for process in (p for run in made for p in (run.redis, *run.workers)):
                 process.wait(10)
+            if FAILED in request.node.stash and made:
+                print(f"kept: {keep(made, request.node.name)}")

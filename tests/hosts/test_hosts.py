@@ -15,7 +15,9 @@ from tests.hosts.net import Host
 
 Make = Callable[..., FarRun]
 BACK_S = 10.0  # until the next version is served, from the moment the link is back, beside the time that a version takes anyway
-pytestmark = pytest.mark.timeout(240)
+# By a signal: pytest-timeout's thread would end the whole process, and the run would go on for ever on its hosts, which only the
+# fixture's end takes away.
+pytestmark = pytest.mark.timeout(240, method="signal")
 
 
 def test_workers_of_two_hosts_whose_clocks_differ_serve_versions_that_they_fetch(far_run: Make) -> None:
@@ -74,7 +76,7 @@ RUNS: dict[str, tuple[Tables, list[Trouble]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900, method="signal")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(far_run: Make, name: str) -> None:
     """A connection is half open meanwhile: no end is told. Clocks differ by three minutes. A fault names its trouble."""
@@ -84,19 +86,18 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
     run.begin()
     for worker in "bc":
         run.join_from(hosts[worker])
-    run.until_it_serves("b", "c", more_than=1, seconds=240.0)
+    run.until_it_serves("b", "c", more_than=2, seconds=240.0)
     for who, what, seconds, meanwhile in troubles:
-        walls = [event.wall for event in run.events("b", "activated")]
-        usual_s = max(after - before for before, after in pairwise(walls[-4:]))
+        usual_s = max(after - before for before, after in pairwise(run.when("b", "activated")[-3:]))  # since it was away last
         case = f"{who} {what} for {seconds:g} s{' and ' if meanwhile else ''}{meanwhile}"
         TROUBLES[what](hosts[who])
         if meanwhile:
             WHILE_AWAY[meanwhile](run)
         time.sleep(seconds)
-        served, back_at = len(run.events("b", "activated")), time.monotonic()
+        served, back_at = len(run.events("b", "activated")), time.time()
         hosts[who].mend()
-        run.until_it_serves("b", more_than=served, seconds=30.0)
-        took_s = time.monotonic() - back_at
+        run.until_it_serves("b", more_than=served, seconds=60.0)
+        took_s = run.when("b", "activated")[served] - back_at  # when it was, not when it was seen
         print(f"{case}: b serves the next version after {took_s:.1f} s")
         assert took_s < BACK_S + usual_s, case
         run.until_it_serves("b", more_than=served + 2)  # well again before the next
@@ -105,6 +106,7 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600, method="signal")  # more than its waits together
 def test_hosts_of_the_chain_are_killed(far_run: Make) -> None:
     """One in its middle, then the first, then the last."""
     run = far_run(LONG)
