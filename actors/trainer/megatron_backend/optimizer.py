@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 
@@ -37,6 +38,11 @@ class Update:
     def begin_anew(self) -> None:
         """The weights were replaced: masters are made of them, and moments begin at 0."""
         for part in self.optimizer.chained_optimizers:
+            if self._decoupled and part.optimizer and not isinstance(part.optimizer, HybridDeviceOptimizer):
+                part.optimizer.state.clear()  # Adam holds the masters itself, and makes them of the weights at its next step
+                for group in part.optimizer.param_groups:
+                    group.pop("step", None)
+                continue
             for state in part.optimizer.state.values() if part.optimizer else ():
                 for t in state.values():
                     if isinstance(t, Tensor):

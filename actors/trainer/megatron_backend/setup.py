@@ -82,6 +82,8 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     arch = directory.read(source_of(config))
     said = refusals(layout_of(own, world), arch.shape)
     said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
+    if given_of(own).get("store_param_remainders"):
+        said.append("megatron.store_param_remainders: no checkpoint of such masters can be read again; leave it out")
     if mode_of(config) and not arch.experts:
         said.append(f"{source_of(config)} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay")
     for name, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")) if mode_of(config) else ():
@@ -160,6 +162,7 @@ class Model:
         shared = {name: getattr(config, name) for name in SHARED}
         return OptimizerConfig(**{
             **shared, "bf16": self.dtype == torch.bfloat16, "params_dtype": self.dtype, "optimizer_offload_fraction": 1.0,
+            "store_param_remainders": False,  # a checkpoint of masters that are kept as remainders can't be read
             "use_distributed_optimizer": ddp.use_distributed_optimizer, "overlap_param_gather": ddp.overlap_param_gather,
             **_only(given, OPTIMIZER), **({} if torch.cuda.is_available() else {"optimizer_cpu_offload": False}),  # it is there
         })  # fmt: skip
