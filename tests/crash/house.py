@@ -269,8 +269,15 @@ class Run:
         def ended() -> bool:
             return self.launcher is not None and self.launcher.poll() is not None
 
-        until(what, lambda: seen() or ended(), seconds=seconds)
-        if not seen():
+        was_seen = False
+
+        def look() -> bool:
+            nonlocal was_seen
+            was_seen = seen()
+            return was_seen or ended()
+
+        until(what, look, seconds=seconds)
+        if not (was_seen or seen()):  # what holds for a moment only was seen; what came with the end is looked for once more
             raise Missed(f"{what}: the run ended before\n{self.story()}")
 
     def until_step(self, step: int) -> None:
