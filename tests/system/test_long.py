@@ -68,4 +68,4 @@ def test_long_answers_train_from_the_first_step(run_of: Launch) -> None:
     accuracy = [r["metrics"]["eval/held_out"] for r in said if r["kind"] == "eval"]
     assert len(accuracy) == 2 and all(0.0 <= share <= 1.0 for share in accuracy)
     lengths = sorted(responses(run))
-    assert lengths[0] <= 20 and lengths[-1] >= 3 * lengths[len(lengths) // 2], lengths
+    assert lengths[0] <= 20 and lengths[-1] >= 40, f"a beginner's answers differ in length: {lengths}"
