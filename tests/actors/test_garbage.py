@@ -249,6 +249,11 @@ async def test_trainer(redis_url: str, run_name: str, tokenizer_dir: str, seed: 
         ]
         await mixed.put(GROUPS, kept, damaged=0)
         async with running(bus, "trainer", trainer, spec) as context:
+
+            async def reads() -> bool:
+                return any(isinstance(m, PolicyAnnounced) for m in await readable(bus, POLICY))
+
+            await until(reads)  # the trainer reads events from its first version on
             await mixed.put(EVENTS, [])
 
             async def trained() -> Any:
