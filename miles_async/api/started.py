@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from miles_async.settings.runs import RUN_FILE, RunRef, read_run_file
 
 SAYS = "miles-async train: "  # the launcher, before what it refuses
 LOOK_S = 0.1
-AGAIN_S = 15.0  # a launcher that heard the first interrupt takes no notice of another
 
 
 class RunEnded(MilesAsyncError):
@@ -131,7 +130,8 @@ class StartedRun(Run):
         try:
             yield
         except KeyboardInterrupt:
-            interrupt(self._process)
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
             self._tell()
             raise
 
@@ -185,11 +185,3 @@ def _launch(settings: str, log: int) -> subprocess.Popen[bytes]:
     except BrokenPipeError:
         pass  # it has ended, and its status says why
     return process
-
-
-def interrupt(process: subprocess.Popen[bytes], *, every_s: float = AGAIN_S) -> None:
-    """Ctrl-C for a launcher, until it has ended: one that comes while its event loop starts can be lost."""
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(every_s)
