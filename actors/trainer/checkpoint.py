@@ -209,10 +209,15 @@ def _looks_intact(save: Path, step: int) -> bool:
         return False
 
 
+async def acknowledged(bus: Bus) -> int:
+    """Step of the newest checkpoint that the bus has taken note of, 0 for none. The directory has it before."""
+    return int(await bus.state("saved") or 0)
+
+
 async def is_older(bus: Bus, save: Path, state: BusState) -> bool:
     """Whether this bus, restarted from old files, goes back further than the kept checkpoints tell what they contain: it would
     give out again what they have trained."""
-    return int(await bus.state("saved") or 0) < consumed_before(save, state)[1]
+    return await acknowledged(bus) < consumed_before(save, state)[1]
 
 
 async def holds_nothing(bus: Bus) -> bool:
@@ -220,10 +225,13 @@ async def holds_nothing(bus: Bus) -> bool:
     return not (await bus.state("sampler") or await bus.state("trainer"))
 
 
-async def go_back(bus: Bus, save: Path, state: BusState) -> str:
+async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
     """Make the bus hold nothing when it has acknowledged more than the checkpoint contains, since its streams no longer have
-    what must be trained again, or when it is older. Version ids stay used. Returns why, empty when there was no need."""
-    if int(await bus.state("saved") or 0) > state.step:
+    what must be trained again, or when it is older. Version ids stay used. Returns why, empty when there was no need.
+
+    saved: what was `acknowledged` before anybody looked which checkpoint is the newest. A trainer that an earlier launcher left
+    alive saves on meanwhile: asked afterwards, the bus of a healthy run would seem to be ahead of its checkpoints."""
+    if saved > state.step:
         why = f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it"
     elif not await holds_nothing(bus) and await is_older(bus, save, state):
         why = f"the bus came back older than the checkpoints before {state.step}: it is made anew from that"

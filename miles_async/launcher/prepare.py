@@ -26,6 +26,7 @@ from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
     BusState,
+    acknowledged,
     fingerprint_of,
     go_back,
     holds_nothing,
@@ -247,12 +248,13 @@ def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequ
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
     """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
     notes: list[str] = []
+    saved = await acknowledged(bus)
     notes += move_tracker(settings)
     state: BusState | None = None
     if (begins := resumes_from(settings)) is not None:
         state = read_bus_state(*begins, run=settings.launch.name, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
-    if state is not None and begins is not None and (why := await go_back(bus, begins[0], state)):
+    if state is not None and begins is not None and (why := await go_back(bus, begins[0], state, saved=saved)):
         notes.append(why)
         await claim_identity(bus, settings, place)
     await bus.make_readers()

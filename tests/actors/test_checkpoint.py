@@ -15,6 +15,7 @@ from actors.trainer.checkpoint import (
     TRACKER,
     BusState,
     Consumed,
+    acknowledged,
     bus_state_file,
     consumed_before,
     finish,
@@ -148,14 +149,18 @@ async def bus(redis_url: str, run_name: str) -> AsyncIterator[Bus]:
         yield bus
 
 
+async def goes_back(bus: Bus, path: Path, newest: BusState) -> str:
+    return await go_back(bus, path, newest, saved=await acknowledged(bus))
+
+
 async def test_a_bus_that_acknowledged_more_than_the_checkpoint_holds_begins_anew_but_for_version_ids(
     bus: Bus, tmp_path: Path
 ) -> None:
     before = {"saved": "4", "version": "7", "sampler": "0:4:4@0-0"}
     await bus.commit(Commit(state=before, ledger={"issued": 4}))
-    assert not await go_back(bus, tmp_path, state(4)) and not await go_back(bus, tmp_path, state(6, after=4))
+    assert not await goes_back(bus, tmp_path, state(4)) and not await goes_back(bus, tmp_path, state(6, after=4))
     assert (await bus.snapshot()).ledger == {"issued": 4}
-    assert "checkpoint 3 is older" in await go_back(bus, tmp_path, state(3))
+    assert "checkpoint 3 is older" in await goes_back(bus, tmp_path, state(3))
     seen = await bus.snapshot()
     assert (seen.state, seen.ledger) == ({"version": "7"}, {}), "an id is never used twice"
 
@@ -164,10 +169,10 @@ async def test_so_does_one_that_came_back_from_files_older_than_what_the_kept_ch
     save(tmp_path, 5, 6, 7)
     for saved, newest in (("5", state(8, after=7)), ("3", state(8, after=3)), ("", state(8))):
         await bus.commit(Commit(state={"saved": saved, "sampler": "0:4:4@0-0"}))
-        assert not await is_older(bus, tmp_path, newest) and not await go_back(bus, tmp_path, newest)
+        assert not await is_older(bus, tmp_path, newest) and not await goes_back(bus, tmp_path, newest)
     await bus.commit(Commit(state={"saved": "3"}))
     assert await is_older(bus, tmp_path, state(8, after=7)), "what step 4 trained would be given out again"
-    assert "came back older" in await go_back(bus, tmp_path, state(8, after=7))
+    assert "came back older" in await goes_back(bus, tmp_path, state(8, after=7))
     assert not await bus.state("sampler")
 
 

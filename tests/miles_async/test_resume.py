@@ -10,8 +10,10 @@ import pytest
 
 from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
-from miles_async.launcher.plan import backend_config, told
-from miles_async.launcher.prepare import place_of
+from bus import Bus, BusConfig, Commit
+from miles_async.launcher import prepare
+from miles_async.launcher.plan import Place, backend_config, told
+from miles_async.launcher.prepare import engine_token, place_of, prepare_bus
 from miles_async.launcher.resume import check_resume, load_dir, move_tracker, resumes_from
 from miles_async.settings.checks import check_model
 from miles_async.settings.errors import SettingsError
@@ -52,6 +54,33 @@ def test_the_tracker_or_ckpt_step_says_which(tmp_path: Path) -> None:
     assert resumes_from(branch) == (own, 10) and move_tracker(branch) == [] and latest(own) == 20
     save(other, 15)
     assert resumes_from(branch) == (other, 15), "what the run itself has saved since is lost at a restart"
+
+
+async def test_a_launcher_leaves_the_bus_of_a_trainer_that_saves_on_meanwhile(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier launcher was killed; its actors go on. Whatever the trainer saves while this one looks, the bus is not behind."""
+    settings = make(tmp_path / "own", name=run_name, bus_url=redis_url)
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+    save(tmp_path / "own", 2, 3, 4)
+    claim = prepare.claim_identity
+
+    async def meanwhile(bus: Bus, *given: Any) -> None:
+        if await bus.state("saved") == "4":
+            save(tmp_path / "own", 5, 6)
+            await bus.commit(Commit(state={"saved": "6"}))
+        await claim(bus, *given)
+
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await bus.commit(Commit(state={"saved": "4", "sampler": "0:4:4@0-0", "trainer": "6"}, ledger={"issued": 4}))
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "claim_identity", meanwhile)
+            notes = await prepare_bus(bus, settings, place)
+        assert not any("goes back" in note or "held nothing" in note for note in notes), notes
+        assert (await bus.snapshot()).ledger == {"issued": 4}
+        (tmp_path / "own" / TRACKER).write_text("4\n")
+        assert any("checkpoint 4 is older" in note for note in await prepare_bus(bus, settings, place)), "nobody else wrote it"
 
 
 def test_what_cannot_be_resumed_is_told_in_one_line(tmp_path: Path) -> None:
