@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "scripts")]
 
 CASES = ("tiny", "resume", "speed-0.6b", "curve-megatron", "curve-torch", "speed-4b")
-"""`speed-0.6b-full` is the same with full recomputation."""
+"""`speed-0.6b-full` is the same with full recomputation; `export-0.6b` the memory of an export."""
 DEADLINE_S = {"speed-4b": 150, "record": 240}
 PEAK_FLOPS = 989e12  # an H200's, bf16, dense
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
@@ -145,6 +145,28 @@ def resume(args: argparse.Namespace, model: Path, vocab: int) -> Iterator[dict[s
     backend.sleep()
     backend.wake()
     yield {"same_after_sleep": backend.weights_hash() == end_again}
+
+
+def export(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
+    """The most that an export adds to the memory of the GPU, beside the weights that it sends and one bucket."""
+    import torch
+
+    from actors.trainer.transports.flat import bucketed
+
+    core = core_of(model_of(args.models, shape))
+    limit = 512 << 20
+    for turn in ("first", "second"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        sent = 0
+        for bucket in bucketed(core.export(), limit):
+            sent += sum(t.numel() * t.element_size() for _, t in bucket)
+            bucket.clear()
+        added = torch.cuda.max_memory_allocated() - before
+        yield {turn: {"weights_bytes": sent, "bucket_bytes": limit, "added_bytes": added,
+                      "of_weights_and_bucket": (sent + added) / (sent + limit)}}  # fmt: skip
+    core.close()
 
 
 def record(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -274,6 +296,7 @@ def one_case(args: argparse.Namespace, case: str) -> None:
     run: dict[str, Callable[[], Iterator[dict[str, Any]]]]
     run = {"tiny": lambda: tiny(args), "record": lambda: record(args),
            "resume": lambda: resume(args, model_of(args.models, "small"), SMALL["vocab_size"]),
+           "export": lambda: export(args, rest),
            "curve": lambda: curve(args, megatron=rest == "megatron"),
            "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}  # fmt: skip
     keep(args.out / f"{case}.json", case, run[kind]())
