@@ -28,7 +28,8 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "scripts")]
 
 CASES = ("tiny", "resume", "speed-0.6b", "curve-megatron", "curve-torch", "speed-4b")
-"""`speed-0.6b-full` is the same with full recomputation; `export-0.6b` the memory of an export."""
+"""`speed-0.6b-full` is the same with full recomputation; `export-0.6b` the memory of an export,
+`paired-0.6b` the speed of both by turns."""
 DEADLINE_S = {"speed-4b": 150, "record": 240}
 PEAK_FLOPS = 989e12  # an H200's, bf16, dense
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
@@ -118,7 +119,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def resume(args: argparse.Namespace, model: Path, vocab: int) -> Iterator[dict[str, Any]]:
-    """Four steps are two, saved, loaded, and two more."""
+    """Four steps are two, saved, loaded, and two more; and are the same four again, or kernels do not repeat themselves."""
     from actors.trainer.training.ranked import RankedBackend
 
     backend = RankedBackend("megatron")
@@ -138,6 +139,9 @@ def resume(args: argparse.Namespace, model: Path, vocab: int) -> Iterator[dict[s
     saved.finish()
     yield {"copy_s": copied - began, "write_s": time.monotonic() - copied}
     whole, end = first + steps(2, 3), backend.weights_hash()
+    backend.setup(config(model, megatron=True, **settings))
+    same = steps(0, 1, 2, 3) == whole, backend.weights_hash() == end
+    yield {"repeated_from_the_start": dict(zip(("same_losses", "same_weights"), same, strict=True))}
     backend.setup(config(model, megatron=True, **settings))
     backend.load(directory)
     again, end_again = steps(2, 3), backend.weights_hash()
@@ -250,6 +254,32 @@ def speed(args: argparse.Namespace, shape: str, *, full: bool = False) -> Iterat
     yield {"bare_forward": numbers(timed(bare.forward, warm=1, times=5), 1)}
 
 
+def paired(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
+    """Our step and a bare one by turns, ours and bare passes by turns, in one process: what the processors of a shared machine do
+    meanwhile meets both. Needs room for two models."""
+    from actors.trainer.training.step import _planned, train_batch
+
+    ours, other = (core_of(model_of(args.models, shape), own={"megatron": given(args)}) for _ in range(2))
+    one = batch(0, ours.model.vocab, samples=64, tokens=512)
+    packed = ours.pack(one.samples)
+    _, planned = _planned(ours, ours.config, packed, [s.train.trajectory for s in one.samples])
+    bare = Bare(other, planned[0])
+    runs = {"step": lambda: train_batch(ours, one), "bare_step": bare.step,
+            "forward": lambda: ours.score("old_logp", packed, planned), "bare_forward": bare.forward}  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(12):
+        for name, run in runs.items():
+            took = timed(run, warm=0, times=1)
+            if turn >= 3:
+                seconds[name].append(took)
+    for name in ("step", "forward"):
+        shares = sorted(b / a for a, b in zip(seconds[name], seconds[f"bare_{name}"], strict=True))
+        yield {f"{name}_of_bare": shares[len(shares) // 2], f"{name}_turns": shares}
+    yield {"seconds": seconds}
+    phases = [{n: v for n, v in train_batch(ours, one).metrics.items() if n.endswith("_s")} for _ in range(3)]
+    yield {"phases": phases}
+
+
 class Bare:
     """A loop as Megatron's users write it, over a core's chunks: labels in, losses of whole logits out."""
 
@@ -296,6 +326,7 @@ def one_case(args: argparse.Namespace, case: str) -> None:
     run: dict[str, Callable[[], Iterator[dict[str, Any]]]]
     run = {"tiny": lambda: tiny(args), "record": lambda: record(args),
            "resume": lambda: resume(args, model_of(args.models, "small"), SMALL["vocab_size"]),
+           "paired": lambda: paired(args, rest),
            "export": lambda: export(args, rest),
            "curve": lambda: curve(args, megatron=rest == "megatron"),
            "speed": lambda: speed(args, rest.removesuffix("-full"), full=rest.endswith("-full"))}  # fmt: skip
