@@ -46,8 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"context_parallel_size": 2}),
     "dp2": (2, {}),
     "dp2_distributed": (2, {"megatron": {"use_distributed_optimizer": True}}),
-    "recomputed": (1, {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-                                    "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}}),  # no effect here
+    "recomputed": (1, {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
     "tp2_sp_dp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "tp2_cp2": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
     "pp2_cp2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),

@@ -174,6 +174,7 @@ def test_flash_attention_that_is_not_installed_is_no_kernel_of_transformer_engin
         ({"own": {"megatron": {"recompute_granulation": "full"}}}, "recompute_granulation: megatron-core has no such field"),
         ({"own": {"megatron": {"use_precision_aware_optimizer": True}}}, "it needs a GPU and Transformer Engine"),
         ({"own": {"megatron": {"store_param_remainders": True}}}, "no checkpoint of such masters can be read again"),
+        ({"own": {"megatron": {"optimizer_cpu_offload": True}}}, "add --use-precision-aware-optimizer"),
         ({"own": {"megatron": {"attention_backend": "flesh"}}}, "attention_backend=flesh: it is one of flash, fused, unfused"),
         ({"own": {"megatron": {"exp_avg_dtype": "half"}}}, "exp_avg_dtype=half: it is one of fp32, fp16, bf16, fp8"),
         ({"own": {"megatron": {"recompute_granularity": "all"}}}, "megatron-core refuses these settings"),
