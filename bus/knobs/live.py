@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -134,9 +134,10 @@ async def publish_initial(
     *,
     epoch: int = 0,
     author: str = "launcher",
+    changed: Collection[str] = (),
 ) -> list[KnobDifference]:
     """Write all settings, and the kinds of the live ones, before any actor starts. A rerun keeps what is live and returns where
-    it differs; settings that are fixed for a run are as this start gives them.
+    it differs; settings that are fixed for a run are as this start gives them, and so are the live ones named in `changed`.
 
     `epoch` is above 0 when a checkpoint's values are written to a fresh bus. KnobRejected when a value is none of its kind.
     """
@@ -144,7 +145,7 @@ async def publish_initial(
         history = await read_history(bus)
         if history:
             live = values_at(history, history[-1].epoch)
-            kept = {name for name in kinds if name in live.values and _holds(name, live.values[name], kinds)}
+            kept = {name for name in kinds if name in live.values and _holds(name, live.values[name], kinds)} - set(changed)
             new = {n: v for n, v in _plain(values).items() if n not in kept and live.values.get(n, STREAM) != v}
             if not new and live.kinds == kinds:
                 return [

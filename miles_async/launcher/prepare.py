@@ -35,17 +35,17 @@ from actors.trainer.checkpoint import (
 )
 from bus import Bus, Commit
 from bus.identity import Identity, read_identity, write_identity
-from bus.knobs.live import publish_initial, read_history, values_at
+from bus.knobs.live import leaves_plans, pending, publish_initial, read_history, values_at
 from bus.messages.control import Kind
 from bus.private import private_directory, write_secret
 from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.plan import Place, training_data
-from miles_async.launcher.resume import move_tracker, resumes_from
+from miles_async.launcher.resume import changed_since_last_start, keep_settings, move_tracker, resumes_from
 from miles_async.settings.catalog import kinds
 from miles_async.settings.errors import SettingsError
-from miles_async.settings.live import initial_values, whole
+from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, reference_dir, start_dir, teacher_dir
@@ -246,8 +246,12 @@ def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequ
 
 
 async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str]:
-    """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator."""
+    """Identity, streams, knobs, and what a checkpoint keeps of a bus that is gone. Returns notes for the operator.
+
+    A live value that was tuned stays, unless the operator has given the setting another value since the last start.
+    """
     notes: list[str] = []
+    run_dir = Path(place.run_dir)
     saved = await acknowledged(bus)
     notes += move_tracker(settings)
     state: BusState | None = None
@@ -259,11 +263,12 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         await claim_identity(bus, settings, place)
     await bus.make_readers()
     values, live = initial_values(settings), live_kinds()
+    wanted = {name: value for name, value in changed_since_last_start(settings, run_dir).items() if name in live}
     if state is not None and await holds_nothing(bus):
         # Knobs first: killed in between, the next start still finds the bus empty and does both again.
-        values |= {name: value for name, value in state.knobs.items() if name in live}
-        check_kept(values)
-        await publish_initial(bus, values, live, epoch=state.knob_epoch)
+        kept = {name: value for name, value in state.knobs.items() if name in live}
+        check_kept(values | kept | wanted)
+        await publish_initial(bus, values | kept, live, epoch=state.knob_epoch)
         fault_point("launcher", "knobs_restored")
         await restore_bus(bus, state)
         fault_point("launcher", "restored")
@@ -272,10 +277,14 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
             "issued again"
         )
     if history := await read_history(bus):
-        kept = values_at(history, history[-1].epoch).values
-        check_kept(values | {name: kept[name] for name in live if name in kept})
-    differences = await publish_initial(bus, values, live)
+        held = dict(values_at(history, history[-1].epoch).values)
+        check_kept(values | {name: held[name] for name in live if name in held} | wanted)
+        leaves_plans(held | wanted, pending(history), check_patch)
+        for name in (n for n, value in wanted.items() if held.get(n, value) != value):
+            notes.append(f"knob changed since the last start: {name} was {held[name]!r} and is {wanted[name]!r}")
+    differences = await publish_initial(bus, values, live, changed=wanted.keys())
     notes += [f"knob kept from the run: {text}" for text in differences]
+    keep_settings(settings, run_dir)
     return notes
 
 

@@ -1,13 +1,18 @@
-"""Where a run goes on from, as its flags say: the same answer for the launcher, which restores the bus, and for the trainer."""
+"""Where a run goes on from, as its flags say: the same answer for the launcher, which restores the bus, and for the trainer. And
+what its last start said, so that the next one knows what the operator has changed since."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from actors.trainer.checkpoint import TRACKER, bus_state_file, iter_dir, latest, others, resume_point, write_durably
 from bus.errors import CheckpointRefused
 from miles_async.settings.checkpoints import RELEASE, there_are
+from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError, refusal
+from miles_async.settings.live import initial_values
+from miles_async.settings.load import load
 from miles_async.settings.run import RunSettings
 
 
@@ -62,6 +67,23 @@ def move_tracker(settings: RunSettings) -> list[str]:
         return []
     write_durably(parent / TRACKER, f"{step}\n".encode())
     return [f"goes on from checkpoint {step} instead of {newest} (--ckpt-step); leave it out to go on from the newest again"]
+
+
+SETTINGS_FILE = "settings.toml"  # of the last start that made the bus ready
+
+
+def changed_since_last_start(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
+    """Settings by name that differ from those of the run's last start; nothing where that is not known."""
+    try:
+        before = initial_values(load(run_dir / SETTINGS_FILE).settings)
+    except SettingsError:  # its first start, or one of another release
+        return {}
+    return {name: value for name, value in initial_values(settings).items() if name in before and before[name] != value}
+
+
+def keep_settings(settings: RunSettings, run_dir: Path) -> None:
+    """Write what this start says."""
+    (run_dir / SETTINGS_FILE).write_text(dump_toml(settings))
 
 
 def same(a: Path | str, b: Path | str) -> bool:

@@ -47,7 +47,6 @@ from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_sp
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
 from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
-from miles_async.settings.dump import dump_toml
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
@@ -99,7 +98,6 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name):
         placers = placers_of(settings, place, servers)
-        (run_dir / "settings.toml").write_text(dump_toml(settings))
         if settings.launch.env_report:
             write_env_report(run_dir)
         return run_loop(_train(settings, place, run_dir, placers, servers))

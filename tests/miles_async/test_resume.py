@@ -11,12 +11,14 @@ import pytest
 from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, BusConfig, Commit
+from bus.knobs.live import propose, read_history, values_at
 from miles_async.launcher import prepare
 from miles_async.launcher.plan import Place, backend_config, told
 from miles_async.launcher.prepare import engine_token, place_of, prepare_bus
 from miles_async.launcher.resume import check_resume, load_dir, move_tracker, resumes_from
 from miles_async.settings.checks import check_model
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.live import check_patch
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import reference_dir, start_dir
@@ -81,6 +83,37 @@ async def test_a_launcher_leaves_the_bus_of_a_trainer_that_saves_on_meanwhile(
         assert (await bus.snapshot()).ledger == {"issued": 4}
         (tmp_path / "own" / TRACKER).write_text("4\n")
         assert any("checkpoint 4 is older" in note for note in await prepare_bus(bus, settings, place)), "nobody else wrote it"
+
+
+async def test_a_knob_that_was_tuned_stays_until_the_operator_gives_its_setting_another_value(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """A run that its --max-waves has ended could else never go on: its bus is gone, and `tune` with it."""
+    common: dict[str, Any] = {"name": run_name, "bus_url": redis_url}
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+
+    async def start(**settings: Any) -> tuple[list[str], dict[str, Any]]:
+        async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+            notes = await prepare_bus(bus, make(tmp_path / "own", **common | {"use_tis": True} | settings), place)
+            history = await read_history(bus)
+        return [n for n in notes if "knob" in n], dict(values_at(history, history[-1].epoch).values)
+
+    assert (await start(max_waves=16))[0] == []
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await propose(bus, {"max_waves": 20, "lr": 0.5}, author="me", check=check_patch)
+    notes, values = await start(max_waves=16)
+    assert values["max_waves"] == 20 and any("max_waves stays 20 (knob epoch 1), the settings say 16" in note for note in notes)
+    notes, values = await start(max_waves=40)
+    assert values["max_waves"] == 40 and "knob changed since the last start: max_waves was 20 and is 40" in notes
+    assert values["lr"] == 0.5 and any("lr stays 0.5" in note for note in notes)
+    notes, values = await start(max_waves=40)
+    assert values["max_waves"] == 40 and not any("max_waves" in note for note in notes)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        assert (await read_history(bus))[-1].reason == "settings of this start"
+        await propose(bus, {"max_weight_staleness": 2}, author="me", check=check_patch)
+    with pytest.raises(SettingsError, match="live values that do not go with its settings now: max_weight_staleness = 2"):
+        await start(max_waves=40, use_tis=False)
 
 
 def test_what_cannot_be_resumed_is_told_in_one_line(tmp_path: Path) -> None:

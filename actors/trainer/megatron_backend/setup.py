@@ -85,7 +85,7 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     if given_of(own).get("store_param_remainders"):
         said.append("megatron.store_param_remainders: no checkpoint of such masters can be read again; leave it out")
     if given_of(own).get("optimizer_cpu_offload") and not given_of(own).get("use_precision_aware_optimizer"):
-        said.append("megatron.optimizer_cpu_offload: megatron-core can't load such an optimizer; add --use-precision-aware-optimizer")
+        said.append("megatron.optimizer_cpu_offload: none can be loaded again; add --use-precision-aware-optimizer")
     if mode_of(config) and not arch.experts:
         said.append(f"{source_of(config)} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay")
     for name, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")) if mode_of(config) else ():
