@@ -145,7 +145,8 @@ def _gone(ref: RunRef, why: str) -> str:
     report = ref.run_dir / "report.html"
     read = f" What it did is in {report if report.exists() else ref.run_dir}." if ref.run_dir.exists() else ""
     return (
-        f"run {ref.run} is not running: no bus at {where} ({why}). The same miles-async train command resumes it.{read}"
+        f"run {ref.run} is not running: no bus at {where} ({why}). The same miles-async train command resumes it, with what you "
+        f"change in it.{read}"
     )
 
 
