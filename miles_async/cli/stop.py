@@ -4,7 +4,6 @@ any host that reaches its bus. The same train command resumes it. Returns when i
 import argparse
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -131,11 +130,11 @@ def living_actors(ref: RunRef) -> dict[str, int]:
 def _clear(ref: RunRef) -> None:
     """What a launcher does last, where none is left to do it: the run's own Redis ends, its published weights leave memory."""
     from bus.server import EmbeddedRedis
-    from miles_async.launcher.prepare import shared_memory
+    from miles_async.launcher.prepare import free_weights, shared_memory
 
     if ref.run_dir is None or certain_launcher(ref) is not None:
         return
-    shutil.rmtree(shared_memory(ref.run_dir), ignore_errors=True)
+    free_weights(shared_memory(ref.run_dir))
     server = EmbeddedRedis(ref.run_dir)
     if ref.bus_url.startswith("unix://") and (ref.run_dir / "redis" / "lock").exists() and server.adopt():
         server.stop()

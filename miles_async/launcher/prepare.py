@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,13 @@ def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
         run_dir / "weights",
         f"{text}published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)",
     )
+
+
+def free_weights(directory: Path) -> None:
+    """Published versions leave memory, and the run's folder there with them; one that holds more stays."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):
+        directory.parent.rmdir()
 
 
 def shared_memory(run_dir: Path) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -45,7 +44,7 @@ from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
-from miles_async.launcher.prepare import check_host, check_same, place_of, prepare_bus, token_counter
+from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
 from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
@@ -159,7 +158,7 @@ async def _train(
         for server in set(servers.values()):
             await server.close()
         if ours:  # published copies; checkpoints lie elsewhere
-            await asyncio.to_thread(shutil.rmtree, place.weights_dir, True)
+            await asyncio.to_thread(free_weights, Path(place.weights_dir))
         if ours and embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if finished and not status:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from actors.runtime.run import disk_text
-from miles_async.launcher.prepare import shared_memory, weights_dir
+from miles_async.launcher.prepare import free_weights, shared_memory, weights_dir
 
 ROOT = Path(__file__).parents[2]
 Usage = namedtuple("Usage", "total used free")
@@ -55,6 +55,16 @@ def test_weights_go_elsewhere_when_shared_memory_is_small(tmp_path: Path, monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(5000, 1001, 3999))
     directory, note = weights_dir(run_dir, tmp_path)
     assert directory == run_dir / "weights" and "--shm-size" in note
+    (shared_memory(run_dir) / "v1").mkdir(parents=True)
+    free_weights(shared_memory(run_dir))
+    shared = shared_memory(run_dir).parent  # makes it anew
+    assert list(shared.iterdir()) == []
+    (kept := shared / "of a worker").touch()
+    free_weights(shared / "weights")
+    assert kept.exists()
+    kept.unlink()
+    free_weights(shared / "weights")
+    assert not shared.exists()
 
 
 @pytest.mark.parametrize(
