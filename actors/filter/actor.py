@@ -62,7 +62,7 @@ class Filter:
         self._custom: Judge | None = None
         if spec.custom_filter:
             args = lambda: {**context.knobs.values, **spec.hook_values}  # noqa: E731
-            self._custom = judge_of(load_hook(spec.custom_filter, Judge), args, decoder_of(spec.model_dir))
+            self._custom = judge_of(load_hook(spec.custom_filter), args, decoder_of(spec.model_dir))
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from actors.runtime.run import Refused
 
 
-def load_hook(path: str, kind: Any = None) -> Any:
+def load_hook(path: str) -> Any:
     """The function named by `path`; Refused names what is missing. Its bytecode is not kept: Python would take it for a file that
     was changed in the same second without growing."""
     kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True

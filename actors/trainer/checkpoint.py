@@ -162,7 +162,7 @@ def resume_point(load: str, save: str, step: int | None) -> tuple[Path, int] | N
     return None if found is None else (parent, found)
 
 
-def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusState:
+def read_bus_state(save: Path, step: int, *, fingerprint: str) -> BusState:
     """The bus state of one checkpoint; CheckpointRefused when it is damaged or of other settings."""
     file = bus_state_file(save, step)
     try:

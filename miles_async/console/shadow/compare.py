@@ -154,7 +154,7 @@ class Filter:
 
     def __init__(self, path: str, deadline_s: float, values: Mapping[str, Any] = {}, model_dir: str = "") -> None:
         self._path, self._deadline_s = path, deadline_s
-        self._judge: Judge = JUDGES.get(path) or judge_of(load_hook(path, Judge), lambda: values, decoder_of(model_dir))
+        self._judge: Judge = JUDGES.get(path) or judge_of(load_hook(path), lambda: values, decoder_of(model_dir))
         self._failures = Failures(f"filter {path}")
         self.paired = Paired()
         self.left_out: Counter[str] = Counter()

@@ -98,7 +98,7 @@ def overview(
     parts: list[RenderableType] = [
         _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
     ]
-    facts = _facts(state, wall)
+    facts = _facts(state)
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
         side.add_row(flow(state["flow"], wall, width), learning(columns, steps, width - 66))
@@ -168,7 +168,7 @@ def learning(columns: Columns, steps: Sequence[int], width: int) -> RenderableTy
     return table
 
 
-def _facts(state: Mapping[str, Any], wall: float) -> RenderableType:
+def _facts(state: Mapping[str, Any]) -> RenderableType:
     run, engines, flow = state["run"], state["engines"], state["flow"]
     rows: list[tuple[str, Text]] = [("rooms", _rooms(flow["rooms"]))]
     if run["shares"]:

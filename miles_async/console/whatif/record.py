@@ -149,7 +149,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     steps = _settled(history, records, settings)
     lines = {r["step"]: r for r in records if r["kind"] == "step"}
     notes: list[str] = []
-    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(history, settings, records, steps, notes))
+    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(settings, records, steps, notes))
     size = settings.samples_per_rollout
     step_s = fmean(s.gap_s for s in steps)
     dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
@@ -158,7 +158,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     thrown = sum(dropped[reason] * mean / of_one for reason, mean in tokens.items()) / len(steps)
     running = (size + thrown) * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
     on_worker = fmean(s.get(f"{RUNNING}/mean", running / knobs.num_generation_workers) for s in steps)
-    pace = _pace(history, records, steps, settings, notes)
+    pace = _pace(history, records, steps, notes)
     stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
     alone = (1 - stands) / (1 + pace.slowdown * on_worker)
     pool = _pool(lines, steps, settings, alone, notes)
@@ -235,7 +235,7 @@ def _workers(history: History) -> int:
     return max(1, len({r["actor"] for r in history.activations if r["version"] >= newest - 2}))
 
 
-def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
+def _slots(s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
     """Slots of a worker where they are found while the run goes: what was told last, or what ran at most."""
     if s.sglang_server_concurrency:
         return int(s.sglang_server_concurrency)
@@ -246,7 +246,7 @@ def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence
     return slots
 
 
-def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], settings: Flat, notes: list[str]) -> Pace:
+def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> Pace:
     tokens, seconds = [s.get("rollout/tokens") for s in steps], [s.get("perf/train_s") for s in steps]
     middle, typical = fmean(tokens), fmean(seconds)
     a_token = _slope(tokens, seconds)
