@@ -42,8 +42,9 @@ from bus import Commit, Entry, Out, Tail, ledger
 from bus.asides import put_aside, response_aside, response_whole
 from bus.errors import Transient
 from bus.inspect import wall_of
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.control import BOOTING
-from bus.messages.policy import Activate, PolicyActive, Sending, Turn
+from bus.messages.policy import Sending, Turn
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 

@@ -43,7 +43,8 @@ from actors.runtime.fetch import FetchFailed
 from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
 from bus.errors import BadMessage, DeadlineExceeded
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.active import Activate
+from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan

@@ -13,16 +13,9 @@ from typing import Any
 from msgspec import UNSET
 
 from actors.runtime.arrays import INT32, floats_fault, ids_fault
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.groups import GroupKept, GroupVerdict, index_of
-from bus.messages.policy import (
-    Activate,
-    GroupsGivenUp,
-    PolicyActive,
-    PolicyAnnounced,
-    Restored,
-    StepDone,
-    WeightsReady,
-)
+from bus.messages.policy import GroupsGivenUp, PolicyAnnounced, Restored, StepDone, WeightsReady
 from bus.messages.samples import (
     Parked,
     PrefixDropped,

@@ -30,9 +30,10 @@ from actors.trainer.spec import TrainerSpec
 from bus import Bus, Stream
 from bus.errors import BadMessage
 from bus.ledger import check
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.base import Message
 from bus.messages.groups import GroupKept, GroupVerdict
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, StepDone, WeightManifest
+from bus.messages.policy import PolicyAnnounced, StepDone, WeightManifest
 from bus.messages.samples import Parked, PrefixDropped, RolloutLost
 from bus.messages.versions import PolicyVersion
 from bus.topology import (
