@@ -19,8 +19,8 @@ from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from actors.publisher.actor import PublisherSpec
 from actors.publisher.actor import run as publisher
-from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as reward
+from actors.reward.spec import RewardSpec
 from actors.runtime.context import Context
 from actors.runtime.logs import LETTERS
 from actors.sampler.actor import SamplerSpec

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.reward.actor import RewardSpec, dead, run
+from actors.reward.actor import dead, run
+from actors.reward.spec import RewardSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out

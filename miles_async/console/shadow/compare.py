@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol, Self
 
 from actors.filter.judges import JUDGES, Judge, Member, judge
-from actors.reward.actor import RewardSpec, scorers_of, text_by
 from actors.reward.sample import Sample, sample_of, settle
 from actors.reward.scorer import Scorers
+from actors.reward.spec import RewardSpec, scorers_of, text_by
 from actors.runtime.hooks import load_hook
 from actors.runtime.miles import judge_of
 from actors.runtime.prompts import decoder_of
