@@ -18,10 +18,9 @@ import msgspec
 
 from actors.recorder.history import AVG_STALENESS, History, Step, history_of
 from actors.recorder.records import Record
-from actors.runtime.seeds import rng_for
-from actors.trainer.spread import LENGTH, RUNNING, SECONDS
+from actors.trainer.spread import RUNNING, SECONDS
 from bus.inspect import wall_of
-from miles_async.console.whatif.observed import Spread, live_knobs, slowdown_of
+from miles_async.console.whatif.observed import live_knobs, slowdown_of
 from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
@@ -161,7 +160,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     pace = _pace(history, records, steps, notes)
     stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
     alone = (1 - stands) / (1 + pace.slowdown * on_worker)
-    pool = _pool(lines, steps, settings, alone, notes)
+    pool = _pool(lines, steps, settings, alone)
     return Recorded(
         settings=settings,
         knobs=knobs,
@@ -251,8 +250,6 @@ def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], no
     middle, typical = fmean(tokens), fmean(seconds)
     a_token = _slope(tokens, seconds)
     base = typical - a_token * middle
-    if not any("perf/turned_s" in s.metrics for s in steps):
-        notes.append("the record does not tell how long the trainer waits for the filter's turn: taken as no time")
     told = {r["version"]: _at(r) for r in records if r["kind"] == "step" and "entry" in r}
     loads = [r for r in history.activations if r["wall"] >= steps[0].wall and r["version"] in told]
     if not loads:
@@ -291,9 +288,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 # -- samples ---------------------------------------------------------------------------------------------------------------
 
 
-def _pool(
-    lines: Mapping[int, Record], steps: Sequence[Step], settings: Flat, alone: float, notes: list[str]
-) -> tuple[tuple[Draw, ...], ...]:
+def _pool(lines: Mapping[int, Record], steps: Sequence[Step], settings: Flat, alone: float) -> tuple[tuple[Draw, ...], ...]:
     """Groups as they were generated; seconds as if each sample ran alone."""
     n, edge = settings.n_samples_per_prompt, settings.max_weight_staleness + 2
     first, last = steps[0].step, steps[-1].step
@@ -306,20 +301,8 @@ def _pool(
     # Of groups that began at the end of what is looked at, the members that took longest may be missing.
     pool = [tuple(draws) for name, draws in found.items() if first <= began[name] <= last - edge]
     pool = pool or [tuple(draws) for name, draws in found.items() if began[name] >= first and len(draws) == n]
-    if pool:
-        return tuple(pool)
-    notes.append(
-        "an older release recorded no single samples: members of a group are taken as independent of each other"
-    )
-    chance = rng_for(0, "whatif")
-    both = [(Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
-    spreads = [(lengths, seconds) for lengths, seconds in both if lengths is not None and seconds is not None]
-    if not spreads:
-        raise SettingsError("the record tells no seconds of samples on engines: nothing to simulate")
-    for lengths, seconds in spreads:
-        shares = [chance.random() for _ in range(settings.samples_per_rollout)]
-        made = [Draw(max(1, round(lengths.at(x))), seconds.at(x) * alone) for x in shares]
-        pool += [tuple(made[i : i + n]) for i in range(0, len(made), n)]
+    if not pool:
+        raise SettingsError("the record tells no group of samples from its first to its last: nothing to simulate")
     return tuple(pool)
 
 
