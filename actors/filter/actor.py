@@ -68,7 +68,6 @@ class Filter:
         self._said: Turned | None = None
         self._all: AllSamples | None = None
         if spec.shows_all_to:
-            how = {"values": spec.hook_values, "model_dir": spec.model_dir}
             path, deadline_s = spec.shows_all_to, spec.shows_all_for_s
             self._all = AllSamples(context, path, deadline_s, values=spec.hook_values, model_dir=spec.model_dir)
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
