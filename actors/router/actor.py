@@ -11,10 +11,10 @@ import asyncio
 import os
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from actors.router.launch import DEFAULTS, KEY
+from actors.router.probe import answers
 from actors.runtime.child import PYTHON, ArgValue, Child, command_line, last_line
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
@@ -22,7 +22,6 @@ from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 
 POLL_S = 0.1
-ANSWER_S = 2.0
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -102,16 +101,6 @@ class Router:
         if code == 2:
             raise Refused(f"sglang-router refuses its flags: {line}. Correct the --router-* flags. Log: {self._log}")
         await context.event("router boot failed", f"exit code {code}: {line} (log: {self._log})", level="error")
-        return False
-
-
-async def answers(host: str, port: int) -> bool:
-    """Whether /health answers 200; never raises, never waits longer than ANSWER_S."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"http://{host}:{port}/health") as answer:
-            return answer.status == 200
-    except (aiohttp.ClientError, TimeoutError, OSError):
         return False
 
 

@@ -102,9 +102,8 @@ async def scored_and_lost(bus: Bus, count: int) -> dict[str, Scored | RolloutLos
         return found if len(found) >= count else []
 
     found = await until(enough, deadline_s=40.0)
-    assert len(found) == count
     by_id = {m.sample_id if isinstance(m, RolloutLost) else m.rollout.task.sample_id: m for m in found}
-    assert len(by_id) == count
+    assert len(found) == len(by_id) == count
     assert await bus.length(ROLLOUTS) == 0
     return by_id
 
