@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.given import given_response
@@ -254,7 +253,7 @@ class Worker:
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context, programs = self._context, self._programs
         task = message.task if isinstance(message, PrefixResume) else message
-        if task.given_tokens is not UNSET:
+        if task.given_tokens is not msgspec.UNSET:
             await self._give(entry, task)
             return
         if isinstance(message, PrefixResume):
