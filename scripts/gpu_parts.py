@@ -347,8 +347,8 @@ async def house(folder: Path, *, concurrent: int, lease_s: float = 30.0, **knobs
 @asynccontextmanager
 async def router(folder: Path, **flags: ArgValue) -> AsyncIterator[tuple[str, Child]]:
     """A sglang-router that takes requests."""
-    from actors.router.probe import answers
     from actors.router.launch import DEFAULTS, MODULE
+    from actors.router.probe import answers
     from actors.runtime.child import command_line
 
     port = free_port(successors=1)
